@@ -1,0 +1,63 @@
+# Needs only make and a Python >= 3.11; each target sets up .venv by itself.
+#
+#   make demo    trains, evaluates and decodes a small language model (about 5 minutes)
+#   make test    runs the tests
+#   make lint    checks the style
+#   make clean   removes what the others made, but for the demo's results
+#
+#   make PYTHON=python3.12 ...          another interpreter
+#   make demo JOB_LOG_DIR=/tmp/demo     other place for the results
+#   make test PYTEST_ARGS='-k metrics'  other arguments for pytest
+
+PYTHON ?= python3
+JOB_LOG_DIR ?= demo_job
+# Two processes; a file's tests stay together, for they share what they compiled.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(INSTALLED)
+	@if [ -z "$(JOB_LOG_DIR)" ]; then echo "JOB_LOG_DIR is empty: name a directory."; exit 1; fi
+	@# The demo starts from nothing, and removes nothing but what praxis_lite made.
+	@if [ -n "$$(ls -A "$(JOB_LOG_DIR)" 2>/dev/null)" ]; then \
+	  if grep -qs praxis_lite "$(JOB_LOG_DIR)/config.json"; then rm -rf "$(JOB_LOG_DIR)"; else \
+	    echo "$(JOB_LOG_DIR) is not empty and no praxis_lite job (it has no config.json of one)."; \
+	    echo "Remove it yourself, or choose another place: make demo JOB_LOG_DIR=..."; exit 1; \
+	  fi; fi
+	@$(VENV_PYTHON) main.py --exp=lm.PyDocs --job_log_dir="$(JOB_LOG_DIR)"
+	@$(VENV_PYTHON) main.py --mode=decode --job_log_dir="$(JOB_LOG_DIR)"
+	@$(VENV_PYTHON) main.py --mode=summary --job_log_dir="$(JOB_LOG_DIR)"
+
+test: $(INSTALLED)
+	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	@$(VENV_PYTHON) -m ruff check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The mark is made last: an installation that failed is begun again.
+$(INSTALLED): setup.py
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "There is no $(PYTHON). praxis_lite needs Python 3.11, 3.12 or 3.13; where it has"; \
+	  echo "another name: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "praxis_lite needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+	  echo "Name another: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments: its venv and ensurepip modules are missing."; \
+	  echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Setting up $(VENV) (jax, flax, tensorflow, ...): takes some minutes, once."
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[test]'
+	@touch $@

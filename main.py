@@ -1,0 +1,4 @@
+from praxis_lite.main import main
+
+if __name__ == "__main__":
+    main()

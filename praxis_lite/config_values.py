@@ -1,0 +1,272 @@
+"""Text to a checked value and back: what may stand behind the `=` of `--set`."""
+
+import ast
+import collections.abc
+import dataclasses
+import enum
+import inspect
+import sys
+import types
+import typing
+from typing import Any
+
+UNKNOWN = inspect.Parameter.empty
+_BARE_WORDS = {"none": None, "true": True, "false": False}
+_SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+
+class WrongType(Exception):
+    """The text is no value of the wanted type; `str()` of it names the type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """A piece of text that is no Python literal, with the text it was read from."""
+
+    text: str
+
+
+def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
+    """Returns the value that `text` means where `annotation` is wanted.
+
+    Args:
+        text: a Python literal, `none`, `true`, `false`, a bare word, or items split by commas.
+        annotation: of the parameter; `UNKNOWN` where there is none, and then the value must have
+            the type of `present`.
+        present: the present value or the default.
+
+    Raises:
+        WrongType: it means none.
+    """
+    if is_dtype(present) or _names_dtype(annotation):
+        return _parse_dtype(text, annotation, present)
+    if annotation is UNKNOWN:
+        annotation = _type_of(present)
+    read = _read(text)
+    # Exact first: in `str | int`, 7 is the number; in `str | None`, none is None.
+    for lenient in (False, True):
+        try:
+            return _fit(read, text, annotation, lenient)
+        except WrongType:
+            continue
+    if read is None and present is None:
+        return None  # `width: int = None`, as older code has it.
+    raise WrongType(type_name(annotation))
+
+
+def format_value(value: Any, annotation: Any) -> str | None:
+    """Returns the shortest text that `parse_value` turns into `value` again, or None."""
+    candidates = [repr(value)]
+    if isinstance(value, str):
+        candidates = [value, repr(value)]
+    elif is_dtype(value):
+        candidates = [dtype_name(value)]
+    elif isinstance(value, enum.Enum):
+        candidates = [value.name]
+    elif type(value) is tuple and value:
+        items = [item if isinstance(item, str) else repr(item) for item in value]
+        # Without brackets a shell leaves it alone.
+        candidates = [",".join(items) + ("," if len(value) == 1 else ""), repr(value)]
+    for text in candidates:
+        if text != text.strip() or not text.isprintable():
+            continue
+        try:
+            again = parse_value(text, annotation, value)
+        except WrongType:
+            continue
+        if _are_same(again, value):
+            return text
+    return None
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if type(one) in (int, float) and type(other) in (int, float):
+        # A field of floats may hold a 1.
+        return one == other or (one != one and other != other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    return repr(one) == repr(other)
+
+
+def type_name(annotation: Any) -> str:
+    """Returns the annotation as a person writes it."""
+    if annotation is UNKNOWN or annotation is Any:
+        return "any literal"
+    if annotation is None or annotation is types.NoneType:
+        return "None"
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    text = str(annotation).replace("NoneType", "None")
+    return text.replace("typing.", "").replace("collections.abc.", "")
+
+
+def union_parts(annotation: Any) -> tuple[Any, ...]:
+    """Returns the members of a union; of another annotation, that one alone."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def is_dtype(value: Any) -> bool:
+    """Returns whether `value` is a dtype, or a scalar type such as `jnp.bfloat16`."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not (isinstance(value, numpy.dtype | type)):
+        return False
+    if isinstance(value, numpy.dtype):
+        return True
+    # jnp.float32 is a class of its own, with a dtype; ml_dtypes' are numpy's generic types.
+    has_dtype = isinstance(getattr(value, "dtype", None), numpy.dtype)
+    return has_dtype or issubclass(value, numpy.generic)
+
+
+def dtype_name(value: Any) -> str:
+    """Returns 'bfloat16' for `jnp.bfloat16`, `jnp.dtype('bfloat16')` and their like."""
+    return sys.modules["numpy"].dtype(value).name
+
+
+def _read(text: str) -> Any:
+    word = text.strip().lower()
+    if word in _BARE_WORDS:
+        return _BARE_WORDS[word]
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    if "," in text:
+        items = text.strip().removesuffix(",").split(",")
+        return tuple(_read(item) for item in items)
+    return _Word(text.strip())
+
+
+def _fit(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
+    """Returns `read` as `wanted`; `text` is what it was read from, None inside a container."""
+    if wanted is UNKNOWN or wanted is Any or wanted is object:
+        return _plain(read)
+    if isinstance(wanted, typing.TypeVar):
+        return _plain(read)
+    if wanted is None or wanted is types.NoneType:
+        return _require(read is None, read, wanted)
+    if hasattr(wanted, "__value__"):  # `type X = ...` of Python 3.12.
+        return _fit(read, text, wanted.__value__, lenient)
+    if hasattr(wanted, "__supertype__"):  # NewType.
+        return _fit(read, text, wanted.__supertype__, lenient)
+    origin, args = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is typing.Annotated:
+        return _fit(read, text, args[0], lenient)
+    if union_parts(wanted) != (wanted,):
+        return _fit_union(read, text, wanted, lenient)
+    if origin is typing.Literal:
+        # "none" and "true" may be words here.
+        found = text if lenient and text in args else _plain(read)
+        return _require(any(type(a) is type(found) and a == found for a in args), found, wanted)
+    kind = origin or wanted
+    if kind is bool:
+        return _require(type(read) is bool, read, wanted)
+    if kind is int:
+        return _require(type(read) is int, read, wanted)
+    if kind is float:
+        return _fit_float(read, wanted, lenient)
+    if kind is str:
+        return _fit_str(read, text, wanted, lenient)
+    if kind in _MAPPINGS:
+        _require(type(read) is dict, read, wanted)
+        key, value = args if len(args) == 2 else (UNKNOWN, UNKNOWN)
+        return {_fit(k, None, key, lenient): _fit(v, None, value, lenient) for k, v in read.items()}
+    if kind in (tuple, list, set, frozenset, *_SEQUENCES):
+        return _fit_items(read, wanted, kind, args, lenient)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        _require(isinstance(read, _Word) and read.text in kind.__members__, read, wanted)
+        return kind[read.text]
+    raise WrongType(type_name(wanted))
+
+
+def _fit_union(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
+    for one in typing.get_args(wanted):
+        try:
+            return _fit(read, text, one, lenient)
+        except WrongType:
+            continue
+    raise WrongType(type_name(wanted))
+
+
+def _fit_float(read: Any, wanted: Any, lenient: bool) -> float:
+    if lenient and type(read) is int:
+        return float(read)
+    if isinstance(read, _Word) and read.text.lower() in ("inf", "-inf", "nan"):
+        return float(read.text)
+    return _require(type(read) is float, read, wanted)
+
+
+def _fit_str(read: Any, text: str | None, wanted: Any, lenient: bool) -> str:
+    if isinstance(read, _Word):
+        return read.text
+    if lenient and text is not None and type(read) is not str:
+        return text
+    return _require(type(read) is str, read, wanted)
+
+
+def _fit_items(read: Any, wanted: Any, kind: Any, args: tuple[Any, ...], lenient: bool) -> Any:
+    if kind in (set, frozenset):
+        _require(type(read) in (set, list, tuple), read, wanted)
+    else:
+        _require(type(read) in (list, tuple), read, wanted)
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        if len(args) != len(read):
+            raise WrongType(type_name(wanted))
+        item_types = list(args)
+    else:
+        item_types = [args[0] if args else UNKNOWN] * len(read)
+    items = [_fit(one, None, want, lenient) for one, want in zip(read, item_types, strict=True)]
+    return (type(read) if kind in _SEQUENCES else kind)(items)
+
+
+def _require(holds: bool, value: Any, wanted: Any) -> Any:
+    if not holds:
+        raise WrongType(type_name(wanted))
+    return value
+
+
+def _plain(read: Any) -> Any:
+    if isinstance(read, _Word):
+        return read.text
+    return tuple(_plain(one) for one in read) if type(read) is tuple else read
+
+
+def _type_of(present: Any) -> Any:
+    """Returns the type that a value must have to stand where `present` stands."""
+    if present is None or present is UNKNOWN:
+        return UNKNOWN
+    if type(present) in (tuple, list) and present:
+        kinds = {type(one) for one in present}
+        if len(kinds) == 1 and (item := kinds.pop()) in (int, float, str, bool):
+            return tuple[item, ...] if type(present) is tuple else list[item]
+    return type(present)
+
+
+def _names_dtype(annotation: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    parts = union_parts(annotation)
+    return any(typing.get_origin(part) is numpy.dtype or part is numpy.dtype for part in parts)
+
+
+def _parse_dtype(text: str, annotation: Any, present: Any) -> Any:
+    import numpy as np
+
+    name = text.strip().strip("'\"")
+    optional = types.NoneType in union_parts(annotation) or annotation is UNKNOWN
+    if name.lower() == "none" and (optional or present is None):
+        return None
+    wanted = "a dtype by name, such as float32 or bfloat16"
+    scalar = getattr(sys.modules.get("jax.numpy", np), name, None)
+    if not is_dtype(scalar):
+        raise WrongType(wanted)
+    # As the present value is written: jnp.bfloat16, np.float32 or a dtype instance.
+    if isinstance(present, np.dtype):
+        return np.dtype(scalar)
+    if isinstance(present, type) and issubclass(present, np.generic):
+        return np.dtype(scalar).type
+    return scalar

@@ -1,0 +1,187 @@
+"""What an experiment says: configs of the mesh, the task, the data and the run."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import fiddle as fdl
+
+from praxis_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from praxis_lite.inputs.base import InputPipeline
+    from praxis_lite.sharding import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long a job runs, and how often it saves, evaluates and reports.
+
+    Attributes:
+        num_train_steps: updates from step 0 to the end of training; a resumed job counts on.
+        seed: of the initial weights, dropout and sampling. The data has its own.
+        checkpoint_every_steps: steps between checkpoints. None: one, at the end.
+        eval_every_steps: steps between evaluations on every dataset but `train`. None: one, at the
+            end.
+        log_every_steps: steps between the lines printed where the output is no terminal. None:
+            about 20 lines in a run. `metrics.jsonl` has every step whatever this says.
+        max_checkpoints_to_keep: older checkpoints are deleted.
+        max_eval_batches: batches of each dataset that an evaluation reads. None: all, one pass.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range.
+    """
+
+    num_train_steps: int
+    seed: int = 0
+    checkpoint_every_steps: int | None = None
+    eval_every_steps: int | None = None
+    log_every_steps: int | None = None
+    max_checkpoints_to_keep: int = 3
+    max_eval_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            least = 0 if field.name == "seed" else 1
+            # JAX keys take a seed of 32 bits where 64-bit types are off.
+            most = 2**32 - 1 if field.name == "seed" else float("inf")
+            if type(value) is not int or not least <= value <= most:
+                wanted = (
+                    "a whole number from 0 to 2**32 - 1"
+                    if field.name == "seed"
+                    else "a whole number, 1 or more"
+                )
+                absent = ", or None" if field.default is None else ""
+                raise ConfigError(
+                    f"run.{field.name}: found {value!r}, wanted {wanted}{absent}. Change it in the "
+                    f"experiment's run(), or with --set run.{field.name}=NUMBER."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What `fdl.build` makes of an experiment's config; its fields are the roots of every path.
+
+    Attributes:
+        mesh: the devices and their axes.
+        task: the model, its loss and its learner.
+        datasets: pipelines by name; `train` is trained on, the others are evaluated on.
+        decode_datasets: pipelines of prompts by name.
+        run: how long and how often.
+    """
+
+    mesh: "MeshConfig"
+    task: Any
+    datasets: "Mapping[str, InputPipeline]"
+    decode_datasets: "Mapping[str, InputPipeline]"
+    run: RunConfig
+
+
+class Experiment:
+    """One thing to run: subclass it, say `@register`, launch it by name.
+
+    Every method returns configs (`fdl.Config`), never built objects, and takes no decisions. A
+    variant subclasses an experiment, overrides one method and edits what `super()` gave.
+    """
+
+    def mesh(self) -> fdl.Config:
+        """Returns the config of the `MeshConfig`."""
+        raise self._missing("mesh", "return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))")
+
+    def task(self) -> fdl.Config:
+        """Returns the config of the task: model, loss, learner."""
+        raise self._missing(
+            "task", "return fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...))"
+        )
+
+    def datasets(self) -> dict[str, fdl.Config]:
+        """Returns configs of pipelines by name: `train`, and those to evaluate on."""
+        raise self._missing("datasets", 'return {"train": fdl.Config(MyPipeline, batch_size=32)}')
+
+    def decode_datasets(self) -> dict[str, fdl.Config]:
+        """Returns configs of pipelines of prompts by name; none, unless overridden."""
+        return {}
+
+    def run(self) -> fdl.Config:
+        """Returns the config of the `RunConfig`."""
+        raise self._missing("run", "return fdl.Config(RunConfig, num_train_steps=1_000)")
+
+    def config(self) -> "fdl.Config[Job]":
+        """Returns the whole config, with the roots mesh, task, datasets, decode_datasets and run.
+
+        Raises:
+            ConfigError: a method is missing, or returns something else than it should.
+        """
+        run = self._checked("run", self.run())
+        if not _is_subclass(fdl.get_callable(run), RunConfig):
+            raise ConfigError(
+                f"{self._name()}.run() configures {_callable_name(run)}, wanted RunConfig: "
+                "return fdl.Config(RunConfig, num_train_steps=...)."
+            )
+        return fdl.Config(
+            Job,
+            mesh=self._checked("mesh", self.mesh()),
+            task=self._checked("task", self.task()),
+            datasets=self._checked_datasets("datasets", self.datasets()),
+            decode_datasets=self._checked_datasets("decode_datasets", self.decode_datasets()),
+            run=run,
+        )
+
+    def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
+        if isinstance(found, fdl.Config):
+            return found
+        where = f"{self._name()}.{method}(){what}"
+        if found is None:
+            raise ConfigError(f"{where} returns None, wanted an fdl.Config: is a `return` missing?")
+        if isinstance(found, fdl.Partial):
+            raise ConfigError(
+                f"{where} returns an fdl.Partial of {_callable_name(found)}, which builds no "
+                f"object: write fdl.Config({_callable_name(found)}, ...) here."
+            )
+        if isinstance(found, type):
+            raise ConfigError(
+                f"{where} returns the class {found.__name__}, wanted its config: write "
+                f"fdl.Config({found.__name__}, ...)."
+            )
+        name = type(found).__name__
+        raise ConfigError(
+            f"{where} returns a built {name}, wanted its config, so that --set can reach its "
+            f"fields: write fdl.Config({name}, ...) in place of {name}(...)."
+        )
+
+    def _checked_datasets(self, method: str, found: Any) -> dict[str, fdl.Config]:
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"{self._name()}.{method}() returns {type(found).__name__}, wanted configs by "
+                'name: return {"name": fdl.Config(MyPipeline, ...)}.'
+            )
+        for name in found:
+            # The name is part of a --set path and of a folder's name.
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name):
+                raise ConfigError(
+                    f"{self._name()}.{method}() names a dataset {name!r}, wanted letters, digits, "
+                    "'_' and '-', the first a letter: rename it."
+                )
+        return {name: self._checked(method, one, f"[{name!r}]") for name, one in found.items()}
+
+    def _missing(self, method: str, example: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name()} has no method {method}(). Add it to the class, for instance: "
+            f"def {method}(self): {example}"
+        )
+
+    def _name(self) -> str:
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def _callable_name(config: fdl.Buildable) -> str:
+    function = fdl.get_callable(config)
+    return getattr(function, "__name__", repr(function))
+
+
+def _is_subclass(found: Any, wanted: type) -> bool:
+    return isinstance(found, type) and issubclass(found, wanted)

@@ -1,0 +1,29 @@
+"""Input pipelines and the text they read; each name below is imported when it is first used.
+
+`TextWindows` has two homes with the same constructor and the same batches: `tf_data.TextWindows`
+prefetches with tf.data, `numpy_data.TextWindows` runs where tensorflow is not installed.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "InputPipeline": "base",
+    "IndexedPipeline": "base",
+    "ByteTokenizer": "text",
+    "TextCorpus": "text",
+    "InMemory": "numpy_data",
+    "SyntheticLm": "numpy_data",
+    "TextPrompts": "prompts",
+}
+_MODULES = ("numpy_data", "tf_data")
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,108 @@
+"""Ragged prompts out of a corpus, for a model to continue."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.shuffle import epoch_order, random_bits
+from praxis_lite.inputs.text import ByteTokenizer, TextCorpus
+
+
+class TextPrompts(IndexedPipeline):
+    """One pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
+
+    A prompt is EOS, as before every document in training, and the document's first bytes: between
+    min_prompt_bytes and max_prompt_bytes, never the whole document. Each comes from a document of
+    its own; the seed chooses documents and lengths. Its text is `decode(ids[1:prefix_length])`.
+    Rows beyond num_prompts have prefix length and weight 0.
+    """
+
+    def __init__(
+        self,
+        corpus: TextCorpus,
+        split: str,
+        batch_size: int,
+        num_prompts: int,
+        min_prompt_bytes: int,
+        max_prompt_bytes: int,
+        seed: int = 0,
+    ):
+        self.corpus = corpus
+        self.split = split
+        self.batch_size = batch_size
+        self.num_prompts = num_prompts
+        self.min_prompt_bytes = min_prompt_bytes
+        self.max_prompt_bytes = max_prompt_bytes
+        self.seed = seed
+
+    def check(self) -> None:
+        super().check()
+        self.require_at_least(1, "num_prompts", "min_prompt_bytes")
+        self.require_at_least(0, "seed")
+        self.require_at_least(self.min_prompt_bytes, "max_prompt_bytes")
+        if len(self._long_enough) < self.num_prompts:
+            raise ConfigError(
+                f"TextPrompts: num_prompts is {self.num_prompts}, but the {self.split!r} split has "
+                f"only {len(self._long_enough)} documents of more than {self.min_prompt_bytes} "
+                f"bytes. Lower num_prompts or min_prompt_bytes, or give more text."
+            )
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_prompts // self.batch_size)
+
+    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        rows = (self.batch_size,)
+        return {
+            "ids": jax.ShapeDtypeStruct((*rows, self.max_prompt_bytes + 1), np.int32),
+            "prefix_lengths": jax.ShapeDtypeStruct(rows, np.int32),
+            "weights": jax.ShapeDtypeStruct(rows, np.float32),
+        }
+
+    def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        count = rows.stop - rows.start
+        ids = np.zeros((count, self.max_prompt_bytes + 1), np.int32)
+        lengths = np.zeros(count, np.int32)
+        first = index * self.batch_size + rows.start
+        prompts = self._prompts[first : first + count]
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+            lengths[row] = len(prompt)
+        return {"ids": ids, "prefix_lengths": lengths, "weights": (lengths > 0).astype(np.float32)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "pipeline": "TextPrompts",
+            "corpus": self.corpus.fingerprint(),
+            "split": self.split,
+            "batch_size": self.batch_size,
+            "num_prompts": self.num_prompts,
+            "min_prompt_bytes": self.min_prompt_bytes,
+            "max_prompt_bytes": self.max_prompt_bytes,
+            "seed": self.seed,
+        }
+
+    @functools.cached_property
+    def _long_enough(self) -> list[bytes]:
+        documents = self.corpus.documents(self.split)
+        return [text for _, text in documents if len(text) > self.min_prompt_bytes]
+
+    @functools.cached_property
+    def _prompts(self) -> list[np.ndarray]:
+        tokenizer = ByteTokenizer()
+        chosen = epoch_order(self.seed, 0, len(self._long_enough))[: self.num_prompts]
+        prompts = []
+        for text, bits in zip(
+            [self._long_enough[i] for i in chosen],
+            random_bits(self.seed, 0, len(chosen), purpose=1).tolist(),
+            strict=True,
+        ):
+            # One byte at least is left to continue.
+            longest = min(self.max_prompt_bytes, len(text) - 1)
+            length = self.min_prompt_bytes + bits % (longest - self.min_prompt_bytes + 1)
+            prompts.append(np.append(np.int32(tokenizer.eos_id), tokenizer.encode(text[:length])))
+        return prompts

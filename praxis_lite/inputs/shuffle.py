@@ -1,0 +1,39 @@
+"""Which example stands where in an endless shuffled stream: a pure function of seed and place.
+
+Only Philox's raw bits are used. NumPy promises these for ever, and does not promise
+`Generator.permutation`: the order must survive an upgrade in the middle of a run.
+"""
+
+import functools
+
+import numpy as np
+
+
+def random_bits(seed: int, stream: int, count: int, *, purpose: int = 0) -> np.ndarray:
+    """Returns uint64[count]; another seed, stream or purpose gives independent bits."""
+    key = np.array([seed, stream], np.uint64)
+    # The counter's top word: streams of two purposes would meet after 2**192 draws.
+    counter = np.array([0, 0, 0, purpose], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+@functools.lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
+    """Returns the permutation of range(size) that `epoch` runs through."""
+    order = np.argsort(random_bits(seed, epoch, size), kind="stable")
+    order.setflags(write=False)  # It is shared by every caller.
+    return order
+
+
+def shuffled(seed: int, size: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (epochs, examples), int64[count], at places first, first + 1, ... of the stream.
+
+    Each epoch holds every one of `size` examples once, in an order of its own.
+    """
+    places = np.arange(first, first + count, dtype=np.int64)
+    epochs = places // size
+    examples = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        examples[here] = epoch_order(seed, int(epoch), size)[places[here] % size]
+    return epochs, examples

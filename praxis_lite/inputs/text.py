@@ -1,0 +1,172 @@
+"""Text as bytes: the tokenizer, and a corpus split into training and held-out documents."""
+
+import functools
+import gzip
+import hashlib
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.inputs.text_files import BLOCK_BYTES, matching_files, read_documents
+
+SPLITS = ("train", "heldout")
+
+
+class ByteTokenizer:
+    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next one."""
+
+    token_unit = "byte"  # What a token is; names the metric bits_per_byte.
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns int32[num_bytes], without an EOS; a str is taken as UTF-8."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text before the first EOS.
+
+        So a prompt that begins with EOS decodes from its second id on. What is no UTF-8, or no
+        byte (a model's vocabulary may be larger), shows as U+FFFD.
+        """
+        data = bytearray()
+        for token in ids:
+            if token == self.eos_id:
+                break
+            data.append(token if 0 <= token < 256 else 0xFF)  # UTF-8 has no byte 0xFF.
+        return data.decode(errors="replace")
+
+
+class TextCorpus:
+    """Documents, read when first asked for, of which a fixed rule holds some out.
+
+    The rule: the last two decimal digits of sha256(name), read backwards, are below
+    heldout_percent; at 10 that is `sha256(name) % 10 == 0`. It depends on nothing but the name, so
+    adding documents moves none of the others to the other side.
+
+    Args:
+        files: globs of text files, separated by commas; `**` and `~` work. Each file is cut, at
+            line ends, into documents of at most 16 KiB named `<basename>#<k>`. None: CPython's
+            language reference (`pydoc_data.topics`), a document per topic.
+        heldout_percent: 0 to 100.
+    """
+
+    def __init__(self, files: str | None = None, heldout_percent: int = 10):
+        self.files = files
+        self.heldout_percent = heldout_percent
+
+    def documents(self, split: str) -> list[tuple[str, bytes]]:
+        """Returns the (name, text) of each document of 'train' or 'heldout', in a fixed order.
+
+        Raises:
+            ConfigError: another split; no documents in it; files that are missing, empty or
+                unreadable.
+        """
+        if split not in SPLITS:
+            raise ConfigError(
+                f"TextCorpus: split is {split!r}; there are {' and '.join(map(repr, SPLITS))}."
+                f"{did_you_mean(str(split), SPLITS)}"
+            )
+        documents = self._splits[split]
+        if not documents:
+            total = sum(map(len, self._splits.values()))
+            raise ConfigError(
+                f"TextCorpus: the {split!r} split of {self._source} is empty: at heldout_percent "
+                f"{self.heldout_percent} all {total} documents fall to the other split. Change "
+                f"heldout_percent, or give more text (files are cut into documents of "
+                f"{BLOCK_BYTES // 1024} KiB)."
+            )
+        return documents
+
+    def tokens(self, split: str) -> np.ndarray:
+        """Returns the stream EOS, document, EOS, document, ..., EOS as int32.
+
+        All but the first are labels: num_bytes + one EOS per document.
+        """
+        if split not in self._tokens:
+            tokenizer = ByteTokenizer()
+            end = np.array([tokenizer.eos_id], np.int32)
+            pieces = [end]
+            for _, text in self.documents(split):
+                pieces += [tokenizer.encode(text), end]
+            self._tokens[split] = np.concatenate(pieces)
+        return self._tokens[split]
+
+    def num_bytes(self, split: str) -> int:
+        """Returns the bytes of text in the split, without the ends of documents."""
+        return sum(len(text) for _, text in self.documents(split))
+
+    def gzip_bits_per_byte(self, split: str) -> float:
+        """Returns what `gzip -9` needs for the split, in bits per label of the stream.
+
+        It compresses the documents, each followed by a zero byte in the place of EOS. The
+        divisor is thus bytes + documents, the same as of a model's mean loss over `tokens`:
+        loss / ln 2 compares with this figure.
+        """
+        data = b"".join(text + b"\0" for _, text in self.documents(split))
+        return 8 * len(gzip.compress(data, compresslevel=9, mtime=0)) / len(data)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the hash of all names and texts with the split; where they lie is no part."""
+        return dict(self._fingerprint)
+
+    @functools.cached_property
+    def _fingerprint(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for split in SPLITS:
+            for name, text in self._splits[split]:
+                digest.update(f"{split} {len(name)} {name} {len(text)} ".encode() + text)
+        return {"heldout_percent": self.heldout_percent, "sha256": digest.hexdigest()}
+
+    @functools.cached_property
+    def _tokens(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, list[tuple[str, bytes]]]:
+        try:
+            in_range = 0 <= operator.index(self.heldout_percent) <= 100
+        except TypeError:
+            in_range = False
+        if not in_range:
+            raise ConfigError(
+                f"TextCorpus: heldout_percent is {self.heldout_percent!r}; it must be a whole "
+                f"number from 0 to 100."
+            )
+        splits: dict[str, list[tuple[str, bytes]]] = {split: [] for split in SPLITS}
+        for name, text in self._read():
+            held_out = _place(name) < self.heldout_percent
+            splits["heldout" if held_out else "train"].append((name, text))
+        return splits
+
+    @property
+    def _source(self) -> str:
+        return "the Python language reference" if self.files is None else repr(self.files)
+
+    def _read(self) -> Iterable[tuple[str, bytes]]:
+        if self.files is None:
+            return _language_reference()
+        files = matching_files(self.files)
+        return [document for path in files for document in read_documents(path)]
+
+
+def _place(name: str) -> int:
+    """Returns the document's place in 0..99, fixed by its name alone."""
+    # Backwards, so that a tenth is the plain rule "hash % 10 == 0".
+    tens, ones = divmod(int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100, 10)
+    return 10 * ones + tens
+
+
+def _language_reference() -> list[tuple[str, bytes]]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError(
+            "TextCorpus: files is None, which means the language reference that comes with Python "
+            "(pydoc_data.topics), but this Python has none. Set files to a glob of text files."
+        ) from error
+    return [(name, topics[name].encode()) for name in sorted(topics)]

@@ -1,0 +1,53 @@
+"""Windows of text through tf.data: prefetched while the devices compute."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import numpy as np
+
+from praxis_lite.inputs import numpy_data
+from praxis_lite.inputs.tensorflow_import import missing_tensorflow, tensorflow
+
+_PREFETCHED_BATCHES = 2
+
+
+class TextWindows(numpy_data.TextWindows):
+    """`numpy_data.TextWindows`, settings and batches alike to the bit, made ahead by tf.data.
+
+    The position of every token comes from the one index arithmetic, `windows.py`; tf.data gathers
+    the tokens and prefetches. tensorflow is imported when the first batch is asked for.
+    """
+
+    def check(self) -> None:
+        super().check()
+        # Looks without importing, which takes seconds.
+        if importlib.util.find_spec("tensorflow") is None:
+            raise missing_tensorflow("tf_data.TextWindows", "numpy_data.TextWindows")
+
+    def batches(
+        self, start: int = 0, *, host_index: int = 0, num_hosts: int = 1
+    ) -> Iterator[dict[str, np.ndarray]]:
+        self.check()
+        rows = self.host_rows(host_index, num_hosts)
+        tf = tensorflow("tf_data.TextWindows", "numpy_data.TextWindows")
+        end = np.iinfo(np.int64).max if self.num_batches is None else self.num_batches
+        with tf.device("/CPU:0"):
+            stream = tf.constant(self.stream)
+        shape = (rows.stop - rows.start, self.seq_len)
+
+        def gather(index):
+            positions, weights = tf.numpy_function(
+                lambda index: self.window_rows(int(index), rows), [index], (tf.int64, tf.float32)
+            )
+            tokens = tf.gather(stream, positions)
+            return {
+                "ids": tf.ensure_shape(tokens[:, :-1], shape),
+                "labels": tf.ensure_shape(tokens[:, 1:], shape),
+                "weights": tf.ensure_shape(weights, shape),
+            }
+
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = 1
+        options.threading.max_intra_op_parallelism = 1
+        dataset = tf.data.Dataset.range(start, end).map(gather).prefetch(_PREFETCHED_BATCHES)
+        return iter(dataset.with_options(options).as_numpy_iterator())

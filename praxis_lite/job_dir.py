@@ -1,0 +1,194 @@
+"""Where a job keeps its files, and whose directory it is."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from praxis_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class JobDir:
+    """The files of one job, below `path`. Naming them touches no disk."""
+
+    path: Path
+
+    @property
+    def config_json(self) -> Path:
+        """The config from which the job is rebuilt; makes the directory a job's."""
+        return self.path / "config.json"
+
+    @property
+    def config_txt(self) -> Path:
+        """The same config for people: one `path=value` per line."""
+        return self.path / "config.txt"
+
+    @property
+    def layout_txt(self) -> Path:
+        """Every weight: shapes, spec, bytes per device, padding."""
+        return self.path / "layout.txt"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """One line per training step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def eval_metrics_jsonl(self) -> Path:
+        """One line per dataset and evaluation."""
+        return self.path / "eval_metrics.jsonl"
+
+    @property
+    def loss_curve_png(self) -> Path:
+        """The losses as a picture."""
+        return self.path / "loss_curve.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's summaries."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints by step."""
+        return self.path / "checkpoints"
+
+    def decode_dir(self, dataset: str) -> Path:
+        """What was decoded from one dataset, a file per checkpoint."""
+        return self.path / "decode" / dataset
+
+    def decode_jsonl(self, dataset: str, step: int) -> Path:
+        """What the checkpoint of `step` made of one dataset's prompts."""
+        return self.decode_dir(dataset) / f"{step}.jsonl"
+
+    def write_config(self, json_text: str, lines: Sequence[str]) -> None:
+        """Writes `config.json` and `config.txt`; a reader sees the old files or the new."""
+        # config.json last: where it stands, the directory is complete.
+        _write_whole(self.config_txt, "".join(f"{line}\n" for line in lines))
+        _write_whole(self.config_json, json_text)
+
+
+def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
+    """Returns the job's directory, new and empty or one that `experiment` began.
+
+    Args:
+        path: made if absent, with its parents.
+        experiment: the full name, `module.Class`.
+
+    Raises:
+        ConfigError: it cannot be made or written, is a file, holds other things than a job, or the
+            job of another experiment.
+    """
+    job = JobDir(Path(path).expanduser().absolute())
+    if job.path.exists():
+        _check_is_directory(job)
+        # Hidden files are the desktop's and the network file system's, no one's work.
+        visible = sorted(name for name in os.listdir(job.path) if not name.startswith("."))
+        if visible and not job.config_json.is_file():
+            _refuse(
+                job,
+                f"holds {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
+                "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
+            )
+    else:
+        try:
+            job.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _refuse(
+                job, f"cannot be made ({error.strerror}). Name one below a directory you can write"
+            )
+    _check_writable(job)
+    if job.config_json.is_file():
+        found = recorded_experiment(job)
+        if found != experiment:
+            _refuse(
+                job,
+                f"belongs to the experiment {found}, and this run is {experiment}. Name another "
+                f"directory, or launch --exp={found} to go on with that job",
+            )
+    return job
+
+
+def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> JobDir:
+    """Returns the directory of a job that was trained before, for evaluation or decoding.
+
+    Args:
+        path: the directory.
+        writes: whether results will be written into it.
+
+    Raises:
+        ConfigError: it is absent, a file, no job's, or cannot be written.
+    """
+    job = JobDir(Path(path).expanduser().absolute())
+    if not job.path.exists():
+        near = _nearest_existing(job.path)
+        _refuse(
+            job,
+            f"does not exist (the nearest that does is {near}). Train first with "
+            "--mode=train, or name the directory of a job that was trained",
+        )
+    _check_is_directory(job)
+    if not job.config_json.is_file():
+        _refuse(
+            job,
+            "has no config.json, so no job was trained there. Train first with --mode=train, or "
+            "name the directory of a job that was trained",
+        )
+    if writes:
+        _check_writable(job)
+    return job
+
+
+def recorded_experiment(job: JobDir) -> str:
+    """Returns the full name of the experiment that `config.json` records.
+
+    Raises:
+        ConfigError: the file is not one of praxis_lite's.
+    """
+    try:
+        found = json.loads(job.config_json.read_text(encoding="utf-8"))["experiment"]
+    except (OSError, ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, str):
+        _refuse(
+            job,
+            "has a config.json that praxis_lite did not write, or that is damaged. Name another "
+            "directory",
+        )
+    return found
+
+
+def _check_is_directory(job: JobDir) -> None:
+    if not job.path.is_dir():
+        _refuse(job, "is a file. Name a directory")
+
+
+def _check_writable(job: JobDir) -> None:
+    try:
+        # Asking the file system is the only sure way: permission bits say nothing of read-only
+        # mounts, quotas or a root user.
+        with tempfile.TemporaryFile(dir=job.path):
+            pass
+    except OSError as error:
+        _refuse(job, f"cannot be written ({error.strerror}). Name one that you can write")
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next((parent for parent in path.parents if parent.exists()), Path(path.anchor))
+
+
+def _refuse(job: JobDir, reason: str) -> NoReturn:
+    raise ConfigError(f"--job_log_dir={job.path} {reason}.") from None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

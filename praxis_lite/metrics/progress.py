@@ -1,0 +1,154 @@
+"""How far the run is: one live line on a terminal, a few whole lines anywhere else."""
+
+import collections
+import math
+import shutil
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+_REDRAW_SECONDS = 0.2     # five redraws a second: smooth to the eye, free to the loop
+_LINES_PER_RUN = 20       # where nobody watches
+_SPEED_STEPS = 50         # speed and time left are of this many steps: steady, yet up to date
+
+
+class ProgressLine:
+    """Shows step, loss, speed and time left as a run goes.
+
+    On a terminal one line is redrawn in place, at most five times a second. Elsewhere (a file, a
+    pipe) a whole line is printed every `log_every_steps` and at the last step.
+    """
+
+    def __init__(self, num_steps: int, stream: TextIO, log_every_steps: int | None, first_step: int,
+                 *, clock: Callable[[], float] = time.monotonic):
+        """Prints nothing yet.
+
+        Args:
+            num_steps: the run's last step.
+            stream: where to print; a terminal is told by `isatty()`.
+            log_every_steps: steps between lines where the stream is no terminal, at least 1. None:
+                about 20 lines for the run, whatever its length.
+            first_step: the step that this process starts from: 0, or the one it restored.
+            clock: seconds that never go back.
+        """
+        self._num_steps = num_steps
+        self._stream = stream
+        self._is_live = stream.isatty()
+        if log_every_steps is None:
+            log_every_steps = max(1, math.ceil((num_steps - first_step) / _LINES_PER_RUN))
+        self._every = log_every_steps
+        self._clock = clock
+        self._marks = collections.deque(maxlen=_SPEED_STEPS + 1)  # (step, seconds)
+        self._next_redraw = -math.inf
+        self._text = ""             # the newest state
+        self._is_shown = True       # whether it stands in the output
+        self._drawn_width = 0       # columns of the live line on the screen
+        self._is_closed = False
+
+    def update(self, step: int, *, loss: Any = None, tokens_per_second: Any = None) -> None:
+        """Takes the newest state and shows it if its turn has come.
+
+        Args:
+            step: steps done.
+            loss: the step's loss; None leaves it out.
+            tokens_per_second: as measured by the caller; None leaves it out.
+        """
+        now = self._clock()
+        self._marks.append((step, now))
+        # Formatting waits for nothing on the device: the caller's values are on the host.
+        self._text = self._describe(step, loss, tokens_per_second)
+        self._is_shown = False
+        is_last = step >= self._num_steps
+        if self._is_live:
+            if is_last or now >= self._next_redraw:
+                self._next_redraw = now + _REDRAW_SECONDS
+                self._draw()
+        elif is_last or step % self._every == 0:
+            self._print_whole()
+
+    def note(self, message: str) -> None:
+        """Prints `message` as whole lines; the live line moves below it."""
+        if self._is_live:
+            self._erase()
+        self._stream.write(message + "\n")
+        if self._is_live and self._text and not self._is_closed:
+            self._draw()
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leaves the last state standing as a whole line; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_live and self._text:
+            self._draw()
+            self._stream.write("\n")
+            self._stream.flush()
+            self._drawn_width = 0
+        elif not self._is_shown:
+            self._print_whole()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _describe(self, step: int, loss: Any, tokens_per_second: Any) -> str:
+        width = len(str(self._num_steps))
+        parts = [f"step {step:{width}d}/{self._num_steps}"]
+        if loss is not None:
+            parts.append(f"loss {float(loss):.4f}")
+        (old_step, old_seconds), (_, seconds) = self._marks[0], self._marks[-1]
+        steps_per_second = None
+        if step > old_step and seconds > old_seconds:
+            steps_per_second = (step - old_step) / (seconds - old_seconds)
+            parts.append(f"{_count(steps_per_second)} steps/s")
+        if tokens_per_second is not None:
+            parts.append(f"{_count(float(tokens_per_second))} tokens/s")
+        if steps_per_second is not None and step < self._num_steps:
+            parts.append(f"{_duration((self._num_steps - step) / steps_per_second)} left")
+        return "  ".join(parts)
+
+    def _draw(self) -> None:
+        # A line as wide as the terminal wraps, and '\r' would come back to its second half.
+        text = self._text[:max(1, shutil.get_terminal_size().columns - 1)]
+        # Blanks, not an escape code, cover what a longer line left: every terminal knows them.
+        self._stream.write("\r" + text.ljust(self._drawn_width))
+        self._stream.flush()
+        self._drawn_width = len(text)
+        self._is_shown = True
+
+    def _erase(self) -> None:
+        if self._drawn_width:
+            self._stream.write("\r" + " " * self._drawn_width + "\r")
+            self._drawn_width = 0
+
+    def _print_whole(self) -> None:
+        self._stream.write(self._text + "\n")
+        self._stream.flush()
+        self._is_shown = True
+
+
+def _count(number: float) -> str:
+    """Returns three digits or so: 0.42, 12.3, 4,120, 25.2k, 1.3M."""
+    if not math.isfinite(number):
+        return str(number)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / (1e3 if unit == 'k' else limit):.1f}{unit}"
+    # 99.95 and 99.9999 are 100 too, and so are written alike.
+    digits = ",.0f" if number >= 99.95 else ".1f" if number >= 1 else ".2g"
+    return format(number, digits)
+
+
+def _duration(seconds: float) -> str:
+    """Returns 42s, 3m05s or 2h07m."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"

@@ -1,0 +1,5 @@
+"""Models seen as init and apply over plain trees."""
+
+from praxis_lite.models.nnx_model import NnxModel
+
+__all__ = ["NnxModel"]

@@ -1,0 +1,236 @@
+"""`--set path=value`: one field of any config, checked before anything is built."""
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import fiddle as fdl
+
+from praxis_lite.config_paths import (
+    UNSET,
+    Field,
+    Unknown,
+    children,
+    describe,
+    holds_only_literals,
+    iterate_fields,
+    join,
+    takes_any_name,
+)
+from praxis_lite.config_values import UNKNOWN, WrongType, format_value, parse_value
+from praxis_lite.errors import ConfigError
+
+_TOKEN = re.compile(
+    r"""\.?([^.\[\]=]+) | \[ (-?\d+) \] | \[ '([^']*)' \] | \[ "([^"]*)" \]""", re.X
+)
+
+
+def apply_overrides(config: fdl.Buildable, settings: Sequence[str]) -> list[str]:
+    """Sets fields of `config` in place; returns a line 'path: old -> new' for each.
+
+    A config that stands in several places is changed in all of them.
+
+    Args:
+        config: the root.
+        settings: `path=value` each. A path walks the arguments of configs, the keys of dicts and
+            the indices of sequences: `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
+            `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, or items split by
+            commas.
+
+    Raises:
+        ConfigError: no such path, or no value of that field's type. Settings before it are applied.
+    """
+    return [_apply(config, setting) for setting in settings]
+
+
+def all_paths(config: fdl.Buildable) -> list[str]:
+    """Returns the path of every field, those left at their defaults included."""
+    return [field.path for field in iterate_fields(config)]
+
+
+def check_required(config: fdl.Buildable) -> None:
+    """Checks that every `fdl.Config` has the arguments that its callable requires.
+
+    An `fdl.Partial` may lack some: whoever calls it gives them.
+
+    Raises:
+        ConfigError: names the paths.
+    """
+    missing = _unset_paths(config, "")
+    if missing:
+        raise ConfigError(
+            f"{', '.join(dict.fromkeys(missing))}: required, and not set. Set it in the "
+            f"experiment, or with --set {missing[0]}=VALUE."
+        )
+
+
+def _unset_paths(node: Any, path: str) -> list[str]:
+    missing = []
+    for key, value, _ in children(node, UNKNOWN):
+        below = join(path, key)
+        if value is UNSET and isinstance(node, fdl.Config):
+            missing.append(below)
+        missing += _unset_paths(value, below)
+    return missing
+
+
+def _apply(config: fdl.Buildable, setting: str) -> str:
+    path, equals, text = setting.partition("=")
+    path = path.strip()
+    if not equals or not path:
+        raise ConfigError(f"--set {setting}: wanted path=value, such as run.seed=7.")
+    trail = _resolve(config, path)
+    if trail is None:
+        raise ConfigError(_no_such_path(config, path))
+    present, annotation = trail[-1].value, trail[-1].annotation
+    path = _joined(step.key for step in trail)
+    value = _checked_value(path, text, present, annotation)
+    change = f"{path}: {_shown(present, annotation)} -> {_shown(value, annotation)}"
+    for step in reversed(trail):
+        if isinstance(step.parent, fdl.Buildable):
+            _assign(step.parent, step.key, value)
+            break
+        value = _replaced(step.parent, step.key, value)
+    return change
+
+
+class _Step(NamedTuple):
+    """One key of a path: what it was looked up in, and what stands there."""
+
+    parent: Any
+    key: str | int
+    value: Any
+    annotation: Any
+
+
+def _resolve(config: fdl.Buildable, path: str) -> list[_Step] | None:
+    node, annotation, trail = config, UNKNOWN, []
+    for token in _split(path):
+        found = _child(node, annotation, token)
+        if found is None:
+            return None
+        trail.append(_Step(node, *found))
+        _, node, annotation = found
+    return trail or None
+
+
+def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | None:
+    below = children(node, annotation)
+    for key, value, hint in below:
+        if key == token or (isinstance(key, int) and str(key) == token):
+            return key, value, hint
+    if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
+        index = len(below) + int(token)
+        return below[index] if index >= 0 else None
+    if isinstance(node, fdl.Buildable) and token.isidentifier():
+        takes_any, hint = takes_any_name(node)
+        if takes_any:
+            return token, UNSET, hint
+    return None
+
+
+def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
+    if isinstance(key, int):
+        config[key] = value
+    else:
+        setattr(config, key, value)
+
+
+def _replaced(container: Any, key: str | int, value: Any) -> Any:
+    # A new one: the old may be a default, or a constant of the user's module.
+    if isinstance(container, dict):
+        return {**container, key: value}
+    items = [*container[:key], value, *container[key + 1 :]]
+    return container._make(items) if hasattr(container, "_make") else type(container)(items)
+
+
+def _joined(keys: Iterable[str | int]) -> str:
+    return functools.reduce(join, keys, "")
+
+
+def _checked_value(path: str, text: str, present: Any, annotation: Any) -> Any:
+    if re.fullmatch(r"<.*>", text.strip()):
+        raise ConfigError(
+            f"{path}: {text.strip()} stands for a config or a function, and --set takes plain "
+            "values only. Change it in the experiment."
+        )
+    is_config = not holds_only_literals(present)
+    if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
+        raise ConfigError(_not_settable(path, text, present))
+    try:
+        value = parse_value(text, annotation, None if isinstance(present, Unknown) else present)
+    except WrongType as wrong:
+        if is_config:
+            raise ConfigError(_not_settable(path, text, present)) from None
+        raise ConfigError(
+            f"{path}: found {text!r}, wanted {_wanted(wrong, annotation)}. It is now "
+            f"{_shown(present, annotation)}."
+        ) from None
+    return value
+
+
+def _wanted(wrong: WrongType, annotation: Any) -> str:
+    wanted = str(wrong)
+    if "Callable" in wanted or "fiddle" in wanted:
+        return f"{wanted}, which only the experiment's code can say: --set takes plain values"
+    return wanted
+
+
+def _is_single(present: Any) -> bool:
+    return not isinstance(present, dict | list | tuple | set | frozenset)
+
+
+def _not_settable(path: str, text: str, present: Any) -> str:
+    return (
+        f"{path}: is {describe(present)}, and --set {path}={text} would replace it, but configs "
+        "and functions cannot be set from the command line. Set one of the fields below it, or "
+        "change it in the experiment."
+    )
+
+
+def _shown(value: Any, annotation: Any) -> str:
+    text = None if isinstance(value, Unknown) else format_value(value, annotation)
+    return describe(value) if text is None else text
+
+
+def _no_such_path(config: fdl.Buildable, path: str) -> str:
+    near = _nearest(path, list(iterate_fields(config)))
+    roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
+    hint = (
+        f"The nearest are {', '.join(near)}."
+        if near
+        else f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
+    )
+    return f"--set {path}: the config has no such field. {hint}"
+
+
+def _nearest(path: str, fields: Sequence[Field]) -> list[str]:
+    last = _last(path)
+
+    def likeness(field: Field) -> float:
+        # The last name counts as much as all the rest: people forget where a field lies.
+        whole = difflib.SequenceMatcher(None, path, field.path).ratio()
+        if field.is_settable and path.startswith((f"{field.path}.", f"{field.path}[")):
+            return whole + 1  # A step too far.
+        return whole + difflib.SequenceMatcher(None, last, _last(field.path)).ratio()
+
+    scored = sorted(((likeness(one), one.path) for one in fields), reverse=True)
+    return [one for score, one in scored[:5] if score >= 1.2]
+
+
+def _last(path: str) -> str:
+    return re.split(r"[.\[]", path)[-1]
+
+
+def _split(path: str) -> list[str]:
+    """Returns the keys of a path, none where it is not well formed."""
+    keys, at = [], 0
+    while at < len(path):
+        match = _TOKEN.match(path, at)
+        if match is None or (at == 0) != (not match.group().startswith((".", "["))):
+            return []
+        keys.append(next(group for group in match.groups() if group is not None))
+        at = match.end()
+    return keys

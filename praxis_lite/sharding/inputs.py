@@ -1,0 +1,167 @@
+"""How a batch reaches the devices: split over the whole mesh at entry, resharded by rank inside."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.sharding.split_dims import SplitDims, constrain, to_partition_spec
+
+PyTree = Any
+InputsSplitMapping = Mapping[str, SplitDims] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GlobalBatch:
+    """A batch on the devices: rows padded to a multiple of the devices, and how many are true.
+
+    Attributes:
+      inputs: arrays [padded rows, ...] split on dim 0 over all mesh axes; scalars replicated.
+      num_rows: the true rows. Static, so that the padding is sliced off at no cost.
+    """
+
+    inputs: PyTree
+    num_rows: int = dataclasses.field(metadata={"static": True})
+
+
+def batch_spec(rank: int, axis_names: Sequence[str]) -> PartitionSpec:
+    """Returns the entry spec of a batch leaf: dim 0 over the whole mesh, the rest whole.
+
+    Pax's `shard_on_batch_dim_partition_spec`, which has no answer for a scalar: it is replicated.
+    """
+    return PartitionSpec(tuple(axis_names), *[None] * (rank - 1)) if rank else PartitionSpec()
+
+
+def num_rows_of(inputs: PyTree) -> int:
+    """Returns the rows (dim 0) that all leaves of a batch agree on; 0 where all are scalars.
+
+    Raises:
+      ConfigError: the leaves disagree; names each with its shape.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(inputs)[0]
+    rows = {_name(path): leaf.shape for path, leaf in leaves if leaf.ndim}
+    if len({shape[0] for shape in rows.values()}) > 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in rows.items())
+        raise ConfigError(
+            f"The leaves of a batch disagree on the number of rows (the first dim): {found}. Make "
+            "the input pipeline give every leaf the same first dim."
+        )
+    return next(iter(rows.values()))[0] if rows else 0
+
+
+def global_batch(inputs: PyTree, mesh: Mesh) -> GlobalBatch:
+    """Returns a host's batch as global arrays over `mesh`, rows padded with zeros to divide it.
+
+    Args:
+      inputs: NumPy arrays: this process's rows. Processes hold equally many, in process order.
+      mesh: all of whose axes split the rows.
+
+    Raises:
+      ConfigError: the leaves disagree on their rows; or several processes hold rows that their
+        devices do not divide.
+    """
+    num_processes = len({device.process_index for device in mesh.devices.flat})
+    num_rows = num_rows_of(inputs) * num_processes
+    padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
+    if num_processes > 1 and padded_rows != num_rows:
+        raise ConfigError(
+            f"A batch of {num_rows} rows does not divide over {mesh.size} devices of "
+            f"{num_processes} processes. Make the batch size a multiple of {mesh.size}."
+        )
+
+    def pad(x: np.ndarray) -> np.ndarray:
+        if x.ndim == 0 or padded_rows == num_rows:
+            return x
+        return np.concatenate([x, np.zeros((padded_rows - num_rows, *x.shape[1:]), x.dtype)])
+
+    shardings = jax.tree.map(lambda x: batch_sharding(x.ndim, mesh), inputs)
+    if num_processes == 1:
+        return GlobalBatch(jax.device_put(jax.tree.map(pad, inputs), shardings), num_rows)
+    arrays = jax.tree.map(jax.make_array_from_process_local_data, shardings, inputs)
+    return GlobalBatch(arrays, num_rows)
+
+
+def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, batch_spec(rank, mesh.axis_names))
+
+
+def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
+    """Returns what `global_batch` returns for batches of `element_spec`, without any array."""
+    num_rows = num_rows_of(element_spec)
+    padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
+
+    def struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (padded_rows, *x.shape[1:]) if x.ndim else ()
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=batch_sharding(x.ndim, mesh))
+
+    return GlobalBatch(jax.tree.map(struct, element_spec), num_rows)
+
+
+def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
+    """Returns the batch's inputs without the padding rows; runs inside a compiled step."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        if x.ndim == 0 or x.shape[0] == batch.num_rows:
+            return x
+        return constrain(x[: batch.num_rows], (tuple(axis_names),))
+
+    return jax.tree.map(cut, batch.inputs)
+
+
+def reshard_by_rank(
+    inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
+) -> PyTree:
+    """Returns the inputs, each constrained by the entry `map_<rank>d` of the mapping.
+
+    Pax's `reshard_input_based_on_rank_fn`. A mapping of None leaves everything as it came, an
+    entry of None its rank; scalars stay replicated.
+
+    Raises:
+      ConfigError: see `check_inputs_split_mapping`.
+    """
+    check_inputs_split_mapping(inputs, inputs_split_mapping, axis_names)
+    if inputs_split_mapping is None:
+        return inputs
+    return jax.tree.map(
+        lambda x: constrain(x, inputs_split_mapping[f"map_{x.ndim}d"]) if x.ndim else x, inputs
+    )
+
+
+def check_inputs_split_mapping(
+    inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
+) -> None:
+    """Checks that every leaf's rank has an entry, and that the entries fit.
+
+    Raises:
+      ConfigError: a rank has no entry (names the leaf, its shape, the key to add), or an entry is
+        no valid split-dims mapping for it.
+    """
+    if inputs_split_mapping is None:
+        return
+    for path, x in jax.tree_util.tree_flatten_with_path(inputs)[0]:
+        if x.ndim == 0:
+            continue
+        key = f"map_{x.ndim}d"
+        if key not in inputs_split_mapping:
+            raise ConfigError(
+                f"inputs_split_mapping has no entry for the batch leaf {_name(path)} of shape "
+                f"{x.shape}: it has {sorted(inputs_split_mapping)}. Add '{key}', a split-dims "
+                "mapping of that rank, or None to leave it as it comes."
+            )
+        if inputs_split_mapping[key] is not None:
+            to_partition_spec(
+                inputs_split_mapping[key],
+                axis_names,
+                rank=x.ndim,
+                path=f"inputs_split_mapping['{key}']",
+            )
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,131 @@
+"""Which devices there are and how a mesh is laid over them. Nothing else asks JAX for devices."""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from praxis_lite.errors import ConfigError
+
+MAX_SIMULATED_DEVICES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices lie along each named axis.
+
+    Attributes:
+      ici_mesh_shape: devices along each axis within a slice (fast interconnect).
+      dcn_mesh_shape: slices along each axis (data-centre network); None where there is one slice.
+      axis_names: the names that split-dims mappings use, outermost axis first.
+      allow_unused_devices: accept a mesh smaller than the accelerators there are.
+    """
+
+    ici_mesh_shape: Sequence[int]
+    dcn_mesh_shape: Sequence[int] | None = None
+    axis_names: Sequence[str] = ("replica", "data", "mdl")
+    allow_unused_devices: bool = False
+
+    def __post_init__(self):
+        names = tuple(self.axis_names)
+        if len(set(names)) != len(names):
+            raise ConfigError(f"mesh.axis_names {names} names an axis twice. Make them distinct.")
+        for field in ("ici_mesh_shape", "dcn_mesh_shape"):
+            shape = getattr(self, field)
+            if shape is None:
+                continue
+            if len(shape) != len(names) or any(
+                isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape
+            ):
+                raise ConfigError(
+                    f"mesh.{field} is {tuple(shape)}, but wanted is one positive integer for each "
+                    f"of the axes {names}. Fix mesh.{field} or mesh.axis_names."
+                )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Devices along each axis: the ICI and DCN shapes multiplied, axis by axis."""
+        dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
+        return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+
+def simulate_devices(num_devices: int) -> None:
+    """Makes JAX's CPU backend show `num_devices` devices; call it before JAX makes an array.
+
+    On a machine with an accelerator this changes nothing that a program sees. XLA's CPU thread
+    pool is as large as the number of devices, and a step with several independent collectives
+    then deadlocks on few cores (jax 0.10); NPROC enlarges the pool. A device count that the user
+    has set in the environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS) is kept.
+
+    Raises:
+      ConfigError: more than MAX_SIMULATED_DEVICES are asked for.
+    """
+    if num_devices > MAX_SIMULATED_DEVICES:
+        raise ConfigError(
+            f"The mesh has {num_devices} devices, more than the {MAX_SIMULATED_DEVICES} that are "
+            "simulated where there is no accelerator. Make mesh.ici_mesh_shape smaller, or run it "
+            "where there are as many devices."
+        )
+    os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_devices))
+    chosen_by_user = "JAX_NUM_CPU_DEVICES" in os.environ or re.search(
+        r"xla_force_host_platform_device_count", os.environ.get("XLA_FLAGS", "")
+    )
+    if not chosen_by_user:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh of `config` with Auto axes, over `devices` or all devices there are.
+
+    On CPU, where devices are only simulated, a mesh takes the first of them in order; on
+    accelerators `mesh_utils` orders them by their interconnect (and slices by the DCN shape).
+
+    Raises:
+      ConfigError: more devices are wanted than there are; or fewer than the accelerators there
+        are without `allow_unused_devices`.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    wanted, platform = config.num_devices, devices[0].platform
+    if wanted > len(devices):
+        raise ConfigError(
+            f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} needs {wanted} "
+            f"devices, but there are {len(devices)} ({platform}). Change mesh.ici_mesh_shape (or "
+            "mesh.dcn_mesh_shape) so that its product is at most that."
+        )
+    if wanted < len(devices) and platform != "cpu" and not config.allow_unused_devices:
+        raise ConfigError(
+            f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} uses {wanted} of "
+            f"{len(devices)} {platform} devices; the others would idle. Enlarge "
+            "mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
+        )
+    devices = devices[:wanted]
+    if platform == "cpu":
+        grid = _simulated_grid(config, devices)
+    elif config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            tuple(config.ici_mesh_shape), tuple(config.dcn_mesh_shape), devices
+        )
+    else:
+        grid = mesh_utils.create_device_mesh(config.shape, devices)
+    # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
+    return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Returns the devices as mesh_utils' hybrid mesh lays them: slices outermost on each axis."""
+    ici_mesh_shape = tuple(config.ici_mesh_shape)
+    dcn_mesh_shape = tuple(config.dcn_mesh_shape or (1,) * len(ici_mesh_shape))
+    num_axes = len(ici_mesh_shape)
+    grid = np.array(devices).reshape(dcn_mesh_shape + ici_mesh_shape)
+    interleaved = [dim for axis in range(num_axes) for dim in (axis, num_axes + axis)]
+    return grid.transpose(interleaved).reshape(config.shape)

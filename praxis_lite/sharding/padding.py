@@ -1,0 +1,83 @@
+"""Uneven sharding: padded arrays at a program's boundary, true shapes inside.
+
+JAX refuses an uneven sharding wherever an array crosses jit or device_put and accepts it inside.
+So, as Pax does, arrays are padded with zeros at the boundary, sliced on entry, padded on exit. A
+leaf that its axes divide passes through without any operation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+PyTree = Any
+
+
+def padded_shape(
+    shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Returns `shape` with each dim rounded up to a multiple of the devices it is split over.
+
+    Args:
+      shape: the true shape.
+      spec: at most an entry per dim: None, an axis name, or a tuple of them.
+      axis_sizes: devices along each mesh axis.
+    """
+    entries = tuple(spec) + (None,) * (len(shape) - len(spec))
+    return tuple(
+        math.ceil(dim / parts) * parts
+        for dim, parts in zip(shape, (_parts(entry, axis_sizes) for entry in entries), strict=True)
+    )
+
+
+def _parts(entry: None | str | Sequence[str], axis_sizes: Mapping[str, int]) -> int:
+    if entry is None:
+        return 1
+    return math.prod(axis_sizes[axis] for axis in ([entry] if isinstance(entry, str) else entry))
+
+
+def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+    """Returns `tree` with zeros appended so that each dim divides its axes.
+
+    Args:
+      tree: arrays of true shapes.
+      specs: a PartitionSpec per leaf, extended to the leaf's rank.
+      axis_sizes: devices along each mesh axis.
+    """
+
+    def pad(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        padded = padded_shape(x.shape, spec, axis_sizes)
+        if padded == x.shape:
+            return x
+        # Annotate before padding: a pad op alone does not fix the layout for XLA.
+        return jnp.pad(
+            _annotate(x, spec), [(0, p - dim) for p, dim in zip(padded, x.shape, strict=True)]
+        )
+
+    return jax.tree.map(pad, tree, specs)
+
+
+def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
+    """Returns `tree` cut to its true shapes: the inverse of `pad_tree`.
+
+    Args:
+      tree: arrays of padded shapes.
+      shapes: a ShapeDtypeStruct of the true shape per leaf.
+      specs: a PartitionSpec per leaf.
+    """
+
+    def unpad(x: jax.Array, shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
+        if x.shape == shape.shape:
+            return x
+        return _annotate(x[tuple(slice(dim) for dim in shape.shape)], spec)
+
+    return jax.tree.map(unpad, tree, shapes, specs)
+
+
+def _annotate(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec)

@@ -1,0 +1,109 @@
+"""Split-dims mappings: what a layer writes, turned into a validated PartitionSpec."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+DimSplit = None | int | str | Sequence[int | str]
+SplitDims = Sequence[DimSplit] | None
+
+
+def to_partition_spec(
+    split_dims_mapping: Sequence[DimSplit],
+    axis_names: Sequence[str],
+    *,
+    rank: int | None = None,
+    path: str = "split_dims_mapping",
+) -> PartitionSpec:
+    """Returns the PartitionSpec of a mapping, extended with None to `rank`.
+
+    Args:
+      split_dims_mapping: an entry per dimension: an axis name, its index in `axis_names`, a
+        sequence of either, or None or any negative index for a dimension that is not split.
+        Pax's `base_layer.to_partition_spec` takes the same.
+      axis_names: the mesh's axis names.
+      rank: the array's number of dimensions; the mapping's length when None.
+      path: what is being split, for the messages.
+
+    Raises:
+      ConfigError: an unknown axis, one axis on two dimensions, a mapping longer than `rank`.
+    """
+    axis_names = tuple(axis_names)
+    if isinstance(split_dims_mapping, str) or not isinstance(split_dims_mapping, Sequence):
+        raise ConfigError(
+            f"{path}: split dims {split_dims_mapping!r} must be a sequence with an entry for each "
+            f"dimension, for instance ({split_dims_mapping!r},)."
+        )
+    mapping = tuple(split_dims_mapping)
+    rank = len(mapping) if rank is None else rank
+    if len(mapping) > rank:
+        raise ConfigError(
+            f"{path}: split dims {mapping} have {len(mapping)} entries, but the array has {rank} "
+            f"dimensions. Remove {len(mapping) - rank} of them."
+        )
+    entries = [_axes_of(entry, axis_names, mapping, path) for entry in mapping]
+    used = [axis for axes in entries for axis in axes]
+    for axis in used:
+        if used.count(axis) > 1:
+            raise ConfigError(
+                f"{path}: split dims {mapping} use the axis '{axis}' twice, but a mesh axis can "
+                f"split one dimension only. The mesh has {axis_names}."
+            )
+    entries += [()] * (rank - len(mapping))
+    return PartitionSpec(
+        *(None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries)
+    )
+
+
+def _axes_of(
+    entry: DimSplit, axis_names: tuple[str, ...], mapping: tuple, path: str
+) -> tuple[str, ...]:
+    """Returns the axis names that one entry of a mapping stands for, () for not split."""
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        if entry in axis_names:
+            return (entry,)
+        raise ConfigError(
+            f"{path}: split dims {mapping} name the axis '{entry}', but the mesh has {axis_names}."
+            f"{did_you_mean(entry, axis_names)} Fix the mapping or mesh.axis_names."
+        )
+    if isinstance(entry, int) and not isinstance(entry, bool):
+        if entry < 0:
+            return ()
+        if entry < len(axis_names):
+            return (axis_names[entry],)
+        raise ConfigError(
+            f"{path}: split dims {mapping} have the axis index {entry}, but the mesh has the "
+            f"{len(axis_names)} axes {axis_names}. Use an index below {len(axis_names)} or a name."
+        )
+    if isinstance(entry, Sequence):
+        return tuple(axis for part in entry for axis in _axes_of(part, axis_names, mapping, path))
+    raise ConfigError(
+        f"{path}: split dims {mapping} have the entry {entry!r}; wanted is an axis name of "
+        f"{axis_names}, an index, a tuple of them, or None."
+    )
+
+
+def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:
+    """Returns `x` with its layout stated to XLA, or as it is.
+
+    A mapping of None states nothing; a mapping of all None forces replication. Where no mesh is
+    set (a layer run by itself in a notebook) nothing is stated either.
+
+    Raises:
+      ConfigError: as `to_partition_spec`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if activation_split_dims_mapping is None or mesh.empty:
+        return x
+    spec = to_partition_spec(
+        activation_split_dims_mapping,
+        mesh.axis_names,
+        rank=x.ndim,
+        path=f"activation_split_dims_mapping of an activation of shape {x.shape}",
+    )
+    return jax.lax.with_sharding_constraint(x, spec)

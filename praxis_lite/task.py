@@ -1,0 +1,79 @@
+"""HOW a thing is computed: a model, its loss, its metrics, its decoding, and how it learns."""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.learner import Learner
+from praxis_lite.models import NnxModel
+from praxis_lite.sharding.inputs import InputsSplitMapping
+
+# A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.
+WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
+
+
+class Task(abc.ABC):
+    """What a subclass computes as if there were one device.
+
+    Args:
+      model: called with `rngs`, returns an NNX module.
+      learner: how its parameters are updated.
+      inputs_split_mapping: how batches are resharded by rank inside every step: `map_1d`,
+        `map_2d`, ... to split dims. None: they stay split over the whole mesh.
+    """
+
+    required_inputs: tuple[str, ...] = ()
+    required_decode_inputs: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        model: Callable[..., nnx.Module],
+        learner: Learner,
+        *,
+        inputs_split_mapping: InputsSplitMapping = None,
+    ):
+        self.model = NnxModel(model)
+        self.learner = learner
+        self.inputs_split_mapping = inputs_split_mapping
+
+    @abc.abstractmethod
+    def compute_loss(
+        self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    ) -> WeightedScalars:
+        """Returns metrics, among them "loss": what training minimises and how much it weighs.
+
+        Args:
+          model: the module with its weights.
+          inputs: a batch of true shapes.
+          key: for dropout and the like; None in evaluation.
+        """
+
+    def decode(
+        self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns arrays with a row per example."""
+        raise ConfigError(f"{type(self).__name__} does not decode: it has no method `decode`.")
+
+    def decode_to_records(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Returns a JSON-able record per true example of a decoded batch (NumPy arrays)."""
+        raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
+
+    def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
+        """Checks that a batch has what the task reads.
+
+        Raises:
+          ConfigError: a key is missing; names it, what there is, and the dataset.
+        """
+        for name in required:
+            if name not in inputs:
+                raise ConfigError(
+                    f"{type(self).__name__} reads the key '{name}', but batches of {what} have "
+                    f"{sorted(inputs)}.{did_you_mean(name, inputs)} Rename it in the input "
+                    "pipeline, or use a pipeline made for this task."
+                )

@@ -1,0 +1,121 @@
+"""What a layer declares of a weight, and how its split travels with it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+# Pax's default: uniform in +-sqrt(6 / (fan_in + fan_out)), fans as of a convolution.
+xavier = jax.nn.initializers.xavier_uniform()
+zeros = jax.nn.initializers.zeros
+ones = jax.nn.initializers.ones
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """A weight as the partitioner sees it.
+
+    Attributes:
+      shape: true shape, stacked dims first.
+      dtype: of the stored weight.
+      split_dims_mapping: split of the dims that the layer declared; None: replicated.
+      stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length says how
+        many leading dims are layers rather than a tensor's own dims.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    split_dims_mapping: SplitDims = None
+    stack_split_dims_mapping: tuple[DimSplit, ...] = ()
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        return self.shape[: len(self.stack_split_dims_mapping)]
+
+    def partition_spec(self, axis_names: tuple[str, ...], path: str) -> PartitionSpec:
+        """Returns the spec of the whole array, extended to its rank.
+
+        Raises:
+          ConfigError: the mapping does not fit the shape or the axes; names `path`.
+        """
+        own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
+        mapping = tuple(self.split_dims_mapping or ())
+        # Checked by itself first, so that the message shows what the layer's author wrote.
+        to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
+        return to_partition_spec(
+            self.stack_split_dims_mapping + mapping, axis_names, rank=len(self.shape), path=path
+        )
+
+
+class BaseLayer(nnx.Module):
+    """A Flax NNX module, used as a pytree, whose weights declare how they split.
+
+    Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
+    `__call__`. They take keys and caches as arguments and return new ones: nothing mutates.
+    """
+
+    def weight(
+        self,
+        shape: tuple[int, ...],
+        split_dims_mapping: SplitDims = None,
+        *,
+        init: Initializer = xavier,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> nnx.Param:
+        """Returns a trainable weight drawn by `init` at its true shape.
+
+        The split is kept under our own metadata key: Flax applies its own (`sharding`,
+        `out_sharding`) eagerly and raises on a dim that does not divide.
+        """
+        return nnx.Param(
+            init(rngs.params(), tuple(shape), dtype), split_dims_mapping=split_dims_mapping
+        )
+
+
+def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
+    """Yields each variable of a module once."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            yield node
+
+
+def stacked(module: nnx.Module, stack_split: DimSplit) -> nnx.Module:
+    """Returns `module`, whose arrays got a leading dim by `jax.vmap`, with that dim declared."""
+    for variable in variables(module):
+        inner = variable.get_metadata().get("stack_split_dims_mapping", ())
+        variable.set_metadata(stack_split_dims_mapping=(stack_split, *inner))
+    return module
+
+
+def spec_of(variable: nnx.Variable) -> WeightSpec:
+    """Returns what a variable declares; one that no layer of ours made is replicated."""
+    metadata = variable.get_metadata()
+    return WeightSpec(
+        shape=tuple(variable.shape),
+        dtype=variable.dtype,
+        split_dims_mapping=metadata.get("split_dims_mapping"),
+        stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
+    )
+
+
+def require_positive(layer: object, **sizes: int) -> None:
+    """Checks a layer's sizes before anything is built from them.
+
+    Raises:
+      ConfigError: one is not a positive integer; names the layer's class and the setting.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{type(layer).__name__}.{name} is {size!r}; wanted is a positive integer."
+            )

@@ -1,0 +1,53 @@
+"""The package, what it needs and why.
+
+The lower bounds are the versions that the tests ran with on Python 3.11; the upper bounds stop at
+the next version that may break what these used.
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="praxis_lite",
+    version="0.1.0",
+    description="Pax-style partitioning on JAX: write a model for one device, train it on any mesh",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.14",
+    # tasks and experiments are installed too, so that --exp=lm.PyDocs works from a wheel.
+    packages=find_packages(include=[
+        "praxis_lite", "praxis_lite.*", "tasks", "tasks.*", "experiments", "experiments.*"]),
+    install_requires=[
+        # Everything that is computed. Python 3.11 gets 0.10, newer ones 0.12.
+        "jax>=0.10.2,<0.13",
+        # NNX modules, which layers are; Linen modules come in through praxis_lite.models.
+        "flax>=0.12.8,<0.13",
+        # Gradient transformations and schedules, chained by the learner.
+        "optax>=0.2.8,<0.3",
+        # Batches on the host, metrics, the NumPy input pipelines.
+        "numpy>=2.4.6,<3",
+        # Experiments as configs that --set can edit and that a job's directory can rebuild.
+        "fiddle>=0.3.1,<0.4",
+        # Checkpoints: asynchronous, atomic, restored onto another mesh.
+        "orbax-checkpoint>=0.12.8,<0.13",
+        # tf.data, for text and records on disk; loaded only when such a pipeline is built.
+        "tensorflow>=2.21,<3",
+        # The loss curve.
+        "matplotlib>=3.11.2,<4",
+        # TensorBoard summaries, without loading tensorflow.
+        "tensorboardX>=2.6.5,<3",
+    ],
+    extras_require={
+        "test": [
+            # The suite, on two cores.
+            "pytest>=9.2,<10",
+            "pytest-xdist>=3.8,<4",
+            # `make lint`; pinned to a minor version, for new ones bring new rules.
+            "ruff>=0.17.5,<0.18",
+            # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.
+            "tensorboard>=2.21,<3",
+        ],
+        # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.
+        "tpu": ["jax[tpu]"],
+        "gpu": ["jax[cuda12]"],
+    },
+)

@@ -1,0 +1,1 @@
+"""WHAT is learned: tasks over the library's models."""

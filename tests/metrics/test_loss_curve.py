@@ -1,0 +1,74 @@
+"""The loss curve: drawn from the lines there are, and smoothed as documented."""
+
+import math
+
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.metrics import JsonLinesWriter, plot_loss_curve
+from praxis_lite.metrics.loss_curve import _smoothed
+
+
+def write_lines(path, lines):
+    with JsonLinesWriter(path, None) as writer:
+        for line in lines:
+            writer.write(line)
+    return path
+
+
+def pixels_of(path):
+    from matplotlib import image
+
+    return image.imread(path)[..., :3]
+
+
+def test_smoothing_is_the_mean_of_the_neighbours():
+    values = np.random.default_rng(7).normal(size=257)
+    values[[0, 101, 102]] = [9.0, math.nan, math.inf]
+    want = []
+    for index in range(257):
+        half = min(5, index)               # 2% of 257; narrower at the start, cut off at the end
+        near = values[index - half:index + half + 1]
+        want.append(near[np.isfinite(near)].mean())
+    np.testing.assert_allclose(_smoothed(values), want, rtol=1e-12)
+
+
+def test_nothing_finite_stays_nan():
+    assert np.isnan(_smoothed(np.full(7, math.nan))).all()
+
+
+@pytest.mark.parametrize("lines", [
+    [{"step": 1, "loss": 2.0}],
+    [{"step": step, "loss": math.nan, "learning_rate": 0.0} for step in range(1, 8)],
+    [{"step": step, "loss": 5 / step, "learning_rate": 1e-3} for step in range(1, 38)],
+], ids=["one step", "nothing finite", "constant rate"])
+def test_any_run_can_be_drawn(tmp_path, lines):
+    write_lines(tmp_path / "m.jsonl", lines)
+    plot_loss_curve(tmp_path / "m.jsonl", tmp_path / "loss.png", tmp_path / "absent.jsonl", "a run")
+    assert pixels_of(tmp_path / "loss.png").std() > 0
+
+
+def test_evaluations_and_learning_rate_are_drawn(tmp_path):
+    steps = range(1, 38)
+    bare = write_lines(tmp_path / "bare.jsonl", [{"step": s, "loss": 5 / s} for s in steps])
+    full = write_lines(tmp_path / "full.jsonl",
+                       [{"step": s, "loss": 5 / s, "learning_rate": 1e-3 * s} for s in steps])
+    evals = write_lines(tmp_path / "evals.jsonl", [
+        {"step": s, "dataset": "heldout", "loss": 6 / s, "bits_per_byte": 8 / s} for s in (13, 37)])
+    plot_loss_curve(bare, tmp_path / "bare.png")
+    plot_loss_curve(bare, tmp_path / "evals.png", evals)
+    plot_loss_curve(full, tmp_path / "full.png")
+
+    def num_red(name):
+        red, green, blue = np.moveaxis(pixels_of(tmp_path / name), -1, 0)
+        return int(((red > 0.7) & (green < 0.5) & (blue < 0.6)).sum())
+
+    assert num_red("bare.png") == 0 and num_red("evals.png") > 50
+    assert pixels_of(tmp_path / "full.png").shape[0] > pixels_of(tmp_path / "bare.png").shape[0]
+
+
+def test_a_run_without_a_loss_is_an_error_that_names_the_file(tmp_path):
+    write_lines(tmp_path / "m.jsonl", [{"step": 1, "accuracy": 0.5}])
+    with pytest.raises(ConfigError, match=r"m\.jsonl: no line has a loss"):
+        plot_loss_curve(tmp_path / "m.jsonl", tmp_path / "loss.png")

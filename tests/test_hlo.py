@@ -1,0 +1,460 @@
+"""The figures read from compiled programs, against counts by hand and XLA's own."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from praxis_lite import hlo
+
+F32 = 4  # bytes
+
+
+@pytest.fixture
+def mesh(mesh_of):
+    return mesh_of(1, 4, 2)
+
+
+def abstract(mesh, shape, *split, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split)))
+
+
+def contract(mesh, x, w):
+    """Returns x @ w, contracted over the axis mdl: one all-reduce."""
+    with jax.named_scope("layer"):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "mdl")))
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", None)))
+
+
+def compile_scan(mesh):
+    def run(x, w):
+        return jax.lax.scan(lambda x, w: (contract(mesh, jnp.tanh(x), w), None), x, w)[0]
+
+    x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (7, 26, 26), None, "mdl")
+    # Split over mdl too, as the loop carries it: no collective after the loop.
+    out = NamedSharding(mesh, P("data", "mdl"))
+    return jax.jit(run, out_shardings=out).lower(x, w).compile()
+
+
+def without_trip_counts(compiled):
+    text, number = re.subn(r'"known_trip_count":\{"n":"\d+"\}', '"none":0', compiled.as_text())
+    assert number > 0
+    return text
+
+
+def test_all_reduce_of_a_sharded_matmul_is_counted_with_its_bytes(mesh):
+    x, w = abstract(mesh, (20, 26), "data", "mdl"), abstract(mesh, (26, 37), "mdl")
+    compiled = jax.jit(lambda x, w: contract(mesh, x, w)).lower(x, w).compile()
+    (one,) = hlo.collectives(compiled)
+    assert (one.kind, one.bytes, one.dtypes) == ("all-reduce", 20 // 4 * 37 * F32, ("f32",))
+    assert (one.count, one.group_size) == (1, 2)
+    assert not one.at_least and not one.at_most
+    assert "layer" in one.op_name
+
+
+def test_scan_of_seven_layers_counts_seven(mesh):
+    compiled = compile_scan(mesh)
+    assert hlo.summarise(hlo.collectives(compiled)) == {"all-reduce": (7, 7 * 5 * 26 * F32)}
+    assert hlo.unknown_loops(compiled) == []
+
+
+def test_trip_count_is_read_from_the_condition_where_it_is_not_stated(mesh):
+    compiled = compile_scan(mesh)
+    assert hlo.collectives(without_trip_counts(compiled)) == hlo.collectives(compiled)
+
+
+def test_nested_scans_multiply(mesh):
+    def outer(x, ws):
+        return jax.lax.scan(lambda x, w: (contract(mesh, jnp.tanh(x), w), None), x, ws)[0], None
+
+    x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (3, 5, 26, 26), None, None, "mdl")
+    compiled = jax.jit(lambda x, w: jax.lax.scan(outer, x, w)[0]).lower(x, w).compile()
+    for source in (compiled, without_trip_counts(compiled)):
+        assert hlo.summarise(hlo.collectives(source))["all-reduce"][0] == 3 * 5
+        assert hlo.flops(source) == 3 * 5 * 2 * 5 * 13 * 26
+
+
+@pytest.mark.parametrize(
+    "proceed, step, start, trips",
+    [
+        (lambda i: i < 13, lambda i: i + 1, 2, 11),
+        (lambda i: i <= 12, lambda i: i + 5, 2, 3),
+        (lambda i: i >= 2, lambda i: i - 3, 17, 6),
+        (lambda i: i > 1, lambda i: i - 4, 17, 4),
+        (lambda i: i != 5, lambda i: 1 + i, -2, 7),
+        (lambda i: i < 2, lambda i: i + 1, 3, 0),
+    ],
+)
+def test_trip_counts_of_counted_loops(proceed, step, start, trips):
+    def run(x, w):
+        loop = jax.lax.while_loop(
+            lambda state: proceed(state[0]), lambda s: (step(s[0]), s[1] @ w), (start, x)
+        )
+        return loop[1]
+
+    lowered = jax.jit(run).lower(jnp.ones((3, 5)), jnp.ones((5, 5)))
+    # Unoptimized text states no trip count: the reader works it out.
+    text = lowered.as_text("hlo")
+    assert "known_trip_count" not in text
+    assert hlo.flops(text) == trips * 2 * 3 * 5 * 5
+    assert hlo.flops(lowered.compile()) == trips * 2 * 3 * 5 * 5
+    # The same comparison with its sides swapped.
+    mirror = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+    swapped = re.sub(
+        r"compare\((\S+), (\S+)\), direction=(\w+)",
+        lambda m: f"compare({m[2]}, {m[1]}), direction={mirror[m[3]]}",
+        text,
+    )
+    assert swapped != text
+    assert hlo.flops(swapped) == hlo.flops(text)
+
+
+@pytest.mark.parametrize("loop", ["data", "step"])
+def test_unknown_trip_count_is_flagged_and_counts_one_pass(mesh, loop):
+    def proceed(state):
+        return state[0] < (state[1].sum() if loop == "data" else 100)
+
+    def run(x, w):
+        def body(state):
+            by = 1 if loop == "data" else state[0] + 1
+            return state[0] + by, contract(mesh, state[1], w)
+
+        return jax.lax.while_loop(proceed, body, (0, x))[1]
+
+    x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (26, 26), "mdl")
+    compiled = jax.jit(run).lower(x, w).compile()
+    in_body = [c for c in hlo.collectives(compiled) if c.bytes == 5 * 26 * F32]
+    assert [(c.count, c.at_least) for c in in_body] == [(1, True)]
+    assert len(hlo.unknown_loops(compiled)) == 1
+    assert ">=1" in hlo.collectives_table(in_body)
+
+
+def test_loop_that_swaps_its_counters_is_unknown():
+    def run(x):
+        def body(state):
+            i, j, x = state
+            return j + 1, i, x @ x
+
+        return jax.lax.while_loop(lambda state: state[0] < 13, body, (0, 5, x))[2]
+
+    text = jax.jit(run).lower(jnp.ones((3, 3))).as_text("hlo")
+    assert len(hlo.unknown_loops(text)) == 1
+
+
+def test_branch_is_counted_and_flagged(mesh):
+    def run(p, x, w):
+        return jax.lax.cond(p, lambda x: contract(mesh, x, w), lambda x: x, x)
+
+    p = jax.ShapeDtypeStruct((), bool)
+    x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (26, 26), "mdl")
+    (one,) = hlo.collectives(jax.jit(run).lower(p, x, w).compile())
+    assert (one.count, one.at_least, one.at_most) == (1, False, True)
+    assert "<=1" in hlo.collectives_table([one])
+
+
+def test_all_gather_and_group_over_two_axes(mesh):
+    gather = jax.jit(lambda x: x * 2, out_shardings=NamedSharding(mesh, P()))
+    (one,) = hlo.collectives(gather.lower(abstract(mesh, (24, 13), ("data", "mdl"))).compile())
+    assert (one.kind, one.bytes, one.group_size) == ("all-gather", 24 * 13 * F32, 8)
+
+
+def test_shard_map_collectives_are_named_by_kind(mesh):
+    def run(x):
+        x = jax.lax.psum_scatter(x, "mdl", scatter_dimension=1, tiled=True)
+        x = jax.lax.all_to_all(x, "data", split_axis=0, concat_axis=1, tiled=True)
+        return jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data", "mdl"))
+    found = hlo.collectives(jax.jit(run).lower(abstract(mesh, (16, 26), "data")).compile())
+    size = 4 * 13 * F32
+    # The axis mdl has two devices, data four.
+    assert {(c.kind, c.bytes, c.group_size) for c in found} == {
+        ("reduce-scatter", size, 2),
+        ("all-to-all", size, 4),
+        ("collective-permute", size, None),
+    }
+
+
+def test_program_without_collectives_says_so():
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    assert hlo.collectives(compiled) == []
+    assert hlo.collectives_table([]) == "no collectives"
+
+
+def test_table_lists_count_and_readable_bytes(mesh):
+    lines = hlo.collectives_table(hlo.collectives(compile_scan(mesh))).splitlines()
+    assert [line.split() for line in lines] == [
+        ["collective", "count", "bytes"],
+        ["all-reduce", "7", "3.6", "KiB"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "size, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (7 * 2**30, "7.0 GiB")]
+)
+def test_format_bytes(size, text):
+    assert hlo.format_bytes(size) == text
+
+
+def test_donated_bytes_of_a_tree_are_exact(mesh):
+    state = {
+        "w": abstract(mesh, (8, 26), "data", "mdl"),  # per device 2 x 13
+        "b": abstract(mesh, (37,), dtype=jnp.bfloat16),
+        "step": abstract(mesh, (), dtype=jnp.int32),
+    }
+    batch = abstract(mesh, (8, 26), "data", "mdl")
+
+    def step(state, batch):
+        state = jax.tree.map(lambda x: x + 1, state)
+        return {**state, "w": state["w"] + batch}
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    compiled = jitted.lower(state, batch).compile()
+    assert hlo.num_donated(compiled) == 3
+    assert hlo.donated_bytes(compiled) == 2 * 13 * 4 + 37 * 2 + 4
+    assert hlo.memory_per_device(compiled).aliased == hlo.donated_bytes(compiled)
+
+    kept = jax.jit(step, out_shardings=shardings).lower(state, batch).compile()
+    assert hlo.num_donated(kept) == hlo.donated_bytes(kept) == 0
+
+
+def test_memory_of_arguments_and_outputs_is_per_device(mesh):
+    compiled = compile_scan(mesh)
+    memory = hlo.memory_per_device(compiled)
+    assert memory.arguments == (5 * 26 + 7 * 13 * 26) * F32
+    assert memory.outputs == 5 * 13 * F32
+    assert memory.aliased == 0
+    assert memory.peak >= memory.arguments + memory.outputs
+
+
+def test_memory_is_none_where_the_backend_does_not_tell():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    assert hlo.memory_per_device(Silent()) is None
+
+
+def test_flops_of_scanned_matmuls_and_their_gradients(mesh):
+    def loss(w, x):
+        return jax.lax.scan(lambda x, w: (contract(mesh, jnp.tanh(x), w), None), x, w)[0].sum()
+
+    x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (7, 26, 26), None, "mdl")
+    one = 2 * 5 * 13 * 26
+    assert hlo.flops(jax.jit(loss).lower(w, x).compile()) == 7 * one
+    # Backward: one matmul each for x and w; x's of the first layer is computed too.
+    assert hlo.flops(jax.jit(jax.grad(loss)).lower(w, x).compile()) == 3 * 7 * one
+
+
+def test_flops_of_batched_dots_and_of_matmuls_large_enough_for_a_library_call():
+    q = jax.ShapeDtypeStruct((2, 13, 3, 7), jnp.float32)
+    scores = jax.jit(lambda q, k: jnp.einsum("bthk,bshk->bhts", q, k)).lower(q, q).compile()
+    assert hlo.flops(scores) == 2 * 2 * 3 * 13 * 13 * 7
+    for dtype in (jnp.float32, jnp.bfloat16):
+        a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((509, 769), (769, 257)))
+        compiled = jax.jit(lambda a, b: jax.nn.relu(a @ b)).lower(a, b).compile()
+        assert hlo.flops(compiled) == 2 * 509 * 769 * 257
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding": "VALID"},
+        {"padding": ((1, 1), (2, 0))},
+        {"padding": "SAME", "window_strides": (2, 3)},
+        {"padding": "VALID", "rhs_dilation": (2, 1)},
+        {"padding": ((2, 2), (0, 1)), "lhs_dilation": (2, 3)},
+        {"padding": "VALID", "feature_group_count": 3},
+    ],
+)
+def test_flops_of_a_convolution_are_xlas_own(settings):
+    settings = {"window_strides": (1, 1), **settings}
+    groups = settings.get("feature_group_count", 1)
+    x = jax.ShapeDtypeStruct((2, 13, 11, 6), jnp.float32)
+    w = jax.ShapeDtypeStruct((3, 5, 6 // groups, 9), jnp.float32)
+    dims = ("NHWC", "HWIO", "NHWC")
+    run = jax.jit(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, dimension_numbers=dims, **settings)
+    )
+    text = run.lower(x, w).as_text("hlo")
+    assert hlo.flops(text) == run.lower(x, w).cost_analysis()["flops"]
+
+
+# What jax 0.12.0 compiled for a v5e 2x4, shortened: no trip count, dots as convolutions, one
+# all-gather in three fusions, a permute in start and done.
+TPU = """\
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%start (p.0: bf16[1,128,1024]) -> (bf16[1,128,1024], bf16[1,512,1024], /*index=2*/u32[]) {
+  %p.0 = bf16[1,128,1024]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.1 = bf16[1,512,1024]{2,1,0:T(8,128)(2,1)} all-gather(%p.0), channel_id=13, \
+replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}, metadata={op_name="jit(f)/while/body/squeeze"}
+  ROOT %custom-call.4 = (bf16[1,128,1024]{2,1,0}, bf16[1,512,1024]{2,1,0}, \
+/*index=2*/u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (p.1: bf16[1,128,1024], p.2: u32[]) -> bf16[1,512,1024] {
+  %p.1 = bf16[1,128,1024]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %p.2 = u32[]{:S(2)} parameter(1)
+  %all-gather.2 = bf16[1,512,1024]{2,1,0:T(8,128)(2,1)} all-gather(%p.1), channel_id=13, \
+replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}, metadata={op_name="jit(f)/while/body/squeeze"}
+  ROOT %custom-call.5 = bf16[1,512,1024]{2,1,0} custom-call(%all-gather.2), \
+custom_call_target="AsyncCollectiveDone"
+}
+
+%body (state.0: (s32[], bf16[256,512], bf16[1,128,1024])) -> (s32[], bf16[256,512], bf16[1,128,\
+1024]) {
+  %one.0 = s32[]{:T(128)} constant(1)
+  %state.0 = (s32[]{:T(128)}, bf16[256,512]{1,0:T(8,128)(2,1)S(1)}, bf16[1,128,1024]{2,1,0}) \
+parameter(0)
+  %i.0 = s32[]{:T(128)} get-tuple-element(%state.0), index=0
+  %x.0 = bf16[256,512]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%state.0), index=1
+  %w.0 = bf16[1,128,1024]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state.0), index=2
+  %async-start = (bf16[1,128,1024]{2,1,0}, bf16[1,512,1024]{2,1,0}, /*index=2*/u32[]{:S(2)}) \
+fusion(%w.0), kind=kCustom, calls=%start
+  %context = u32[]{:S(2)} get-tuple-element(%async-start), index=2
+  %gathered = bf16[1,512,1024]{2,1,0:T(8,128)(2,1)} fusion(%w.0, %context), kind=kCustom, \
+calls=%done
+  %w.1 = bf16[512,1024]{1,0:T(8,128)(2,1)} bitcast(%gathered)
+  %dot.0 = bf16[256,1024]{1,0:T(8,128)(2,1)} convolution(%x.0, %w.1), dim_labels=bf_io->bf
+  %dot.1 = bf16[256,512]{1,0:T(8,128)(2,1)} convolution(%dot.0, %w.1), dim_labels=bf_oi->bf
+  %permute-start = (bf16[256,512]{1,0:T(8,128)(2,1)}, bf16[256,512]{1,0}, u32[]{:S(2)}, \
+u32[]{:S(2)}) collective-permute-start(%dot.1), channel_id=2, source_target_pairs={{0,2},{2,0}}
+  %permute-done = bf16[256,512]{1,0} collective-permute-done(%permute-start)
+  %i.1 = s32[]{:T(128)} add(%i.0, %one.0), backend_config={"aliasing_operands":{"lists":[]}}
+  ROOT %state.1 = (s32[]{:T(128)}, bf16[256,512]{1,0}, bf16[1,128,1024]{2,1,0}) tuple(%i.1, \
+%permute-done, %w.0)
+}
+
+%condition (state.2: (s32[], bf16[256,512], bf16[1,128,1024])) -> pred[] {
+  %seven = s32[]{:T(128)} constant(7)
+  %state.2 = (s32[]{:T(128)}, bf16[256,512]{1,0}, bf16[1,128,1024]{2,1,0}) parameter(0)
+  %i.2 = s32[]{:T(128)} get-tuple-element(%state.2), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i.2, %seven), direction=LT
+}
+
+ENTRY %main (x: bf16[256,512], w: bf16[1,128,1024]) -> bf16[256,512] {
+  %zero = s32[]{:T(128)} constant(0)
+  %x = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %w = bf16[1,128,1024]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %copy = s32[]{:T(128)} copy(%zero)
+  %state = (s32[]{:T(128)}, bf16[256,512]{1,0}, bf16[1,128,1024]{2,1,0}) tuple(%copy, %x, %w)
+  %while = (s32[]{:T(128)}, bf16[256,512]{1,0}, bf16[1,128,1024]{2,1,0}) while(%state), \
+condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
+  ROOT %out = bf16[256,512]{1,0} get-tuple-element(%while), index=1
+}
+"""
+
+
+def test_text_for_a_tpu():
+    gather, permute = hlo.collectives(TPU)
+    assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 7, 512 * 1024 * 2)
+    assert (gather.group_size, gather.op_name) == (4, "jit(f)/while/body/squeeze")
+    assert (permute.kind, permute.count, permute.bytes) == ("collective-permute", 7, 256 * 512 * 2)
+    assert hlo.flops(TPU) == 7 * 2 * (2 * 256 * 512 * 1024)
+    assert hlo.unknown_loops(TPU) == []
+
+
+def test_batched_dot_of_a_tpu_is_not_counted_window_by_window():
+    # einsum('bthk,bshk->bhts') of bf16[2,256,8,128] on jax 0.12.0, v5e.
+    text = """\
+HloModule jit_f
+
+ENTRY %main (q: bf16[2,8,256,128], k: bf16[2,8,256,128]) -> bf16[2,8,256,256] {
+  %q = bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %k = bf16[2,8,256,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %out = bf16[2,8,256,256]{3,2,1,0:T(8,128)(2,1)} convolution(%q, %k), \
+window={size=2x8 stride=1x7 lhs_dilate=2x8}, dim_labels=01bf_01oi->01bf
+}
+"""
+    assert hlo.flops(text) == 2 * (2 * 8) * 256 * 256 * 128
+
+
+@pytest.mark.parametrize(
+    "start, size",
+    [
+        ("f32[13]{0} all-reduce-start(%a)", 13 * 4),
+        ("(f32[13]{0}, bf16[7]{0}) all-reduce-start(%a, %b)", 13 * 4 + 7 * 2),
+        ("(f32[13]{0}, f32[26]{0}) all-gather-start(%a)", 26 * 4),
+        ("((f32[13]{0}, bf16[7]{0}), (f32[26]{0}, bf16[14]{0})) all-gather-start(%a, %b)", 132),
+        ("((f32[26]{0}), f32[13]{0}, u32[]) reduce-scatter-start(%c)", 13 * 4),
+        ("((f32[26]{0}), f32[26]{0}) async-start(%c), calls=%wrapped", 26 * 4),
+    ],
+)
+def test_async_start_and_done_count_once_with_the_bytes_of_the_result(start, size):
+    done = "async-done(%start), calls=%wrapped" if "async" in start else "some-done(%start)"
+    text = f"""\
+HloModule m, num_partitions=6
+
+%wrapped (p: f32[26]) -> f32[26] {{
+  %p = f32[26]{{0}} parameter(0)
+  ROOT %r = f32[26]{{0}} all-to-all(%p), replica_groups={{}}
+}}
+
+ENTRY %main (a: f32[13], b: bf16[7], c: f32[26]) -> f32[13] {{
+  %a = f32[13]{{0}} parameter(0)
+  %b = bf16[7]{{0}} parameter(1)
+  %c = f32[26]{{0}} parameter(2)
+  %start = {start}, replica_groups={{}}
+  ROOT %done = f32[13]{{0}} {done}
+}}
+"""
+    (one,) = hlo.collectives(text)
+    assert (one.count, one.bytes, one.group_size) == (1, size, 6)
+
+
+@pytest.mark.parametrize(
+    "groups, size",
+    [
+        ("{{0,1,2},{3,4,5}}", 3),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['replica'=1,'data'=4,'mdl'=2] {'data'}", 4),
+        ("mesh['data'=4,'mdl'=2] {'data','mdl'}", 8),
+        ("mesh['data'=4,'mdl'=2] {'data':(1)2}", 2),
+    ],
+)
+def test_group_size_in_every_spelling(groups, size):
+    text = f"""\
+HloModule m
+
+ENTRY %main (a: f32[13]) -> f32[13] {{
+  %a = f32[13]{{0}} parameter(0)
+  ROOT %r = f32[13]{{0}} all-reduce(%a), replica_groups={groups}, to_apply=%add
+}}
+"""
+    assert hlo.collectives(text)[0].group_size == size
+
+
+def test_flops_of_a_cublas_call():
+    text = """\
+HloModule m
+
+ENTRY e {
+  a = f32[32,64]{1,0} parameter(0)
+  b = f32[64,16]{1,0} parameter(1)
+  ROOT g = (f32[32,16]{1,0}, s8[0]{0}) custom-call(a, b), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+}
+"""
+    assert hlo.flops(text) == 2 * 32 * 64 * 16
+
+
+def test_donated_element_of_a_tuple_parameter():
+    text = """\
+HloModule m, input_output_alias={ {0}: (0, {1}, may-alias), {1}: (1, {}, must-alias) }, n=1
+
+ENTRY e {
+  p = (f32[7]{0}, (bf16[3]{0}, s32[])) parameter(0)
+  ROOT q = f32[5]{0} parameter(1)
+}
+"""
+    assert (hlo.num_donated(text), hlo.donated_bytes(text)) == (3, 3 * 2 + 4 + 5 * 4)
+
+
+def test_text_that_is_no_hlo_is_refused():
+    with pytest.raises(ValueError, match="as_text"):
+        hlo.collectives("module @jit_f {}")

@@ -1,0 +1,217 @@
+"""Names of experiments: found in the source, imported only when found."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from praxis_lite import registry
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import Experiment
+
+EXPERIMENT = """
+    from praxis_lite import Experiment, register
+
+    @register
+    class {name}(Experiment):
+        '''The {name} one.
+
+        More.
+        '''
+"""
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Returns a function that writes files of an importable folder, which shadows `experiments`."""
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("experiments", "zoo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(**files):
+        for name, text in files.items():
+            file = tmp_path / f"{name.replace('__', '/')}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            (file.parent / "__init__.py").touch()
+            file.write_text(textwrap.dedent(text))
+
+    write(
+        experiments__lm=EXPERIMENT.format(name="PyDocs"),
+        experiments__vision=EXPERIMENT.format(name="Digits"),
+        zoo__deep__lm=EXPERIMENT.format(name="MyLm"),
+    )
+    yield write
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("experiments", "zoo")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["lm.PyDocs", "experiments.lm.PyDocs", "PyDocs"])
+def test_a_short_a_full_and_a_bare_name_mean_the_same_class(packages, name):
+    found = registry.get_experiment(name)
+    assert (found.__module__, found.__name__) == ("experiments.lm", "PyDocs")
+    assert registry.get_experiment(name) is found
+
+
+def test_a_users_package_is_found_by_full_name(packages):
+    assert registry.full_name(registry.get_experiment("zoo.deep.lm.MyLm")) == "zoo.deep.lm.MyLm"
+
+
+def test_only_the_module_that_holds_the_class_is_imported(packages):
+    packages(experiments__broken="raise RuntimeError('never import me')")
+    registry.get_experiment("PyDocs")
+    assert "experiments.lm" in sys.modules
+    assert "experiments.vision" not in sys.modules and "experiments.broken" not in sys.modules
+
+
+def test_an_unknown_name_suggests_and_imports_nothing(packages):
+    with pytest.raises(ConfigError, match=r"Did you mean lm\.PyDocs\?"):
+        registry.get_experiment("lm.PyDoc")
+    with pytest.raises(ConfigError, match=r"Did you mean zoo\.deep\.lm\.MyLm\?"):
+        registry.get_experiment("zoo.MyLm")
+    with pytest.raises(ConfigError, match="there is no package nothere"):
+        registry.get_experiment("nothere.Thing")
+    assert not [name for name in sys.modules if name.startswith(("experiments", "zoo"))]
+
+
+@pytest.mark.parametrize("name", ["", "lm.", ".PyDocs", "lm/PyDocs", "a..b", "--x"])
+def test_what_is_no_dotted_name_is_said_to_be_none(packages, name):
+    with pytest.raises(ConfigError, match="no name of an experiment"):
+        registry.get_experiment(name)
+
+
+def test_an_ambiguous_name_lists_the_choices(packages):
+    packages(experiments__lm2=EXPERIMENT.format(name="PyDocs"))
+    with pytest.raises(ConfigError, match=r"experiments\.lm\.PyDocs or experiments\.lm2\.PyDocs"):
+        registry.get_experiment("PyDocs")
+
+
+@pytest.mark.parametrize("name", ["lm.Bare", "Bare"])
+def test_a_class_without_the_decorator_is_told_to_add_it(packages, name):
+    packages(experiments__lm="class Bare:\n    pass\n")
+    with pytest.raises(ConfigError, match=r"lm\.py, line 1\) is not registered: write `@register`"):
+        registry.get_experiment(name)
+
+
+def test_decorators_by_other_names_and_re_exports_are_seen(packages):
+    packages(
+        zoo__one="""
+            import praxis_lite as pl
+            if True:
+                @pl.register
+                class Dotted(pl.Experiment): pass
+        """,
+        zoo__two="""
+            from praxis_lite import Experiment, register as reg
+            @reg
+            class Renamed(Experiment): pass
+        """,
+        zoo__three="from zoo.two import Renamed\nnumber = 7",
+    )
+    assert registry.get_experiment("zoo.one.Dotted").__name__ == "Dotted"
+    renamed = registry.get_experiment("zoo.two.Renamed")
+    assert registry.get_experiment("zoo.three.Renamed") is renamed
+    with pytest.raises(ConfigError, match="is 7 after the import"):
+        registry.get_experiment("zoo.three.number")
+
+
+def test_an_error_inside_the_users_module_comes_as_it_is(packages):
+    packages(zoo__bad=EXPERIMENT.format(name="Bad") + "\n    import nowhere_to_be_found\n")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found") as caught:
+        registry.get_experiment("zoo.bad.Bad")
+    assert caught.traceback[-1].path.name == "bad.py"
+    packages(zoo__torn="class Torn(:\n")
+    with pytest.raises(SyntaxError):
+        registry.get_experiment("zoo.torn.Torn")
+
+
+def test_the_list_has_names_and_first_lines(packages):
+    packages(
+        experiments__torn="@register\nclass Torn(:\n", experiments__plain="class Plain: pass\n"
+    )
+    assert registry.list_experiments() == [
+        registry.Listed("lm.PyDocs", "The PyDocs one."),
+        registry.Listed("vision.Digits", "The Digits one."),
+    ]
+
+
+def test_two_classes_cannot_share_a_name(packages):
+    first = type("Twin", (Experiment,), {"__module__": "zoo"})
+    second = type("Twin", (Experiment,), {"__module__": "zoo"})
+    assert registry.register(first) is first and registry.register(first) is first
+    with pytest.raises(ConfigError, match=r"registered as zoo\.Twin"):
+        registry.register(second)
+
+
+def test_only_experiments_can_be_registered(packages):
+    with pytest.raises(ConfigError, match="no subclass of Experiment"):
+        registry.register(int)
+
+
+def test_classes_of_main_are_found_and_a_notebook_may_define_one_again():
+    code = """
+        import sys
+        from praxis_lite import Experiment, register
+        from praxis_lite.registry import get_experiment
+        for number in (1, 2):
+            @register
+            class Mine(Experiment):
+                size = number
+        assert get_experiment("Mine") is get_experiment("__main__.Mine") is Mine
+        assert Mine.size == 2
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+LOOK_UP = """
+import sys
+from praxis_lite import ConfigError, register
+from praxis_lite.registry import get_experiment
+assert not {"jax", "flax", "fiddle"} & set(sys.modules), "import praxis_lite is not light"
+try:
+    get_experiment(sys.argv[1])
+except ConfigError as error:
+    print(error)
+assert not {"jax", "flax", "fiddle", "mypackage"} & set(sys.modules), "a lookup is not light"
+"""
+
+
+@pytest.mark.parametrize("name", ["nothing.Such", "mypackage.experiments.MyL", "jax.numpy.Arrey"])
+def test_an_unknown_name_is_answered_in_three_seconds_without_jax(tmp_path, name):
+    folder = tmp_path / "mypackage"
+    folder.mkdir()
+    (folder / "experiments.py").write_text(textwrap.dedent(EXPERIMENT.format(name="MyLm")))
+    command = [sys.executable, "-c", LOOK_UP, name]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    assert time.monotonic() - began < 3
+    assert done.returncode == 0, done.stderr
+    wanted = "Did you mean mypackage.experiments.MyLm?" if "MyL" in name else "No experiment"
+    assert wanted in done.stdout
+
+
+def test_a_users_package_in_the_current_directory_is_found(tmp_path):
+    folder = tmp_path / "mypackage"
+    folder.mkdir()
+    (folder / "experiments.py").write_text(textwrap.dedent(EXPERIMENT.format(name="MyLm")))
+    code = (
+        "from praxis_lite.registry import get_experiment, full_name;"
+        "print(full_name(get_experiment('mypackage.experiments.MyLm')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "mypackage.experiments.MyLm\n"
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
