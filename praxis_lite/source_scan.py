@@ -50,7 +50,7 @@ def find(full: str) -> Place | None:
             places = _places(file.read_bytes(), file, module)
         except (SyntaxError, ValueError):
             # The import will show the fault better than words about names.
-            return None
+            return Place(full, file, 1, None, "")
         for place in places:
             if place.name == full:
                 return place

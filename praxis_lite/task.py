@@ -26,6 +26,7 @@ class Task(abc.ABC):
         `map_2d`, ... to split dims. None: they stay split over the whole mesh.
     """
 
+    weight_unit = "examples"  # What the weight of "loss" counts; names the metric of speed.
     required_inputs: tuple[str, ...] = ()
     required_decode_inputs: tuple[str, ...] = ()
 

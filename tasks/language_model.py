@@ -32,6 +32,7 @@ class LanguageModelTask(Task):
       max_decode_steps: most new tokens per prompt.
     """
 
+    weight_unit = "tokens"
     required_inputs = ("ids", "labels", "weights")
     required_decode_inputs = ("ids", "prefix_lengths", "weights")
 
@@ -93,10 +94,11 @@ class LanguageModelTask(Task):
         records = []
         for row in np.flatnonzero(inputs["weights"] > 0):
             prompt = inputs["ids"][row, : inputs["prefix_lengths"][row]]
+            text = prompt[prompt != self.tokenizer.eos_id]  # It also marks the beginning.
             new_ids = outputs["output_ids"][row, : outputs["decode_lengths"][row]]
             records.append(
                 {
-                    "prompt": self.tokenizer.decode(prompt),
+                    "prompt": self.tokenizer.decode(text),
                     "continuation": self.tokenizer.decode(new_ids),
                     "prefix_length": len(prompt),
                     "decode_length": len(new_ids),

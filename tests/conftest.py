@@ -1,13 +1,23 @@
 """Eight simulated devices for every test; rank promotion raises; warnings are errors."""
 
-import jax
-import pytest
+import os
 
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices
+# Tests compile many small programs and run them briefly: LLVM's optimisations cost three times
+# what they give. Set before JAX starts; processes that tests launch inherit it.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(8)
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error")
 
 
 @pytest.fixture

@@ -51,6 +51,10 @@ class InputPipeline(abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns all that determines the batches, as JSON: settings, seed, hash of the data."""
 
+    def baselines(self) -> dict[str, float]:
+        """Returns figures to hold an evaluation against, by name; none, unless overridden."""
+        return {}
+
     def require_at_least(self, minimum: int, *settings: str) -> None:
         """Raises ConfigError for the first of these settings that is no integer >= minimum."""
         for setting in settings:

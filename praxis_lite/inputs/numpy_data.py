@@ -86,6 +86,9 @@ class TextWindows(IndexedPipeline):
     def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         return lm_spec(self.batch_size, self.seq_len)
 
+    def baselines(self) -> dict[str, float]:
+        return {"gzip_bits_per_byte": self.corpus.gzip_bits_per_byte(self.split)}
+
     def window_rows(self, index: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """Returns the positions in `stream` and the weights of rows of batch `index`."""
         return self.index.windows(index * self.batch_size + rows.start, rows.stop - rows.start)

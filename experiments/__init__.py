@@ -1,0 +1,1 @@
+"""Numbers: registered experiments over the tasks."""

@@ -1,0 +1,108 @@
+"""Language models on text."""
+
+import fiddle as fdl
+import optax
+
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.decode import Sampling
+from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, tf_data
+from praxis_lite.layers import TransformerLm, set_sharding_params
+from praxis_lite.learner import Learner
+from tasks.language_model import LanguageModelTask
+
+# Batches over the data axes; a batch's other dims stay whole.
+BATCH_OVER_DATA = {
+    "map_1d": (("replica", "data"),),
+    "map_2d": (("replica", "data"), None),
+}
+
+
+@register
+class PyDocs(Experiment):
+    """A byte LM on Python's own language reference, on a mesh that nothing divides.
+
+    Vocabulary 257, hidden 435 and 5 heads over two model-parallel devices, model dims 145 over
+    four data-parallel ones. To train on other text: --set datasets.train.corpus.files=GLOB (the
+    held-out text and the prompts come from the same corpus).
+    """
+
+    corpus = fdl.Config(TextCorpus)
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
+
+    def task(self):
+        lm = fdl.Partial(
+            TransformerLm, vocab_size=257, model_dims=145, hidden_dims=435, num_heads=5,
+            dim_per_head=30, num_layers=4,
+        )
+        learner = fdl.Config(
+            Learner,
+            optimizer=fdl.Partial(optax.adamw, b2=0.98, weight_decay=0.1),
+            learning_rate=fdl.Config(
+                optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=4e-3,
+                warmup_steps=50, decay_steps=700, end_value=4e-5,
+            ),
+            clip_gradient_norm_to_value=1.0,
+        )
+        return fdl.Config(
+            LanguageModelTask, model=set_sharding_params(lm), learner=learner,
+            inputs_split_mapping=BATCH_OVER_DATA, max_decode_steps=160,
+            sampling=fdl.Config(Sampling, temperature=0.7, top_p=0.9),
+        )
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(
+                tf_data.TextWindows, self.corpus, "train", batch_size=16, seq_len=128, shuffle=True
+            ),
+            "heldout": fdl.Config(
+                tf_data.TextWindows, self.corpus, "heldout", batch_size=32, seq_len=128,
+                stride=64, shuffle=False,
+            ),
+        }
+
+    def decode_datasets(self):
+        return {
+            "heldout": fdl.Config(
+                TextPrompts, self.corpus, "heldout", batch_size=5, num_prompts=5,
+                min_prompt_bytes=40, max_prompt_bytes=90,
+            )
+        }
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=700, checkpoint_every_steps=350, eval_every_steps=350
+        )
+
+
+@register
+class Synthetic(Experiment):
+    """Two layers on made-up tokens, without tensorflow: starts fast, learns in seconds."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
+
+    def task(self):
+        lm = fdl.Partial(
+            TransformerLm, vocab_size=61, model_dims=32, hidden_dims=64, num_heads=4, num_layers=2
+        )
+        learner = fdl.Config(
+            Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=1e-2,
+            clip_gradient_norm_to_value=1.0,
+        )
+        return fdl.Config(
+            LanguageModelTask, model=set_sharding_params(lm), learner=learner,
+            inputs_split_mapping=BATCH_OVER_DATA,
+        )
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(SyntheticLm, vocab_size=61, batch_size=16, seq_len=32),
+            "heldout": fdl.Config(
+                SyntheticLm, vocab_size=61, batch_size=16, seq_len=32, seed=1, num_batches=3
+            ),
+        }
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=100)

@@ -1,0 +1,267 @@
+"""From a command line to a job: experiment, config, mesh, then train, eval, decode or explain."""
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from praxis_lite import registry
+from praxis_lite.errors import ConfigError
+from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
+
+if TYPE_CHECKING:
+    import fiddle as fdl
+
+    from praxis_lite.experiment import Job
+    from praxis_lite.partitioner import Partitioner
+
+MODES = ("train", "eval", "decode", "explain", "summary")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; exits 2, with one paragraph, for what the user can mend."""
+    args = _parser().parse_args(argv)
+    # Packages of the user's own, beside the current directory, are found without installation.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        if args.list:
+            for one in registry.list_experiments():
+                print(f"{one.name:<30} {one.summary}")
+            return
+        _run(args)
+    except ConfigError as error:
+        print(textwrap.fill(f"error: {_own_words(error)}", 100, break_long_words=False,
+                            break_on_hyphens=False), file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="main.py", description="Trains, evaluates, decodes or explains an experiment."
+    )
+    parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
+    parser.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
+    parser.add_argument("--mode", choices=MODES, default="train", help="default: train")
+    parser.add_argument(
+        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
+        help="set any field of the config, for instance run.num_train_steps=200",
+    )
+    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.mode == "summary":
+        from praxis_lite.summary import summary
+
+        print(summary(open_for_reading(_job_log_dir(args), writes=False)))
+        return
+    if args.mode in ("eval", "decode"):
+        job_dir, config, experiment = _recorded_job(args)
+    else:
+        if args.exp is None:
+            raise ConfigError(
+                f"--mode={args.mode} needs --exp=NAME; --list shows the names there are."
+            )
+        config, experiment = _experiment_config(args)
+        job_dir = None
+        if args.mode == "train":
+            job_dir = open_for_training(_job_log_dir(args), experiment)
+    print(f"{experiment}, {args.mode}" + (f", in {job_dir.path}" if job_dir else ""), flush=True)
+
+    import fiddle as fdl
+
+    from praxis_lite.overrides import check_required
+
+    check_required(config)
+    job = fdl.build(config)
+    partitioner = _partitioner(job, args.mode)
+    # Imported after the checks, so that an error need not wait for Orbax.
+    if args.mode == "train":
+        _train(partitioner, job, job_dir, config, experiment, args.settings)
+    elif args.mode == "explain":
+        from praxis_lite.explain import explain
+
+        explain(partitioner, job.datasets, job.decode_datasets, print)
+    else:
+        _use_checkpoint(args.mode, partitioner, job, job_dir)
+
+
+def _job_log_dir(args: argparse.Namespace) -> str:
+    if args.job_log_dir is None:
+        raise ConfigError(f"--mode={args.mode} needs --job_log_dir=DIR, the job's directory.")
+    return args.job_log_dir
+
+
+def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
+    experiment = registry.get_experiment(args.exp)
+
+    from praxis_lite.overrides import apply_overrides
+
+    config = experiment().config()
+    apply_overrides(config, args.settings)
+    return config, registry.full_name(experiment)
+
+
+def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
+    job_dir = open_for_reading(_job_log_dir(args))
+
+    from praxis_lite.config_text import load_config
+    from praxis_lite.overrides import apply_overrides
+
+    loaded = load_config(job_dir.config_json.read_text(encoding="utf-8"))
+    if args.exp is not None:
+        named = registry.full_name(registry.get_experiment(args.exp))
+        if named != loaded.experiment:
+            raise ConfigError(
+                f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {named}. Leave "
+                "--exp out, or name that experiment's directory."
+            )
+    apply_overrides(loaded.config, args.settings)
+    return job_dir, loaded.config, loaded.experiment
+
+
+def _partitioner(job: "Job", mode: str) -> "Partitioner":
+    """Returns the task on its mesh, after all that can be checked before anything compiles."""
+    import jax
+
+    from praxis_lite.partitioner import Partitioner
+    from praxis_lite.sharding import make_mesh, simulate_devices
+    from praxis_lite.trainer import TRAIN
+
+    _use_compilation_cache()
+    simulate_devices(job.mesh.num_devices)
+    mesh = make_mesh(job.mesh)
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    platform = mesh.devices.flat[0].platform
+    devices = (
+        f"{mesh.size} simulated CPU devices, for there is no accelerator"
+        if platform == "cpu"
+        else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
+    )
+    print(f"mesh ({axes}): {devices}", flush=True)
+    partitioner = Partitioner(job.task, mesh)
+    if mode == "train" and TRAIN not in job.datasets:
+        raise ConfigError(
+            f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
+            "to the experiment's datasets()."
+        )
+    wanted = {
+        "train": ("datasets",),
+        "eval": ("datasets",),
+        "decode": ("decode_datasets",),
+        "explain": ("datasets", "decode_datasets"),
+    }[mode]
+    for root in wanted:
+        for name, pipeline in getattr(job, root).items():
+            pipeline.check()
+            spec = pipeline.element_spec()
+            task = job.task
+            required = task.required_inputs if root == "datasets" else task.required_decode_inputs
+            task.check_inputs(spec, required, f"{root}.{name}")
+            partitioner.check_batch(spec)
+    return partitioner
+
+
+def _use_compilation_cache() -> None:
+    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
+        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
+
+
+def _train(
+    partitioner: "Partitioner",
+    job: "Job",
+    job_dir: JobDir,
+    config: "fdl.Config",
+    experiment: str,
+    settings: Sequence[str],
+) -> None:
+    from praxis_lite import trainer
+    from praxis_lite.checkpoints import Checkpoints
+    from praxis_lite.config_text import config_lines, dump_config
+    from praxis_lite.layout_table import layout_table, layout_warnings
+    from praxis_lite.metrics import ProgressLine
+
+    num_train_steps = job.run.num_train_steps
+    with Checkpoints(job_dir.checkpoints, max_to_keep=job.run.max_checkpoints_to_keep) as saved:
+        if saved.latest_step() is None:
+            first_step = 0
+            print("initialising the state", flush=True)
+            state = partitioner.init(partitioner.key(job.run.seed))
+        else:
+            restored = saved.restore(partitioner.layout, partitioner.mesh)
+            first_step, state = restored.step, restored.state
+            trainer.check_resumable(restored.data, job.datasets[trainer.TRAIN], first_step)
+            print(f"restored the checkpoint of step {first_step}", flush=True)
+            _print_changes(job_dir, config)
+        job_dir.write_config(dump_config(config, experiment, settings), config_lines(config))
+        table = layout_table(partitioner.layout)
+        job_dir.layout_txt.write_text(table + "\n", encoding="utf-8")
+        print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
+        for warning in layout_warnings(partitioner.layout):
+            print(f"WARNING: {warning}")
+        if first_step >= num_train_steps:
+            print(
+                f"The job has already made its {num_train_steps} steps; to go on, raise "
+                "run.num_train_steps."
+            )
+            return
+        print("compiling the first step", flush=True)
+        progress = ProgressLine(num_train_steps, sys.stdout, job.run.log_every_steps, first_step)
+        trainer.train(
+            partitioner, job.datasets, job.run, job_dir, saved, state, first_step, progress
+        )
+    print(f"trained to step {num_train_steps}: {job_dir.path}")
+
+
+def _print_changes(job_dir: JobDir, config: "fdl.Config") -> None:
+    from praxis_lite.config_text import config_difference, load_config
+
+    before = load_config(job_dir.config_json.read_text(encoding="utf-8")).config
+    for line in config_difference(before, config):
+        print(f"changed since the job was last run: {line}")
+
+
+def _use_checkpoint(mode: str, partitioner: "Partitioner", job: "Job", job_dir: JobDir) -> None:
+    from praxis_lite.checkpoints import Checkpoints
+    from praxis_lite.decoding import decode
+    from praxis_lite.metrics import JsonLinesWriter
+    from praxis_lite.trainer import TRAIN, Evaluator
+
+    with Checkpoints(job_dir.checkpoints) as saved:
+        restored = saved.restore_mdl_vars(partitioner.layout, partitioner.mesh)
+    print(f"restored the weights of step {restored.step}", flush=True)
+    if mode == "decode":
+        if not job.decode_datasets:
+            raise ConfigError(
+                "The experiment has no decode datasets. Add the method decode_datasets(), for "
+                'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
+            )
+        decode(
+            partitioner, job.decode_datasets, restored.state, restored.step, job.run.seed,
+            job_dir, print,
+        )
+        return
+    eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
+    with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
+        evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
+        for name, results in evaluator.run(restored.step, restored.state).items():
+            words = "  ".join(f"{metric} {value:.4f}" for metric, value in results.items())
+            print(f"step {restored.step}  {name}: {words}")
+
+
+def _own_words(error: ConfigError) -> Any:
+    """Returns the message without what Fiddle appends to an exception of a constructor."""
+    return str(error.args[0]).split("\n\nFiddle context:")[0] if error.args else error
+
+
+if __name__ == "__main__":
+    main()
