@@ -50,7 +50,7 @@ def _weights(cfg: Config, make: Callable[[tuple, tuple, int | None], Any]) -> di
     layers |= {"gate": stacked(*into_hidden)} if cfg.gated else {}
     layers |= {"w2": stacked((F, D), ("mdl", "data"), F)}
     layers |= {name: stacked((D,), (None,)) for name in ("attention_norm", "ffn_norm")}
-    embedding = make((cfg.vocab_size, D), ("mdl", "data"), D)
+    embedding = make((D, cfg.vocab_size), ("data", "mdl"), D)
     return {"embedding": embedding, "layers": layers, "final_norm": make((D,), (None,), None)}
 
 
@@ -76,8 +76,8 @@ def _constrain(x: jax.Array, *split: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*split)) if on_mesh else x
 
 
-def _project(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _constrain(jnp.einsum(equation, x, w.astype(x.dtype)), BATCH, None, "mdl")
+def _project(equation: str, x: jax.Array, w: jax.Array, split: str | None = None) -> jax.Array:
+    return _constrain(jnp.einsum(equation, x, w.astype(x.dtype)), BATCH, None, split)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -110,9 +110,9 @@ def _attention(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
 
 
 def _feed_forward(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
-    h_BTF = jax.nn.gelu(_project("btd,df->btf", x, layer["w1"]))
+    h_BTF = jax.nn.gelu(_project("btd,df->btf", x, layer["w1"], "mdl"))
     if "gate" in layer:
-        h_BTF = h_BTF * _project("btd,df->btf", x, layer["gate"])
+        h_BTF = h_BTF * _project("btd,df->btf", x, layer["gate"], "mdl")
     return _project("btf,fd->btd", h_BTF, layer["w2"])
 
 
@@ -122,16 +122,21 @@ def _block(x: jax.Array, layer: dict[str, jax.Array]) -> tuple[jax.Array, None]:
     return x + _feed_forward(_rms_norm(x, layer["ffn_norm"]), layer), None
 
 
-def loss(params: PyTree, batch: dict[str, jax.Array], dtype: Any = jnp.float32) -> jax.Array:
-    """Returns the mean cross entropy (nats) weighted by `weights`; activations are of `dtype`."""
+def loss(
+    params: PyTree, batch: dict[str, jax.Array], dtype: Any = jnp.float32
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the mean cross entropy (nats) weighted by `weights`, and it among the metrics."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
-    emb_VD = params["embedding"].astype(dtype)
-    x = jnp.take(emb_VD, batch["ids"], axis=0) * emb_VD.shape[1] ** 0.5
-    x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, "mdl"), params["layers"])
-    logits = _project("btd,vd->btv", _rms_norm(x, params["final_norm"]), emb_VD)
-    logits = logits.astype(jnp.float32)
+    emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
+    x = jnp.take(emb_DV.T, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
+    x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, None), params["layers"])
+    logits = _project("btd,dv->btv", _rms_norm(x, params["final_norm"]), emb_DV, "mdl")
+    logits, num_tokens = logits.astype(jnp.float32), jnp.sum(weights)
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    return jnp.sum(batch["weights"] * xent) / jnp.sum(batch["weights"])
+    value = jnp.sum(weights * xent) / num_tokens
+    hits = jnp.argmax(logits, axis=-1) == batch["labels"]
+    accuracy = jnp.sum(weights * hits) / num_tokens
+    return value, {"loss": value, "accuracy": accuracy, "num_tokens": num_tokens}
 
 
 def init_state(key: jax.Array, cfg: Config, tx: Tx) -> PyTree:
@@ -156,14 +161,15 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
     def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         old = {name: state[name] for name in ("params", "opt_state")}
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            value, grads = jax.value_and_grad(loss)(old["params"], batch, dtype)
+            grad_fn = jax.value_and_grad(loss, has_aux=True)
+            (value, metrics), grads = grad_fn(old["params"], batch, dtype)
         updates, opt_state = tx.update(grads, old["opt_state"], old["params"])
         new = {"params": optax.apply_updates(old["params"], updates), "opt_state": opt_state}
         norm = optax.global_norm(grads)
         # A loss or gradient that is not finite changes neither parameters nor slots.
         finite = jnp.isfinite(norm) & jnp.isfinite(value)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-        metrics = {"loss": value, "grad_norm": norm, "skipped": ~finite}
+        metrics |= {"grad_norm": norm, "skipped": ~finite}
         return {"step": state["step"] + 1, **kept}, metrics
 
     shardings = state_shardings(cfg, mesh, tx)

@@ -48,7 +48,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class MemoryPerDevice:
-    """Bytes on one device, as XLA plans them; `aliased` outputs lie in donated arguments."""
+    """Bytes on one device, as XLA plans them.
+
+    `aliased` outputs lie in donated arguments; `peak` is all that is allocated for a run,
+    arguments + outputs - aliased + temp.
+    """
 
     arguments: int
     outputs: int
@@ -143,8 +147,8 @@ def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice | None
         return None
     names = ("argument", "output", "temp", "alias")
     arguments, outputs, temp, aliased = (getattr(stats, f"{n}_size_in_bytes") for n in names)
-    # 0 from a backend that does not follow its peak.
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or arguments + outputs + temp - aliased
+    # Not XLA's peak_memory_in_bytes: on CPU it leaves out temp (jax 0.10 and 0.12).
+    peak = arguments + outputs - aliased + temp
     return MemoryPerDevice(arguments, outputs, temp, aliased, peak)
 
 

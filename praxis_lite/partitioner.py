@@ -88,7 +88,9 @@ class Partitioner:
         """Returns a step ("train", "eval" or "decode") lowered for batches of `element_spec`."""
         batch = abstract_global_batch(element_spec, self.mesh)
         state = self.layout.abstract(self.mesh)
+        # Placed as `key` places it: the compiled program is then the one that calls find cached.
         key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
         if step == "train":
             return self.train_step.lower(state, batch, key)
         if step == "eval":

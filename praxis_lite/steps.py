@@ -44,6 +44,11 @@ def train_step(
     new_params, opt_states, learner_scalars = task.learner.update(
         grads, state.opt_states, params, task.model.weight_specs()["params"], loss, state.step
     )
+    # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
+    is_skipped = opt_states["num_skipped_steps"] != state.opt_states["num_skipped_steps"]
+    new_non_trainable = jax.tree.map(
+        lambda new, old: jnp.where(is_skipped, old, new), new_non_trainable, non_trainable
+    )
     new_state = TrainState(
         step=state.step + 1,
         mdl_vars={"params": new_params, "non_trainable": new_non_trainable},

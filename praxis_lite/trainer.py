@@ -13,8 +13,13 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import RunConfig
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter, WeightedMean
-from praxis_lite.metrics import plot_loss_curve
+from praxis_lite.metrics import (
+    JsonLinesWriter,
+    ProgressLine,
+    TensorBoardWriter,
+    WeightedMean,
+    plot_loss_curve,
+)
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 

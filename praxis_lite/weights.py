@@ -1,6 +1,7 @@
 """What a layer declares of a weight, and how its split travels with it."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,12 +57,28 @@ class WeightSpec:
         )
 
 
+class _ConstructorSignature:
+    """What `inspect.signature` of a layer's class gives: its constructor's parameters.
+
+    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass, and take any
+    name and any type.
+    """
+
+    def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
+        if layer is not None:
+            raise AttributeError("__signature__")  # An instance is called with inputs.
+        signature = inspect.signature(layer_class.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they split.
 
     Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
     `__call__`. They take keys and caches as arguments and return new ones: nothing mutates.
     """
+
+    __signature__ = _ConstructorSignature()
 
     def weight(
         self,

@@ -55,6 +55,15 @@ class LanguageModelTask(Task):
         self.sampling = sampling or Sampling()
         self.max_decode_steps = max_decode_steps
 
+    def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
+        """Also checks that the model has a position for each token of a batch and its decoding."""
+        super().check_inputs(inputs, required, what)
+        model, length = self.model.abstract_module(), inputs["ids"].shape[1]
+        if required == self.required_decode_inputs:
+            length += self.max_decode_steps
+        if hasattr(model, "init_cache"):
+            jax.eval_shape(lambda: model.init_cache(1, length))
+
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:

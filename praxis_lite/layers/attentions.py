@@ -36,6 +36,7 @@ class AttentionProjection(BaseLayer):
         is_output_projection: bool = False,
         use_bias: bool = False,
         weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         init: Initializer = _out_of_heads if is_output_projection else _into_heads
@@ -47,13 +48,14 @@ class AttentionProjection(BaseLayer):
         split = (split_D,) if is_output_projection else tuple(split_NK)
         self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
         self.is_output_projection = is_output_projection
+        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         equation = "btnk,dnk->btd" if self.is_output_projection else "btd,dnk->btnk"
         outputs = jnp.einsum(equation, inputs, self.w[...].astype(inputs.dtype))
         if self.b is not None:
             outputs += self.b[...].astype(inputs.dtype)[None, None]
-        return outputs
+        return constrain(outputs, self.activation_split_dims_mapping)
 
 
 class DotProductAttention(BaseLayer):

@@ -141,6 +141,7 @@ class TrainablePositionalEmbedding(BaseLayer):
         embedding_dims: int,
         *,
         weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, max_seq_length=max_seq_length, embedding_dims=embedding_dims)
@@ -151,6 +152,23 @@ class TrainablePositionalEmbedding(BaseLayer):
             rngs=rngs,
         )
         self.max_seq_length = max_seq_length
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def check_length(self, length: int) -> None:
+        """Checks that sequences of `length` have a position each: beyond them `take` gives NaN.
+
+        Raises:
+          ConfigError: they do not; names the setting.
+        """
+        if length > self.max_seq_length:
+            raise ConfigError(
+                f"{type(self).__name__}.max_seq_length is {self.max_seq_length}, but a sequence "
+                f"has up to {length} tokens (what is decoded included). Raise the model's "
+                "max_seq_length, or shorten seq_len, the prompts or max_decode_steps."
+            )
 
     def __call__(self, positions: jax.Array) -> jax.Array:
-        return jnp.take(self.emb_var[...], positions, axis=0)
+        """Args: positions int [B, T], below `max_seq_length`."""
+        self.check_length(positions.shape[-1])
+        embs = jnp.take(self.emb_var[...], positions, axis=0)
+        return constrain(embs, self.activation_split_dims_mapping)

@@ -64,14 +64,21 @@ class Bias(BaseLayer):
     """Returns `inputs + b`: [..., dims] -> [..., dims]."""
 
     def __init__(
-        self, dims: int, *, weight_split_dims_mapping: SplitDims = None, rngs: nnx.Rngs
+        self,
+        dims: int,
+        *,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
     ):
         require_positive(self, dims=dims)
         self.b = self.weight((dims,), weight_split_dims_mapping, init=zeros, rngs=rngs)
+        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         b = self.b[...].astype(inputs.dtype)
-        return inputs + b.reshape((1,) * (inputs.ndim - 1) + b.shape)
+        outputs = inputs + b.reshape((1,) * (inputs.ndim - 1) + b.shape)
+        return constrain(outputs, self.activation_split_dims_mapping)
 
 
 class FeedForward(BaseLayer):
@@ -91,6 +98,7 @@ class FeedForward(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
+        require_positive(self, input_dims=input_dims, output_dims=output_dims)
         self.linear = Linear(
             input_dims,
             output_dims,
@@ -135,6 +143,10 @@ class Mlp(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
+        require_positive(self, input_dims=input_dims, output_dims=output_dims)
+        for i, width in enumerate(hidden_dims):
+            require_positive(self, **{f"hidden_dims[{i}]": width})
+        activation_fn(activation, self)
         widths = [input_dims, *hidden_dims]
         self.hidden = nnx.List(
             FeedForward(

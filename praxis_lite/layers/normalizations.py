@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.sharding import SplitDims
+from praxis_lite.sharding import SplitDims, constrain
 from praxis_lite.weights import BaseLayer, ones, require_positive, zeros
 
 
@@ -20,12 +20,14 @@ class LayerNorm(BaseLayer):
         *,
         epsilon: float = 1e-6,
         weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
         self.scale = self.weight((dim,), weight_split_dims_mapping, init=zeros, rngs=rngs)
         self.bias = self.weight((dim,), weight_split_dims_mapping, init=zeros, rngs=rngs)
         self.epsilon = epsilon
+        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         x = inputs.astype(jnp.float32)
@@ -34,7 +36,8 @@ class LayerNorm(BaseLayer):
         normed = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
         lead = (1,) * (inputs.ndim - 1)
         scale, bias = self.scale[...].reshape(*lead, -1), self.bias[...].reshape(*lead, -1)
-        return (normed * (1.0 + scale) + bias).astype(inputs.dtype)
+        outputs = (normed * (1.0 + scale) + bias).astype(inputs.dtype)
+        return constrain(outputs, self.activation_split_dims_mapping)
 
 
 class RmsNorm(BaseLayer):
@@ -49,14 +52,16 @@ class RmsNorm(BaseLayer):
         *,
         epsilon: float = 1e-6,
         weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
         self.scale = self.weight((dim,), weight_split_dims_mapping, init=ones, rngs=rngs)
         self.epsilon = epsilon
+        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         x = inputs.astype(jnp.float32)
         normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale[...].reshape((1,) * (inputs.ndim - 1) + (-1,))
-        return (normed * scale).astype(inputs.dtype)
+        return constrain((normed * scale).astype(inputs.dtype), self.activation_split_dims_mapping)

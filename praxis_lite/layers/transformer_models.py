@@ -70,7 +70,13 @@ class TransformerLm(BaseLayer):
         self.fprop_dtype = fprop_dtype
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
-        """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens."""
+        """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
+
+        Raises:
+          ConfigError: learned positions end before that.
+        """
+        if self.position_emb is not None:
+            self.position_emb.check_length(max_seq_length)
         return self.transformer.init_cache(batch_size, max_seq_length, self.fprop_dtype)
 
     def __call__(

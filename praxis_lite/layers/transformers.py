@@ -24,7 +24,8 @@ class TransformerFeedForward(BaseLayer):
     """Returns `x + ffn(norm(x))`: [B, T, D] -> [B, T, D], with hidden dims F.
 
     Args:
-      use_gated_activation: multiply the activated hidden by a second projection (arXiv:2002.05202).
+      use_gated_activation: multiply the hidden, unactivated, by an activated second projection
+        (arXiv:2002.05202).
       ln_tpl: the norm, called with (input_dims, rngs=).
       weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
         transpose.
@@ -62,8 +63,9 @@ class TransformerFeedForward(BaseLayer):
             )
 
         self.layer_norm = ln_tpl(input_dims, rngs=rngs)
-        self.ffn_layer1 = into_hidden(activation)
-        self.ffn_layer1_gate = into_hidden("identity") if use_gated_activation else None
+        # As Pax: of the pair it is the gate that is activated.
+        self.ffn_layer1 = into_hidden("identity" if use_gated_activation else activation)
+        self.ffn_layer1_gate = into_hidden(activation) if use_gated_activation else None
         self.ffn_layer2 = FeedForward(
             hidden_dims,
             input_dims,

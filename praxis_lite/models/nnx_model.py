@@ -48,6 +48,11 @@ class NnxModel:
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
+    def abstract_module(self) -> nnx.Module:
+        """Returns the module with shapes for arrays, for questions that need no weights."""
+        graphdef, variables = self._split
+        return nnx.merge(graphdef, nnx.from_flat_state(variables))
+
 
 def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
