@@ -1,5 +1,6 @@
 """What an experiment says: configs of the mesh, the task, the data and the run."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -122,7 +123,7 @@ class Experiment:
                 f"{self._name()}.run() configures {_callable_name(run)}, wanted RunConfig: "
                 "return fdl.Config(RunConfig, num_train_steps=...)."
             )
-        return fdl.Config(
+        config = fdl.Config(
             Job,
             mesh=self._checked("mesh", self.mesh()),
             task=self._checked("task", self.task()),
@@ -130,6 +131,9 @@ class Experiment:
             decode_datasets=self._checked_datasets("decode_datasets", self.decode_datasets()),
             run=run,
         )
+        # What the methods share, with a class's attribute too, is shared in the copy and there
+        # only: one job's --set must not reach another job of the same process.
+        return copy.deepcopy(config)
 
     def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
         if isinstance(found, fdl.Config):

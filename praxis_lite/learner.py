@@ -65,7 +65,7 @@ class Learner:
         A step whose loss or gradient is not finite changes neither parameters nor slots, and is
         counted; the schedule does not advance with it.
         """
-        grad_norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         learning_rate = self.learning_rate
         if callable(learning_rate):

@@ -24,13 +24,16 @@ MODES = ("train", "eval", "decode", "explain", "summary")
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend."""
     args = _parser().parse_args(argv)
-    # Packages of the user's own, beside the current directory, are found without installation.
+    # Packages of the user's own in the current directory are found without installation. Last:
+    # `python main.py` from a folder with a random.py in it must not import that one.
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     try:
         if args.list:
-            for one in registry.list_experiments():
-                print(f"{one.name:<30} {one.summary}")
+            listed = registry.list_experiments()
+            width = max((len(one.name) for one in listed), default=0)
+            for one in listed:
+                print(f"{one.name:<{width}}  {one.summary}")
             return
         _run(args)
     except ConfigError as error:
@@ -164,6 +167,10 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
             required = task.required_inputs if root == "datasets" else task.required_decode_inputs
             task.check_inputs(spec, required, f"{root}.{name}")
             partitioner.check_batch(spec)
+            # What a layer refuses only when it is called is heard now; the step stays traced.
+            step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
+            if mode == step:
+                partitioner.trace(step, spec)
     return partitioner
 
 
@@ -191,18 +198,22 @@ def _train(
     from praxis_lite.metrics import ProgressLine
 
     num_train_steps = job.run.num_train_steps
+    config_text, config_text_lines = dump_config(config, experiment, settings), config_lines(config)
+    if not job_dir.config_json.is_file():
+        # Before any other file: a launch that is stopped from here on leaves a job to go on with.
+        job_dir.write_config(config_text, config_text_lines)
     with Checkpoints(job_dir.checkpoints, max_to_keep=job.run.max_checkpoints_to_keep) as saved:
         if saved.latest_step() is None:
             first_step = 0
             print("initialising the state", flush=True)
             state = partitioner.init(partitioner.key(job.run.seed))
         else:
+            trainer.check_resumable(saved.latest_data(), job.datasets[trainer.TRAIN])
             restored = saved.restore(partitioner.layout, partitioner.mesh)
             first_step, state = restored.step, restored.state
-            trainer.check_resumable(restored.data, job.datasets[trainer.TRAIN], first_step)
             print(f"restored the checkpoint of step {first_step}", flush=True)
             _print_changes(job_dir, config)
-        job_dir.write_config(dump_config(config, experiment, settings), config_lines(config))
+        job_dir.write_config(config_text, config_text_lines)
         table = layout_table(partitioner.layout)
         job_dir.layout_txt.write_text(table + "\n", encoding="utf-8")
         print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)

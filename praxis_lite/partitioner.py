@@ -86,16 +86,25 @@ class Partitioner:
 
     def lower(self, step: str, element_spec: PyTree) -> jax.stages.Lowered:
         """Returns a step ("train", "eval" or "decode") lowered for batches of `element_spec`."""
+        return self.trace(step, element_spec).lower()
+
+    def trace(self, step: str, element_spec: PyTree) -> jax.stages.Traced:
+        """Returns a step traced for batches of `element_spec`; the first call finds it traced.
+
+        Raises:
+          ConfigError: what a layer or the task refuses only when it is called, such as an
+            activation's mapping; before anything compiles.
+        """
         batch = abstract_global_batch(element_spec, self.mesh)
         state = self.layout.abstract(self.mesh)
         # Placed as `key` places it: the compiled program is then the one that calls find cached.
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
         if step == "train":
-            return self.train_step.lower(state, batch, key)
+            return self.train_step.trace(state, batch, key)
         if step == "eval":
-            return self.eval_step.lower(state.mdl_vars, batch)
-        return self.decode_step.lower(state.mdl_vars, batch, key)
+            return self.eval_step.trace(state.mdl_vars, batch)
+        return self.decode_step.trace(state.mdl_vars, batch, key)
 
     def _set_mesh(self):
         # Entered while a step is traced, so that no caller has to and no call pays for it.

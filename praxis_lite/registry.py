@@ -142,7 +142,9 @@ def _unknown(name: str) -> str:
     top = name.partition(".")[0]
     is_package = "." in name and top != HOME and source_scan.exists(top)
     if is_package:
-        known += [one.name for one in source_scan.registered_in(top)]
+        # A module that was imported has registered its classes: they are listed already.
+        scanned = (one.name for one in source_scan.registered_in(top))
+        known += [full for full in scanned if full not in known]
     # A class in the wrong module is nearer than its full name looks.
     by_class = [full for full in known if full.rpartition(".")[2] == name.rpartition(".")[2]]
     short = name.removeprefix(f"{HOME}.")

@@ -1,8 +1,9 @@
 """The training loop: when a step runs, when it is saved, evaluated and reported."""
 
 import dataclasses
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -161,21 +162,36 @@ def train(
     return state
 
 
-def check_resumable(data: Mapping[str, Any], pipeline: InputPipeline, step: int) -> None:
+def check_resumable(data: Mapping[str, Any], pipeline: InputPipeline) -> None:
     """Checks that the training data goes on where the checkpoint left it.
+
+    Args:
+      data: what was saved beside the state.
 
     Raises:
       ConfigError: the pipeline is not the one that the checkpoint was trained with; names what
         differs.
     """
-    old, new = data["fingerprint"], pipeline.fingerprint()
+    # What JSON makes of both: a tuple is a list there.
+    old, new = (
+        dict(_flat(json.loads(json.dumps(one))))
+        for one in (data["fingerprint"], pipeline.fingerprint())
+    )
     differing = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
     if differing:
         found = "; ".join(f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in differing)
         raise ConfigError(
-            f"The training data is not what the checkpoint of step {step} was trained with: "
-            f"{found}. Set it back, or start a new job in another job_log_dir."
+            f"datasets.{TRAIN} is not what the checkpoint of step {data['next_batch']} was trained "
+            f"with: {found}. Set it back, or start a new job in another job_log_dir."
         )
+
+
+def _flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fingerprint.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def host_of() -> dict[str, int]:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Sequence
 
 import jax
@@ -77,11 +76,15 @@ def simulate_devices(num_devices: int) -> None:
             "where there are as many devices."
         )
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_devices))
-    chosen_by_user = "JAX_NUM_CPU_DEVICES" in os.environ or re.search(
-        r"xla_force_host_platform_device_count", os.environ.get("XLA_FLAGS", "")
-    )
-    if not chosen_by_user:
+    if not _is_chosen_by_user():
         jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _is_chosen_by_user() -> bool:
+    """Returns whether the environment says how many CPU devices are simulated."""
+    return "JAX_NUM_CPU_DEVICES" in os.environ or (
+        "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -100,7 +103,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise ConfigError(
             f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} needs {wanted} "
             f"devices, but there are {len(devices)} ({platform}). Change mesh.ici_mesh_shape (or "
-            "mesh.dcn_mesh_shape) so that its product is at most that."
+            "mesh.dcn_mesh_shape) so that its product is at most that"
+            + (
+                ", or unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which say how many are simulated."
+                if _is_chosen_by_user()
+                else "."
+            )
         )
     if wanted < len(devices) and platform != "cpu" and not config.allow_unused_devices:
         raise ConfigError(

@@ -17,10 +17,14 @@ EOS = 256
 def folder(tmp_path):
     """Two files of 40 and 25 blocks, one of them in a folder below."""
     (tmp_path / "below").mkdir()
-    line = b"A line of 37 bytes, \xc3\xa9 and all that.\n"
-    assert len(line) == 37
-    (tmp_path / "one.txt").write_bytes(line * (40 * 16384 // 37))
-    (tmp_path / "below" / "two.txt").write_bytes(line * (25 * 16384 // 37))
+
+    def lines(name, num_bytes):
+        return b"".join(f"{name}, line {i:09d}, \xe9, of 37 byte.\n".encode() for i in
+                        range(num_bytes // 37))
+
+    assert len(lines("one", 37)) == 37
+    (tmp_path / "one.txt").write_bytes(lines("one", 40 * 16384))
+    (tmp_path / "below" / "two.txt").write_bytes(lines("two", 25 * 16384))
     return tmp_path
 
 
@@ -42,10 +46,13 @@ def test_language_reference_is_split_by_the_topics_names():
         return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10 == 0
 
     corpus = TextCorpus()
-    for split, wanted in ("heldout", True), ("train", False):
-        names = [name for name in topics if held_out(name) is wanted]
-        expected = {name: topics[name].encode() for name in names}
-        assert dict(corpus.documents(split)) == expected
+    heldout, train = (dict(corpus.documents(split)) for split in ("heldout", "train"))
+    assert heldout == {name: topics[name].encode() for name in topics if held_out(name)}
+    assert set(train) == {name for name in topics if not held_out(name)}
+    # Of training only what is held out elsewhere is missing.
+    kept = sum(map(len, train.values()))
+    whole = sum(len(topics[name].encode()) for name in train)
+    assert 0.95 * whole < kept < whole
     # A tenth by topic happens to be a tenth by bytes; gzip needs 2.5 bits for each.
     assert 40_000 < corpus.num_bytes("heldout") < 55_000
     assert corpus.gzip_bits_per_byte("heldout") == pytest.approx(2.5, abs=0.05)
@@ -77,6 +84,18 @@ def test_files_are_cut_at_line_ends_and_nothing_is_lost(folder):
         assert b"".join(blocks) == path.read_bytes()
         assert all(block.endswith(b"\n") and len(block) <= 16384 for block in blocks)
     assert not documents, "a file that two globs name is read once"
+
+
+def test_a_paragraph_that_is_held_out_is_not_trained_on(tmp_path):
+    repeated = "This paragraph of more than forty bytes stands in both topics."
+    own = "And this one, long enough too, is the training topic's own."
+    short = "Too short to tell."
+    # By the hash of their names d#0 is held out and a#0 is not.
+    (tmp_path / "a").write_text(f"{own}\n\n{repeated}\n\n{short}")
+    (tmp_path / "d").write_text(f"{repeated}\n\n{short}")
+    corpus = TextCorpus(str(tmp_path / "*"))
+    assert corpus.documents("train") == [("a#0", f"{own}\n\n{short}".encode())]
+    assert corpus.documents("heldout") == [("d#0", f"{repeated}\n\n{short}".encode())]
 
 
 def test_a_line_longer_than_a_block_is_cut(tmp_path):
