@@ -128,7 +128,8 @@ def loss(
     """Returns the mean cross entropy (nats) weighted by `weights`, and it among the metrics."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
-    x = jnp.take(emb_DV.T, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
+    rows = _constrain(emb_DV.T, "mdl", None)  # whole, or the gather's split fights the batch's
+    x = jnp.take(rows, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
     x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, None), params["layers"])
     logits = _project("btd,dv->btv", _rms_norm(x, params["final_norm"]), emb_DV, "mdl")
     logits, num_tokens = logits.astype(jnp.float32), jnp.sum(weights)

@@ -196,7 +196,8 @@ def _shown(value: Any, annotation: Any) -> str:
 
 
 def _no_such_path(config: fdl.Buildable, path: str) -> str:
-    near = _nearest(path, list(iterate_fields(config)))
+    fields = list(iterate_fields(config))
+    near = _nearest(path, fields) or _beside(path, fields)
     roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
     hint = (
         f"The nearest are {', '.join(near)}."
@@ -218,6 +219,13 @@ def _nearest(path: str, fields: Sequence[Field]) -> list[str]:
 
     scored = sorted(((likeness(one), one.path) for one in fields), reverse=True)
     return [one for score, one in scored[:5] if score >= 1.2]
+
+
+def _beside(path: str, fields: Sequence[Field]) -> list[str]:
+    """Returns the fields of the config whose field the last name was meant to be."""
+    above = path[: -len(_last(path))]
+    beside = [one.path for one in fields if one.path.startswith(above)]
+    return [one for one in beside if above and _last(one) == one[len(above) :]]
 
 
 def _last(path: str) -> str:

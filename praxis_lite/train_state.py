@@ -135,7 +135,8 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
     spec_of = {
         path: weight.partition_spec(axis_names, path) for path, weight in spec_leaves(weight_specs)
     }
-    mdl_shapes = jax.eval_shape(task.model.init, jax.random.key(0))
+    # The key inside: outside it would be an array, of two programs that had to be compiled.
+    mdl_shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
     mdl_specs = jax.tree_util.tree_map_with_path(
         lambda path, _: spec_of[jax.tree_util.keystr(path, simple=True, separator="/")], mdl_shapes
     )

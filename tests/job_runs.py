@@ -21,6 +21,8 @@ from unittest import mock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from praxis_lite.job_dir import JobDir
+
 CHECKOUT = Path(__file__).parents[1]
 
 EXPERIMENTS = '''
@@ -45,7 +47,7 @@ TEXTS = Path(__file__).parents[1] / "texts"
 class Tiny(Experiment):
     """A byte LM of sizes that no mesh divides; dropout, so that the keys matter."""
 
-    corpus = fdl.Config(TextCorpus, files=f"{TEXTS}/*.txt", heldout_percent=50)
+    corpus = fdl.Config(TextCorpus, files=f"{TEXTS}/*.txt", heldout_percent=20)
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
@@ -185,7 +187,7 @@ def home() -> Path:
     (folder / "texts").mkdir()
     for number in range(8):
         lines = [f"{number + k} plus {k} makes {number + 2 * k}.\n" for k in range(37)]
-        (folder / f"texts/{number}.txt").write_text("".join(lines))
+        (folder / f"texts/t{number}.txt").write_text("".join(lines))
     (folder / "jobzoo").mkdir()
     (folder / "jobzoo/__init__.py").touch()
     (folder / "jobzoo/experiments.py").write_text(EXPERIMENTS)
@@ -205,9 +207,12 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
     threshold = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
-        with mock.patch.dict(os.environ, env):
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                main(argv)
+        with (
+            mock.patch.dict(os.environ, env),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            main(argv)
     except SystemExit as stop:
         code = stop.code
     finally:
@@ -225,6 +230,19 @@ def succeed(*argv: str) -> Launch:
     assert done.code == 0, done.err
     assert done.err == ""
     return done
+
+
+@functools.cache
+def trained() -> tuple[JobDir, Launch]:
+    """Returns a job of `Tiny`, trained to its end on (1, 4, 2); to look at, not to change."""
+    folder = home() / "trained"
+    done = succeed("--exp=jobzoo.experiments.Tiny", f"--job_log_dir={folder}")
+    return JobDir(folder), done
+
+
+def copy_of_trained(folder: Path) -> JobDir:
+    """Returns a copy of the trained job, to change."""
+    return JobDir(Path(shutil.copytree(trained()[0].path, folder)))
 
 
 def start_process(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:

@@ -6,6 +6,7 @@ from flax import nnx
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.sharding import SplitDims, constrain
+from praxis_lite.sharding.split_dims import DimSplit
 from praxis_lite.weights import BaseLayer, require_positive, zeros
 
 # B batch, T time, D model dims, V classes, K dims per head.
@@ -37,13 +38,23 @@ class Embedding(BaseLayer):
             init=jax.nn.initializers.normal(input_dims**-0.5),
             rngs=rngs,
         )
+        self.class_split = next(iter(weight_split_dims_mapping or ()), None)
         self.scale = input_dims**0.5 if scale_sqrt_depth else 1.0
         self.fprop_dtype = fprop_dtype
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        embs = jnp.take(self.emb_var[...].astype(self.fprop_dtype), ids, axis=0)
+        embs = _lookup(self.emb_var[...].astype(self.fprop_dtype), ids, self.class_split)
         return constrain(embs * self.scale, self.activation_split_dims_mapping)
+
+
+def _lookup(table_VD: jax.Array, ids: jax.Array, class_split: DimSplit) -> jax.Array:
+    """Returns the rows of `table_VD` at `ids`: [B, T] -> [B, T, D].
+
+    A row is whole where it is used. Were it still split, so would be what is gathered, against the
+    batch's split, and XLA would go from one to the other by way of full copies.
+    """
+    return jnp.take(constrain(table_VD, (class_split, None)), ids, axis=0)
 
 
 class SharedEmbeddingSoftmax(BaseLayer):
@@ -79,9 +90,11 @@ class SharedEmbeddingSoftmax(BaseLayer):
             init=jax.nn.initializers.normal(input_dims**-0.5),
             rngs=rngs,
         )
-        class_split = tuple(weight_split_dims_mapping or ())[1:2]
+        self.class_split = (*(weight_split_dims_mapping or ()), None, None)[1]
         self.b = (
-            self.weight((num_classes,), class_split, init=zeros, rngs=rngs) if has_bias else None
+            self.weight((num_classes,), (self.class_split,), init=zeros, rngs=rngs)
+            if has_bias
+            else None
         )
         self.scale = input_dims**0.5 if scale_sqrt_depth else 1.0
         self.fprop_dtype = fprop_dtype
@@ -90,7 +103,7 @@ class SharedEmbeddingSoftmax(BaseLayer):
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
         """Returns [B, T, D] for ids [B, T]."""
-        embs = jnp.take(self.w[...].astype(self.fprop_dtype).T, ids, axis=0)
+        embs = _lookup(self.w[...].astype(self.fprop_dtype).T, ids, self.class_split)
         return constrain(embs * self.scale, self.lookup_split_dims_mapping)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:

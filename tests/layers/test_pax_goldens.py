@@ -203,7 +203,8 @@ def test_outputs_and_gradients_equal_pax(name):
     rotary_scale = None
     if name == "attention_rotary":
         # Rotation and scale do not commute, so half of the scale goes onto queries and keys each.
-        rotary_scale = jnp.sqrt(per_dim_factor(weights, "per_dim_scale/per_dim_scale"))
+        scale = np.sqrt(per_dim_factor(weights, "per_dim_scale/per_dim_scale"))
+        rotary_scale = jnp.asarray(scale)[None, None, None]
         weights = {path: w for path, w in weights.items() if "per_dim" not in path}
     params = params_of(model, without_per_dim_scale(weights), case.rename)
 
@@ -211,7 +212,7 @@ def test_outputs_and_gradients_equal_pax(name):
         module = model.module({"params": params, "non_trainable": {}})
         if rotary_scale is not None:
             rotary = module.rotary
-            module.rotary = lambda x, positions: rotary(x, positions) * rotary_scale[None, None, None]
+            module.rotary = lambda x, positions: rotary(x, positions) * rotary_scale
         return case.call(module, inputs)
 
     outputs = outputs_of(params, inputs)
