@@ -145,18 +145,25 @@ class Checkpoints:
         self, step: int, saved: Mapping[str, Any], layout: StateLayout, only: str = ""
     ) -> None:
         wanted = {p: leaf for p, leaf in _manifest_leaves(layout) if p.startswith(only)}
-        found = [f"{p} is only in the checkpoint" for p in sorted(saved.keys() - wanted.keys())]
-        found += [f"{p} is only in the model" for p in sorted(wanted.keys() - saved.keys())]
-        for path in sorted(saved.keys() & wanted.keys()):
-            for what in ("shape", "dtype"):
-                old, new = saved[path][what], wanted[path][what]
-                if old != new:
-                    found.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
+        found = []
+        # Sorted, the weights (mdl_vars) stand before their slots (opt_states).
+        for path in sorted(saved.keys() | wanted.keys()):
+            if path not in wanted:
+                found.append(f"{path} is only in the checkpoint")
+            elif path not in saved:
+                found.append(f"{path} is only in the model")
+            else:
+                for what in ("shape", "dtype"):
+                    old, new = saved[path][what], wanted[path][what]
+                    if old != new:
+                        found.append(
+                            f"{path} has {what} {old} in the checkpoint, {new} in the model"
+                        )
         if found:
-            more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+            more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
             raise ConfigError(
                 f"The checkpoint of step {step} in {self._directory} is of another model: "
-                f"{'; '.join(found[:8])}{more}. Use the settings that it was trained with (see "
+                f"{'; '.join(found[:5])}{more}. Use the settings that it was trained with (see "
                 "config.txt beside it), or start a new job in another job_log_dir."
             )
 

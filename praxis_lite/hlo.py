@@ -7,10 +7,23 @@ instruction counts as often as its loops run it. `compiled` is a `jax.stages.Com
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from praxis_lite.hlo_text import (
+    Array,
+    Program,
+    Site,
+    arrays_of,
+    braced,
+    bracket,
+    executed,
+    op_name_of,
+    parse,
+    trip_count,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -63,8 +76,8 @@ class MemoryPerDevice:
 
 def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
     """Returns the collectives that a run of the program executes; start and done count once."""
-    program, found, seen = _program(compiled), [], set()
-    for site in _executed(program):
+    program, found, seen = parse(compiled), [], set()
+    for site in executed(program):
         opcode, attributes = site.instruction.opcode, site.instruction.attributes
         kind = opcode.removesuffix("-start")
         if kind not in KINDS:
@@ -78,12 +91,12 @@ def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
             seen.add((site.scope, channel.group(1)))
         shape = site.instruction.shape
         if opcode != kind and (kind != "all-reduce" or shape.startswith("((")):
-            shape = _group(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
-        arrays = _arrays(shape)
+            shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
+        arrays = arrays_of(shape)
         size, dtypes = sum(a.bytes for a in arrays), tuple(dict.fromkeys(a.dtype for a in arrays))
         group_size = _group_size(attributes, program)
         bounds = site.count, site.at_least, site.at_most
-        op_name = _op_name(site.instruction)
+        op_name = op_name_of(site.instruction)
         found.append(Collective(kind, size, dtypes, *bounds, group_size, op_name))
     return found
 
@@ -125,18 +138,18 @@ def num_donated(compiled: "jax.stages.Compiled | str") -> int:
     return len(_donated(compiled))
 
 
-def _donated(compiled: "jax.stages.Compiled | str") -> list["_Array"]:
-    program = _program(compiled)
+def _donated(compiled: "jax.stages.Compiled | str") -> list[Array]:
+    program = parse(compiled)
     entry = program.computations[program.entry].values()
     shapes = {int(i.operands[0]): i.shape for i in entry if i.opcode == "parameter"}
     # { {output index}: (parameter, {index in it}, may-alias), ... }
-    pairs = _braced(program.header, "input_output_alias=")
+    pairs = braced(program.header, "input_output_alias=")
     donated = []
     for parameter, index in re.findall(r": \((\d+), \{([\d, ]*)\}", pairs):
         shape = shapes[int(parameter)]
         for position in re.findall(r"\d+", index):
-            shape = _group(shape, 0)[0][int(position)]
-        donated += _arrays(shape)
+            shape = bracket(shape, 0)[0][int(position)]
+        donated += arrays_of(shape)
     return donated
 
 
@@ -158,24 +171,24 @@ def flops(compiled: "jax.stages.Compiled | str") -> int:
     Branches count as taken, a loop of unknown trip count as one pass (see `unknown_loops`). Not
     counted: elementwise work, dots that XLA made a multiply and a sum, other custom calls.
     """
-    return sum(site.count * _matmul_flops(site) for site in _executed(_program(compiled)))
+    return sum(site.count * _matmul_flops(site) for site in executed(parse(compiled)))
 
 
 def unknown_loops(compiled: "jax.stages.Compiled | str") -> list[str]:
     """Returns the op names of the loops whose trip count the program does not tell."""
-    program = _program(compiled)
-    loops = [site for site in _executed(program) if site.instruction.opcode == "while"]
-    unknown = [s for s in loops if _trip_count(program, s.computation, s.instruction) is None]
-    return [_op_name(site.instruction) or site.instruction.name for site in unknown]
+    program = parse(compiled)
+    loops = [site for site in executed(program) if site.instruction.opcode == "while"]
+    unknown = [s for s in loops if trip_count(program, s.computation, s.instruction) is None]
+    return [op_name_of(site.instruction) or site.instruction.name for site in unknown]
 
 
-def _matmul_flops(site: "_Site") -> int:
+def _matmul_flops(site: Site) -> int:
     opcode, attributes = site.instruction.opcode, site.instruction.attributes
     cublas = opcode == "custom-call" and 'target="__cublas$' in attributes
     if opcode not in ("dot", "convolution") and not cublas:
         return 0
-    dims = [_arrays(site.computation[name].shape)[0].dims for name in site.instruction.operands]
-    result = _arrays(site.instruction.shape)[0].dims  # cuBLAS's workspace is a second array.
+    dims = [arrays_of(site.computation[name].shape)[0].dims for name in site.instruction.operands]
+    result = arrays_of(site.instruction.shape)[0].dims  # cuBLAS's workspace is a second array.
     if opcode == "convolution":
         return _convolution_flops(dims[0], dims[1], result, attributes)
     key = r'"lhs_contracting_dimensions":\[(.*?)\]' if cublas else r"lhs_contracting_dims={(.*?)}"
@@ -195,7 +208,7 @@ def _convolution_flops(
         dict(zip(names, dims, strict=True))
         for names, dims in zip(labels.groups(), (lhs, rhs, result), strict=True)
     )
-    window = dict(re.findall(r"(\w+)=([-\w]+)", _braced(attributes, "window=")))
+    window = dict(re.findall(r"(\w+)=([-\w]+)", braced(attributes, "window=")))
     total = result["b"] * result["f"] * rhs["i"]
     for dim in sorted(lhs.keys() - {"b", "f"}):
         at = {key: values.split("x")[int(dim)] for key, values in window.items()}
@@ -217,7 +230,7 @@ def _window_hits(
     )
 
 
-def _group_size(attributes: str, program: "_Program") -> int | None:
+def _group_size(attributes: str, program: Program) -> int | None:
     found = re.search(r"replica_groups=(.*)", attributes)
     if found is None:
         return None
@@ -232,247 +245,3 @@ def _group_size(attributes: str, program: "_Program") -> int | None:
         return len(listed.group(1).split(","))
     everyone = re.findall(r"(?:num_partitions|replica_count)=(\d+)", program.header)
     return math.prod(int(size) for size in everyone)  # {}
-
-
-class _Array(NamedTuple):
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn; a token or opaque has none.
-        size = 8 if self.dtype == "pred" else int(bits.group(0)) if bits else 0
-        return -(-math.prod(self.dims) * size // 8)
-
-
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]  # names; the literal of a parameter or a constant
-    attributes: str
-    is_root: bool
-
-
-_Computation = dict[str, _Instruction]
-
-
-class _Program(NamedTuple):
-    header: str
-    computations: dict[str, _Computation]
-    entry: str
-
-
-def _program(compiled: "jax.stages.Compiled | str") -> _Program:
-    return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
-
-
-@lru_cache(maxsize=4)
-def _parse(text: str) -> _Program:
-    header = re.search(r"^HloModule .*$", text, re.MULTILINE)
-    if header is None:
-        raise ValueError(f"Not the text of an HLO module: {text[:80]!r}; pass compiled.as_text().")
-    computations: dict[str, _Computation] = {}
-    entry, current = "", None
-    for line in text[header.end() :].splitlines():
-        if opening := re.match(r"(ENTRY )?%?([\w.\-]+) (\(.*\) -> .*)?\{$", line):
-            current = computations.setdefault(opening.group(2), {})
-            entry = opening.group(2) if opening.group(1) else entry
-        elif current is not None and (head := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)):
-            current[head.group(2)] = _instruction(head, re.sub(r"/\*index=\d+\*/", "", line))
-    return _Program(header.group(0), computations, entry)
-
-
-def _instruction(head: re.Match, line: str) -> _Instruction:
-    start = head.end()
-    end = _group(line, start)[1] if line[start] == "(" else line.index(" ", start)
-    opening = line.index("(", end)
-    operands, close = _group(line, opening)
-    # An operand is 'f32[7]{0} %name' or '%name'.
-    names = tuple(operand.split(" ")[-1].lstrip("%") for operand in operands)
-    opcode = line[end:opening].strip()
-    return _Instruction(
-        head.group(2), line[start:end], opcode, names, line[close:], bool(head.group(1))
-    )
-
-
-def _group(text: str, start: int) -> tuple[list[str], int]:
-    # The parts, between commas, of the bracket at `start`, and the place after it.
-    parts, depth, begin = [], 0, start + 1
-    for mark in re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"').finditer(text, start):
-        depth += (mark.group(0) in "([{") - (mark.group(0) in ")]}")
-        if depth == 0 or (depth == 1 and mark.group(0) == ","):
-            parts.append(text[begin : mark.start()].strip())
-            begin = mark.end()
-        if depth == 0:
-            return [part for part in parts if part], begin
-    raise ValueError(f"Unbalanced brackets in HLO text: {text[start : start + 80]!r}")
-
-
-def _braced(text: str, key: str) -> str:
-    start = text.find(key + "{") + len(key)
-    return text[start : _group(text, start)[1]] if start >= len(key) else ""
-
-
-def _arrays(shape: str) -> list[_Array]:
-    return [
-        _Array(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
-        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
-    ]
-
-
-def _op_name(instruction: _Instruction) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-    return found.group(1) if found else ""
-
-
-class _Site(NamedTuple):
-    instruction: _Instruction
-    computation: _Computation
-    count: int
-    at_least: bool
-    at_most: bool
-    scope: tuple[str, ...]  # the loops, branches and calls around it
-    fused: bool
-
-
-def _executed(program: _Program) -> Iterator[_Site]:
-    return _walk(program, program.entry, 1, False, False, (), False)
-
-
-def _walk(
-    program: _Program,
-    name: str,
-    count: int,
-    at_least: bool,
-    at_most: bool,
-    scope: tuple[str, ...],
-    fused: bool,
-) -> Iterator[_Site]:
-    computation = program.computations[name]
-    for one in computation.values():
-        yield _Site(one, computation, count, at_least, at_most, scope, fused)
-        inside = (*scope, one.name)
-        if one.opcode == "while":
-            trips = _trip_count(program, computation, one)
-            unknown = at_least or trips is None
-            # The condition is asked once more, to be told no.
-            for key, extra in (("condition", 1), ("body", 0)):
-                times = 1 if trips is None else trips + extra
-                for callee in _callees(one, key):
-                    figures = count * times, unknown, at_most, (*inside, key), fused
-                    yield from _walk(program, callee, *figures)
-        elif one.opcode == "conditional":
-            for key in ("branch_computations", "true_computation", "false_computation"):
-                for callee in _callees(one, key):
-                    figures = count, at_least, True, (*inside, callee), fused
-                    yield from _walk(program, callee, *figures)
-        elif one.opcode == "fusion":
-            for callee in _callees(one, "calls"):
-                yield from _walk(program, callee, count, at_least, at_most, scope, True)
-        elif one.opcode in ("call", "async-start", "custom-call"):
-            # Not async-done, which names the same computation; nor the `to_apply` of reductions.
-            for key in ("calls", "to_apply", "called_computations"):
-                for callee in _callees(one, key):
-                    yield from _walk(program, callee, count, at_least, at_most, inside, fused)
-
-
-def _callees(instruction: _Instruction, key: str) -> list[str]:
-    found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
-    return re.findall(r"[\w.\-]+", found.group(1)) if found else []
-
-
-# A scalar in a loop: (element of the loop's state or None, constant to add to it).
-_Affine = tuple[int | None, int]
-_STATE: _Affine = (-1, 0)  # the state itself, a tuple
-
-
-def _trip_count(program: _Program, computation: _Computation, loop: _Instruction) -> int | None:
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
-        return int(known.group(1))
-    # A TPU's text does not say. Read `for (i = initial; i < limit; i += step)` from the program.
-    condition = program.computations[_callees(loop, "condition")[0]]
-    body = program.computations[_callees(loop, "body")[0]]
-    compared = _comparison(program, condition, lambda _: _STATE)
-    state, stepped = computation.get(loop.operands[0]), _root(body)
-    if compared is None or state is None or {state.opcode, stepped.opcode} != {"tuple"}:
-        return None
-
-    def initial(index: int) -> int | None:
-        value = _scalar(program, computation, state.operands[index], lambda _: None)
-        return value[1] if value and value[0] is None else None
-
-    def step(index: int) -> int | None:
-        value = _scalar(program, body, stepped.operands[index], lambda _: _STATE)
-        return value[1] if value and value[0] == index else None
-
-    left, right, direction = compared
-    if left[0] is None or step(left[0]) == 0:
-        left, right = right, left
-        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
-    if left[0] is None or (right[0] is not None and step(right[0]) != 0):
-        return None
-    start, by = initial(left[0]), step(left[0])
-    limit = 0 if right[0] is None else initial(right[0])
-    if start is None or limit is None or not by:
-        return None
-    distance = limit + right[1] - start - left[1]
-    distance += {"LE": 1, "GE": -1}.get(direction, 0)
-    stops = {"LT": by > 0, "LE": by > 0, "GT": by < 0, "GE": by < 0, "NE": distance % by == 0}
-    return max(0, -(-distance // by)) if stops.get(direction) else None
-
-
-def _root(computation: _Computation) -> _Instruction:
-    return next(one for one in computation.values() if one.is_root)
-
-
-def _comparison(
-    program: _Program, computation: _Computation, argument: Callable[[int], _Affine | None]
-) -> tuple[_Affine, _Affine, str] | None:
-    root = _root(computation)
-
-    def operand(index: int) -> _Affine | None:
-        return _scalar(program, computation, root.operands[index], argument)
-
-    if root.opcode in ("fusion", "call"):
-        callee = program.computations[(_callees(root, "calls") or _callees(root, "to_apply"))[0]]
-        return _comparison(program, callee, operand)
-    direction = re.search(r"direction=(\w+)", root.attributes)
-    left, right = (operand(0), operand(1)) if direction else (None, None)
-    return (left, right, direction.group(1)) if left and right else None
-
-
-def _scalar(
-    program: _Program,
-    computation: _Computation,
-    name: str,
-    argument: Callable[[int], _Affine | None],
-) -> _Affine | None:
-    one = computation[name]
-
-    def operand(index: int) -> _Affine | None:
-        return _scalar(program, computation, one.operands[index], argument)
-
-    if one.opcode == "constant":
-        return (None, int(one.operands[0])) if re.fullmatch(r"-?\d+", one.operands[0]) else None
-    if one.opcode == "parameter":
-        return argument(int(one.operands[0]))
-    if one.opcode in ("copy", "bitcast", "reshape", "convert"):
-        return operand(0)
-    if one.opcode == "get-tuple-element":
-        index = int(re.search(r"index=(\d+)", one.attributes).group(1))
-        source = computation[one.operands[0]]
-        if source.opcode == "tuple":
-            return _scalar(program, computation, source.operands[index], argument)
-        return (index, 0) if operand(0) == _STATE else None
-    if one.opcode in ("add", "subtract"):
-        left, right = operand(0), operand(1)
-        if one.opcode == "subtract" and right is not None:
-            right = (None, -right[1]) if right[0] is None else None
-        if left is None or right is None or None not in (left[0], right[0]):
-            return None
-        return (left[0] if right[0] is None else right[0]), left[1] + right[1]
-    if one.opcode in ("fusion", "call"):
-        callee = program.computations[(_callees(one, "calls") or _callees(one, "to_apply"))[0]]
-        return _scalar(program, callee, _root(callee).name, operand)
-    return None

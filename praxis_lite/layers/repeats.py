@@ -83,4 +83,6 @@ class Repeat(BaseLayer):
             layer_key, layer_cache = jax.tree.map(lambda leaf, i=i: leaf[i], (keys, cache))
             x, layer_cache = step(x, (block, layer_key, layer_cache))
             caches.append(layer_cache)
-        return x, None if cache is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+        if cache is None:
+            return x, None
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)

@@ -88,6 +88,7 @@ def global_batch(inputs: PyTree, mesh: Mesh) -> GlobalBatch:
 
 
 def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:
+    """Returns the entry sharding of a batch leaf; see `batch_spec`."""
     return NamedSharding(mesh, batch_spec(rank, mesh.axis_names))
 
 

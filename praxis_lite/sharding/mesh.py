@@ -24,12 +24,15 @@ class MeshConfig:
       dcn_mesh_shape: slices along each axis (data-centre network); None where there is one slice.
       axis_names: the names that split-dims mappings use, outermost axis first.
       allow_unused_devices: accept a mesh smaller than the accelerators there are.
+      allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
+        not match the torus otherwise; collectives along it then share links with another axis.
     """
 
     ici_mesh_shape: Sequence[int]
     dcn_mesh_shape: Sequence[int] | None = None
     axis_names: Sequence[str] = ("replica", "data", "mdl")
     allow_unused_devices: bool = False
+    allow_split_physical_axes: bool = False
 
     def __post_init__(self):
         names = tuple(self.axis_names)
@@ -117,16 +120,32 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             "mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
         )
     devices = devices[:wanted]
-    if platform == "cpu":
-        grid = _simulated_grid(config, devices)
-    elif config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            tuple(config.ici_mesh_shape), tuple(config.dcn_mesh_shape), devices
-        )
-    else:
-        grid = mesh_utils.create_device_mesh(config.shape, devices)
+    lay_out = _simulated_grid if platform == "cpu" else _torus_grid
+    grid = lay_out(config, devices)
     # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
     return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def _torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Returns the devices in the order that suits their interconnect, slice by slice."""
+    split = config.allow_split_physical_axes
+    try:
+        if config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:
+            return mesh_utils.create_hybrid_device_mesh(
+                tuple(config.ici_mesh_shape),
+                tuple(config.dcn_mesh_shape),
+                devices,
+                allow_split_physical_axes=split,
+            )
+        return mesh_utils.create_device_mesh(
+            config.shape, devices, allow_split_physical_axes=split
+        )
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} does not fit the devices' "
+            f"interconnect: {str(error).splitlines()[0].split(' The size of')[0]} Make each axis a "
+            "product of the interconnect's dims, or say mesh.allow_split_physical_axes=true."
+        ) from error
 
 
 def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:

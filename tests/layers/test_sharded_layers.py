@@ -87,7 +87,7 @@ def cases(s: Sizes) -> dict[str, tuple[Any, Any]]:
         return module(x + module.emb_lookup(ids))
 
     def lm(module, x, ids, key):
-        return module(ids, key=key)[0]
+        return module(ids)[0]
 
     partial = functools.partial
     return {
@@ -143,26 +143,22 @@ def cases(s: Sizes) -> dict[str, tuple[Any, Any]]:
             of_x,
         ),
         "attention": (
-            partial(ATTENTION, s.model, s.heads, dim_per_head=4, atten_dropout_prob=0.2),
+            partial(ATTENTION, s.model, s.heads, dim_per_head=4),
             of_positions,
         ),
         "transformer_feed_forward": (
             partial(FFN, s.model, s.hidden, residual_dropout_prob=0.2),
             lambda module, x, ids, key: module(x, key=key),
         ),
-        "transformer": (
-            partial(BLOCK, s.model, s.hidden, s.heads, dim_per_head=4), of_positions
-        ),
-        "repeat": (
-            lambda rngs: layers.Repeat(
-                partial(BLOCK, s.model, s.hidden, s.heads, dim_per_head=4), 3, rngs=rngs
-            ),
-            of_positions,
-        ),
+        # Holds Repeat and Transformer as well. Without dropout and remat, which cost much
+        # compilation here and have tests of their own.
         "lm": (
             partial(
                 layers.TransformerLm, s.vocab, s.model, s.hidden, s.heads, 2, dim_per_head=4,
-                max_seq_length=s.hidden, residual_dropout_prob=0.1, transformer_layer_tpl=BLOCK,
+                max_seq_length=s.hidden, transformer_layer_tpl=BLOCK,
+                stacked_transformer_tpl=partial(
+                    layers.Repeat, checkpoint_policy="save_everything"
+                ),
                 softmax_tpl=partial(layers.SharedEmbeddingSoftmax, **split),
             ),
             lm,

@@ -1,0 +1,266 @@
+"""The text of a compiled program, parsed: its instructions, and how often each one runs."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import jax
+
+
+class Array(NamedTuple):
+    """The element type and dims of one array in a shape."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn; a token or opaque has none.
+        size = 8 if self.dtype == "pred" else int(bits.group(0)) if bits else 0
+        return -(-math.prod(self.dims) * size // 8)
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]  # names; the literal of a parameter or a constant
+    attributes: str
+    is_root: bool
+
+
+_Computation = dict[str, _Instruction]
+
+
+class Program(NamedTuple):
+    """A module: its header line, and its computations by name."""
+
+    header: str
+    computations: dict[str, _Computation]
+    entry: str
+
+
+def parse(compiled: "jax.stages.Compiled | str") -> Program:
+    """Returns the program of a `Compiled` or its text; ValueError if it is no HLO."""
+    return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
+
+
+@lru_cache(maxsize=4)
+def _parse(text: str) -> Program:
+    header = re.search(r"^HloModule .*$", text, re.MULTILINE)
+    if header is None:
+        raise ValueError(f"Not the text of an HLO module: {text[:80]!r}; pass compiled.as_text().")
+    computations: dict[str, _Computation] = {}
+    entry, current = "", None
+    for line in text[header.end() :].splitlines():
+        if opening := re.match(r"(ENTRY )?%?([\w.\-]+) (\(.*\) -> .*)?\{$", line):
+            current = computations.setdefault(opening.group(2), {})
+            entry = opening.group(2) if opening.group(1) else entry
+        elif current is not None and (head := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)):
+            current[head.group(2)] = _instruction(head, re.sub(r"/\*index=\d+\*/", "", line))
+    return Program(header.group(0), computations, entry)
+
+
+def _instruction(head: re.Match, line: str) -> _Instruction:
+    start = head.end()
+    end = bracket(line, start)[1] if line[start] == "(" else line.index(" ", start)
+    opening = line.index("(", end)
+    operands, close = bracket(line, opening)
+    # An operand is 'f32[7]{0} %name' or '%name'.
+    names = tuple(operand.split(" ")[-1].lstrip("%") for operand in operands)
+    opcode = line[end:opening].strip()
+    return _Instruction(
+        head.group(2), line[start:end], opcode, names, line[close:], bool(head.group(1))
+    )
+
+
+def bracket(text: str, start: int) -> tuple[list[str], int]:
+    """Returns the parts, between commas, of the bracket at `start`, and the place after it."""
+    parts, depth, begin = [], 0, start + 1
+    for mark in re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"').finditer(text, start):
+        depth += (mark.group(0) in "([{") - (mark.group(0) in ")]}")
+        if depth == 0 or (depth == 1 and mark.group(0) == ","):
+            parts.append(text[begin : mark.start()].strip())
+            begin = mark.end()
+        if depth == 0:
+            return [part for part in parts if part], begin
+    raise ValueError(f"Unbalanced brackets in HLO text: {text[start : start + 80]!r}")
+
+
+def braced(text: str, key: str) -> str:
+    """Returns the braces behind `key`, or an empty string."""
+    start = text.find(key + "{") + len(key)
+    return text[start : bracket(text, start)[1]] if start >= len(key) else ""
+
+
+def arrays_of(shape: str) -> list[Array]:
+    """Returns the arrays of a shape: one, or the elements of a tuple."""
+    return [
+        Array(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
+        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
+    ]
+
+
+def op_name_of(instruction: _Instruction) -> str:
+    """Returns the JAX operation that an instruction comes from, or an empty string."""
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return found.group(1) if found else ""
+
+
+class Site(NamedTuple):
+    """An instruction where it runs, and how often in one run of the program."""
+
+    instruction: _Instruction
+    computation: _Computation
+    count: int
+    at_least: bool
+    at_most: bool
+    scope: tuple[str, ...]  # the loops, branches and calls around it
+    fused: bool
+
+
+def executed(program: Program) -> Iterator[Site]:
+    """Yields every instruction that a run reaches, through loops, branches, calls and fusions."""
+    return _walk(program, program.entry, 1, False, False, (), False)
+
+
+def _walk(
+    program: Program,
+    name: str,
+    count: int,
+    at_least: bool,
+    at_most: bool,
+    scope: tuple[str, ...],
+    fused: bool,
+) -> Iterator[Site]:
+    computation = program.computations[name]
+    for one in computation.values():
+        yield Site(one, computation, count, at_least, at_most, scope, fused)
+        inside = (*scope, one.name)
+        if one.opcode == "while":
+            trips = trip_count(program, computation, one)
+            unknown = at_least or trips is None
+            # The condition is asked once more, to be told no.
+            for key, extra in (("condition", 1), ("body", 0)):
+                times = 1 if trips is None else trips + extra
+                for callee in _callees(one, key):
+                    figures = count * times, unknown, at_most, (*inside, key), fused
+                    yield from _walk(program, callee, *figures)
+        elif one.opcode == "conditional":
+            for key in ("branch_computations", "true_computation", "false_computation"):
+                for callee in _callees(one, key):
+                    figures = count, at_least, True, (*inside, callee), fused
+                    yield from _walk(program, callee, *figures)
+        elif one.opcode == "fusion":
+            for callee in _callees(one, "calls"):
+                yield from _walk(program, callee, count, at_least, at_most, scope, True)
+        elif one.opcode in ("call", "async-start", "custom-call"):
+            # Not async-done, which names the same computation; nor the `to_apply` of reductions.
+            for key in ("calls", "to_apply", "called_computations"):
+                for callee in _callees(one, key):
+                    yield from _walk(program, callee, count, at_least, at_most, inside, fused)
+
+
+def _callees(instruction: _Instruction, key: str) -> list[str]:
+    found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
+    return re.findall(r"[\w.\-]+", found.group(1)) if found else []
+
+
+# A scalar in a loop: (element of the loop's state or None, constant to add to it).
+_Affine = tuple[int | None, int]
+_STATE: _Affine = (-1, 0)  # the state itself, a tuple
+
+
+def trip_count(program: Program, computation: _Computation, loop: _Instruction) -> int | None:
+    """Returns how often a while loop runs its body; None where the program does not tell."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(known.group(1))
+    # A TPU's text does not say. Read `for (i = initial; i < limit; i += step)` from the program.
+    condition = program.computations[_callees(loop, "condition")[0]]
+    body = program.computations[_callees(loop, "body")[0]]
+    compared = _comparison(program, condition, lambda _: _STATE)
+    state, stepped = computation.get(loop.operands[0]), _root(body)
+    if compared is None or state is None or {state.opcode, stepped.opcode} != {"tuple"}:
+        return None
+
+    def initial(index: int) -> int | None:
+        value = _scalar(program, computation, state.operands[index], lambda _: None)
+        return value[1] if value and value[0] is None else None
+
+    def step(index: int) -> int | None:
+        value = _scalar(program, body, stepped.operands[index], lambda _: _STATE)
+        return value[1] if value and value[0] == index else None
+
+    left, right, direction = compared
+    if left[0] is None or step(left[0]) == 0:
+        left, right = right, left
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    if left[0] is None or (right[0] is not None and step(right[0]) != 0):
+        return None
+    start, by = initial(left[0]), step(left[0])
+    limit = 0 if right[0] is None else initial(right[0])
+    if start is None or limit is None or not by:
+        return None
+    distance = limit + right[1] - start - left[1]
+    distance += {"LE": 1, "GE": -1}.get(direction, 0)
+    stops = {"LT": by > 0, "LE": by > 0, "GT": by < 0, "GE": by < 0, "NE": distance % by == 0}
+    return max(0, -(-distance // by)) if stops.get(direction) else None
+
+
+def _root(computation: _Computation) -> _Instruction:
+    return next(one for one in computation.values() if one.is_root)
+
+
+def _comparison(
+    program: Program, computation: _Computation, argument: Callable[[int], _Affine | None]
+) -> tuple[_Affine, _Affine, str] | None:
+    root = _root(computation)
+
+    def operand(index: int) -> _Affine | None:
+        return _scalar(program, computation, root.operands[index], argument)
+
+    if root.opcode in ("fusion", "call"):
+        callee = program.computations[(_callees(root, "calls") or _callees(root, "to_apply"))[0]]
+        return _comparison(program, callee, operand)
+    direction = re.search(r"direction=(\w+)", root.attributes)
+    left, right = (operand(0), operand(1)) if direction else (None, None)
+    return (left, right, direction.group(1)) if left and right else None
+
+
+def _scalar(
+    program: Program,
+    computation: _Computation,
+    name: str,
+    argument: Callable[[int], _Affine | None],
+) -> _Affine | None:
+    one = computation[name]
+
+    def operand(index: int) -> _Affine | None:
+        return _scalar(program, computation, one.operands[index], argument)
+
+    if one.opcode == "constant":
+        return (None, int(one.operands[0])) if re.fullmatch(r"-?\d+", one.operands[0]) else None
+    if one.opcode == "parameter":
+        return argument(int(one.operands[0]))
+    if one.opcode in ("copy", "bitcast", "reshape", "convert"):
+        return operand(0)
+    if one.opcode == "get-tuple-element":
+        index = int(re.search(r"index=(\d+)", one.attributes).group(1))
+        source = computation[one.operands[0]]
+        if source.opcode == "tuple":
+            return _scalar(program, computation, source.operands[index], argument)
+        return (index, 0) if operand(0) == _STATE else None
+    if one.opcode in ("add", "subtract"):
+        left, right = operand(0), operand(1)
+        if one.opcode == "subtract" and right is not None:
+            right = (None, -right[1]) if right[0] is None else None
+        if left is None or right is None or None not in (left[0], right[0]):
+            return None
+        return (left[0] if right[0] is None else right[0]), left[1] + right[1]
+    if one.opcode in ("fusion", "call"):
+        callee = program.computations[(_callees(one, "calls") or _callees(one, "to_apply"))[0]]
+        return _scalar(program, callee, _root(callee).name, operand)
+    return None

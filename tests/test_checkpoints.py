@@ -1,0 +1,285 @@
+"""Checkpoints: onto any mesh, compared before a restore, untouched by the training that goes on."""
+
+import json
+import shutil
+
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.errors import ConfigError
+from praxis_lite.overrides import apply_overrides
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.train_state import TrainState
+from tests.job_runs import home
+
+MESHES = [(1, 4, 2), (1, 3, 2), (2, 2, 2), (1, 1, 1)]
+
+
+def partitioner_on(mesh, *settings, optimizer=None):
+    """Returns `jobzoo.experiments.Tiny` on a mesh, with settings of --set."""
+    home()
+    from jobzoo.experiments import Tiny
+
+    config = Tiny().config()
+    apply_overrides(config, settings)
+    if optimizer is not None:
+        config.task.learner.optimizer = optimizer
+    return Partitioner(fdl.build(config.task), mesh)
+
+
+# Slots of the weights' shapes, and factored ones.
+OPTIMIZERS = {
+    "adamw": fdl.Partial(optax.adamw),
+    "adafactor": fdl.Partial(optax.adafactor, min_dim_size_to_factor=3),
+}
+
+
+def random_true_state(layout):
+    """Returns a TrainState of NumPy arrays of the true shapes, no two numbers alike."""
+    rng = np.random.default_rng(7)
+
+    def draw(x):
+        if np.issubdtype(x.dtype, np.integer):
+            return rng.integers(1, 1000, x.shape, x.dtype)
+        return rng.standard_normal(x.shape, np.float32).astype(x.dtype)
+
+    return jax.tree.map(draw, layout.shapes)
+
+
+def placed(true_state, partitioner):
+    """Returns the state on the mesh, padded by NumPy."""
+
+    def place(x, abstract):
+        padded = np.zeros(abstract.shape, abstract.dtype)
+        padded[tuple(slice(dim) for dim in x.shape)] = x
+        return jax.device_put(padded, abstract.sharding)
+
+    return jax.tree.map(place, true_state, partitioner.layout.abstract(partitioner.mesh))
+
+
+def save(folder, step, state, layout, data=None):
+    with Checkpoints(folder, max_to_keep=3) as checkpoints:
+        checkpoints.save(step, state, layout, data or {})
+
+
+def assert_same_true_values(state, true_state):
+    """Asserts true values equal to the bit, and zeros around them."""
+    for (path, x), wanted in zip(
+        jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(true_state), strict=True
+    ):
+        found = np.array(x)
+        cut = tuple(slice(dim) for dim in wanted.shape)
+        np.testing.assert_array_equal(found[cut], wanted, err_msg=str(path))
+        found[cut] = 0
+        assert not found.any(), f"padding of {path} is not zero"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("saved_on", [(1, 4, 2), (1, 1, 1)])
+def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved_on, optimizer):
+    optimizer = OPTIMIZERS[optimizer]
+    first = partitioner_on(mesh_of(*saved_on), optimizer=optimizer)
+    true_state = random_true_state(first.layout)
+    true_state = TrainState(np.int32(13), true_state.mdl_vars, true_state.opt_states)
+    save(tmp_path, 13, placed(true_state, first), first.layout)
+    for shape in MESHES:
+        other = partitioner_on(mesh_of(*shape), optimizer=optimizer)
+        with Checkpoints(tmp_path) as checkpoints:
+            restored = checkpoints.restore(other.layout, other.mesh)
+            weights = checkpoints.restore_mdl_vars(other.layout, other.mesh)
+        assert restored.step == weights.step == 13
+        assert_same_true_values(restored.state, true_state)
+        assert_same_true_values(weights.state, true_state.mdl_vars)
+        for x, abstract in zip(
+            jax.tree.leaves(restored.state),
+            jax.tree.leaves(other.layout.abstract(other.mesh)),
+            strict=True,
+        ):
+            assert (x.shape, x.dtype) == (abstract.shape, abstract.dtype)
+            assert x.sharding == abstract.sharding
+
+
+def test_a_checkpoint_travels_from_8_devices_to_6_to_1(tmp_path, mesh_of):
+    partitioner = partitioner_on(mesh_of(1, 4, 2))
+    true_state = random_true_state(partitioner.layout)
+    state = placed(true_state, partitioner)
+    for step, shape in [(3, (1, 3, 2)), (6, (1, 1, 1))]:
+        save(tmp_path, step, state, partitioner.layout)
+        partitioner = partitioner_on(mesh_of(*shape))
+        with Checkpoints(tmp_path) as checkpoints:
+            restored = checkpoints.restore(partitioner.layout, partitioner.mesh)
+        state = restored.state
+        assert restored.step == step and len(state.step.sharding.device_set) == np.prod(shape)
+        assert_same_true_values(state.mdl_vars, true_state.mdl_vars)
+        assert_same_true_values(state.opt_states, true_state.opt_states)
+
+
+@pytest.fixture(scope="module")
+def saved_folder(tmp_path_factory):
+    """A checkpoint of Tiny of step 13, saved on (1, 4, 2), where 7 model dims are padded to 8."""
+    from praxis_lite.sharding import MeshConfig, make_mesh
+
+    partitioner = partitioner_on(make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
+    folder = tmp_path_factory.mktemp("saved")
+    state = placed(random_true_state(partitioner.layout), partitioner)
+    save(folder, 13, state, partitioner.layout, {"next_batch": 13})
+    return folder
+
+
+SOFTMAX = "mdl_vars/params/softmax/w"
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "words"),
+    [
+        (
+            ["task.model.hidden_dims=13"],
+            None,
+            [r"ffn_layer1/linear/w has shape \[2, 7, 11\] in the checkpoint, \[2, 7, 13\]"],
+        ),
+        # 7 and 8 are both stored as 8: the shapes on disk tell nothing.
+        (
+            ["task.model.model_dims=8"],
+            None,
+            [rf"{SOFTMAX} has shape \[7, 257\] in the checkpoint, \[8, 257\] in the model"],
+        ),
+        (
+            ["task.model.num_layers=3"],
+            None,
+            [r"blocks/\S+ has shape \[2, .*\] in the checkpoint, \[3, ", r"; and \d+ more"],
+        ),
+        ([], fdl.Partial(optax.sgd, momentum=0.9), [r"is only in the checkpoint"]),
+        (
+            [],
+            fdl.Partial(optax.adamw, mu_dtype="bfloat16"),
+            [r"opt_states/\S+mu\S+ has dtype float32 in the checkpoint, bfloat16 in the model"],
+        ),
+        (
+            ["task.model.max_seq_length=37"],
+            None,
+            [r"mdl_vars/params/position_emb/\S+ is only in the model"],
+        ),
+        (
+            ["task.model.transformer_layer_tpl.tr_fflayer_tpl.has_bias=false"],
+            None,
+            [r"mdl_vars/params/\S+ffn_layer1/bias/b is only in the checkpoint"],
+        ),
+    ],
+    ids=["hidden", "same padded shape", "layers", "optimizer", "dtype", "extra leaf", "missing"],
+)
+def test_another_model_is_refused_naming_the_leaves(
+    saved_folder, mesh_of, settings, optimizer, words
+):
+    partitioner = partitioner_on(mesh_of(1, 4, 2), *settings, optimizer=optimizer)
+    with Checkpoints(saved_folder) as checkpoints:
+        with pytest.raises(ConfigError, match="of step 13 in .* is of another model") as caught:
+            checkpoints.restore(partitioner.layout, partitioner.mesh)
+        for one in words:
+            assert caught.match(one)
+        assert caught.match("Use the settings that it was trained with .*or start a new job")
+        if optimizer is None:
+            with pytest.raises(ConfigError, match="mdl_vars/params") as caught:
+                checkpoints.restore_mdl_vars(partitioner.layout, partitioner.mesh)
+            assert "opt_states" not in str(caught.value)
+        else:  # Who only reads the weights does not care for the optimizer.
+            checkpoints.restore_mdl_vars(partitioner.layout, partitioner.mesh)
+
+
+def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, tmp_path):
+    folder = shutil.copytree(saved_folder, tmp_path / "copy")
+    manifest_file = next(folder.glob("13/manifest/metadata"))
+    manifest = json.loads(manifest_file.read_text())
+    manifest["leaves"][SOFTMAX]["dtype"] = "bfloat16"
+    manifest_file.write_text(json.dumps(manifest))
+    partitioner = partitioner_on(mesh_of(1, 4, 2))
+    with Checkpoints(folder) as checkpoints:
+        for restore in (checkpoints.restore, checkpoints.restore_mdl_vars):
+            with pytest.raises(ConfigError, match=f"{SOFTMAX} has dtype bfloat16 in the check"):
+                restore(partitioner.layout, partitioner.mesh)
+
+
+def test_weights_are_restored_without_the_slots(saved_folder, mesh_of, tmp_path):
+    folder = shutil.copytree(saved_folder, tmp_path / "copy")
+    shutil.rmtree(folder / "13/opt_states")
+    partitioner = partitioner_on(mesh_of(1, 3, 2))
+    with Checkpoints(folder) as checkpoints:
+        restored = checkpoints.restore_mdl_vars(partitioner.layout, partitioner.mesh)
+    assert_same_true_values(
+        restored.state, random_true_state(partitioner.layout).mdl_vars
+    )
+
+
+def test_what_was_saved_beside_the_state_comes_back(saved_folder):
+    with Checkpoints(saved_folder) as checkpoints:
+        assert checkpoints.latest_step() == 13
+        assert checkpoints.latest_data() == {"next_batch": 13}
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path, mesh_of):
+    partitioner = partitioner_on(mesh_of(1, 1, 1))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() is None and checkpoints.all_steps() == []
+        for restore in (checkpoints.restore, checkpoints.restore_mdl_vars):
+            with pytest.raises(ConfigError, match=r"no checkpoint in .*--mode=train"):
+                restore(partitioner.layout, partitioner.mesh)
+
+
+def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
+    folder = shutil.copytree(saved_folder, tmp_path / "copy")
+    # What a process that was killed while it wrote step 17 leaves behind.
+    shutil.copytree(folder / "13", folder / "17.orbax-checkpoint-tmp")
+    shutil.rmtree(folder / "17.orbax-checkpoint-tmp/manifest")
+    partitioner = partitioner_on(mesh_of(1, 1, 1))
+    with Checkpoints(folder, max_to_keep=3) as checkpoints:
+        assert checkpoints.all_steps() == [13]
+        restored = checkpoints.restore(partitioner.layout, partitioner.mesh)
+        checkpoints.save(17, restored.state, partitioner.layout, {})
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.all_steps() == [13, 17]
+
+
+def test_older_checkpoints_are_deleted(tmp_path, mesh_of):
+    partitioner = partitioner_on(mesh_of(1, 1, 1))
+    state = placed(random_true_state(partitioner.layout), partitioner)
+    with Checkpoints(tmp_path, max_to_keep=2) as checkpoints:
+        for step in (3, 7, 11):
+            checkpoints.save(step, state, partitioner.layout, {})
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.all_steps() == [7, 11]
+
+
+def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path, mesh_of):
+    """The next steps donate the very buffers that Orbax is still writing.
+
+    np.asarray of a CPU array is a view of its buffer; XLA knows of the view, and gives a step that
+    donates such a buffer another one. What is replicated Orbax slices, and so copies, first.
+    """
+    mesh = mesh_of(1, 4, 2)
+    partitioner = partitioner_on(mesh, "task.model.vocab_size=40_009")
+    state = placed(random_true_state(partitioner.layout), partitioner)
+    recorded = jax.tree.map(lambda x: np.array(x, copy=True), state)
+    # As the train step: all of the state is donated and overwritten.
+    overwrite = jax.jit(
+        lambda state: jax.tree.map(lambda x: x * 0 + 7, state),
+        out_shardings=partitioner.layout.shardings(mesh),
+        donate_argnums=0,
+    )
+    overwrite.lower(state).compile()
+    with Checkpoints(tmp_path, max_to_keep=1) as checkpoints:
+        checkpoints.save(3, state, partitioner.layout, {})
+        for _ in range(7):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+    assert float(state.mdl_vars["params"]["softmax"]["w"][0, 0]) == 7.0
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(partitioner.layout, mesh).state
+    for x, wanted in zip(
+        jax.tree.leaves((restored.mdl_vars, restored.opt_states)),
+        jax.tree.leaves((recorded.mdl_vars, recorded.opt_states)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(x), wanted)

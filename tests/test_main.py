@@ -1,0 +1,339 @@
+"""The command line: what runs, and one paragraph with exit status 2 for what the user can mend."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from praxis_lite import registry
+from praxis_lite.config_text import config_lines, dump_config
+from praxis_lite.job_dir import open_for_training
+from praxis_lite.overrides import apply_overrides
+from tests.job_runs import CHECKOUT, home, launch, start_process
+
+TINY = "--exp=jobzoo.experiments.Tiny"
+
+
+@pytest.fixture(autouse=True)
+def packages():
+    home()
+
+
+def refused(*argv, num_devices=8):
+    """Returns what `main` said when it refused; it compiled nothing and kept to one paragraph."""
+    done = launch(*argv, num_devices=num_devices)
+    assert done.code == 2, done
+    assert done.num_compiled == 0, "something was compiled before the error"
+    assert done.err.startswith("error: ") and "Traceback" not in done.err
+    assert "\n\n" not in done.err.rstrip("\n"), "more than one paragraph"
+    assert max(map(len, done.err.splitlines())) <= 100
+    assert "compiling" not in done.out and "initialising" not in done.out
+    return " ".join(done.err.split())
+
+
+SPLIT = "task.model.softmax_tpl.weight_split_dims_mapping"
+ACTIVATION = "task.model.softmax_tpl.activation_split_dims_mapping"
+
+# The setting, words that name the culprit, words that name the fix.
+BAD_SETTINGS = {
+    "a mesh larger than the devices": (
+        "mesh.ici_mesh_shape=1,3,3",
+        ["'data': 3, 'mdl': 3", "needs 9 devices", "there are 8 (cpu)"],
+        ["Change mesh.ici_mesh_shape", "unset JAX_NUM_CPU_DEVICES"],
+    ),
+    "a mesh larger than is simulated": (
+        "mesh.ici_mesh_shape=1,257,1",
+        ["The mesh has 257 devices", "256"],
+        ["Make mesh.ici_mesh_shape smaller"],
+    ),
+    "a mesh shape without all axes": (
+        "mesh.ici_mesh_shape=4,2",
+        ["mesh.ici_mesh_shape is (4, 2)", "('replica', 'data', 'mdl')"],
+        ["Fix mesh.ici_mesh_shape or mesh.axis_names"],
+    ),
+    "an unknown axis of a weight": (
+        f"{SPLIT}=data,modl",
+        ["params/softmax/w", "('data', 'modl')", "'modl'", "('replica', 'data', 'mdl')"],
+        ["Did you mean mdl?", "Fix the mapping or mesh.axis_names"],
+    ),
+    "an unknown axis of the mesh": (
+        "mesh.axis_names=replica,data,model",
+        ["params/softmax/w", "the axis 'mdl'", "('replica', 'data', 'model')"],
+        ["Did you mean model?", "Fix the mapping or mesh.axis_names"],
+    ),
+    "an unknown axis of an activation": (
+        f"{ACTIVATION}=data,None,modl",
+        ["an activation of shape (13, 11, 257)", "('data', None, 'modl')"],
+        ["Did you mean mdl?", "Fix the mapping or mesh.axis_names"],
+    ),
+    "an unknown axis of the inputs": (
+        "task.inputs_split_mapping={'map_2d': ('date', None)}",
+        ["inputs_split_mapping['map_2d']", "'date'"],
+        ["Did you mean data?", "Fix the mapping"],
+    ),
+    "an axis used twice by a weight": (
+        f"{SPLIT}=mdl,mdl",
+        ["params/softmax/w", "('mdl', 'mdl')", "the axis 'mdl' twice"],
+        ["can split one dimension only"],
+    ),
+    "an axis used twice by an activation": (
+        f"{ACTIVATION}=data,None,data",
+        ["activation_split_dims_mapping", "the axis 'data' twice"],
+        ["can split one dimension only"],
+    ),
+    "a mapping longer than a weight's rank": (
+        f"{SPLIT}=data,mdl,None",
+        ["params/softmax/w", "('data', 'mdl', None) have 3 entries", "2 dimensions"],
+        ["Remove 1 of them"],
+    ),
+    "a mapping longer than an activation's rank": (
+        f"{ACTIVATION}=data,None,mdl,None",
+        ["activation_split_dims_mapping", "have 4 entries", "3 dimensions"],
+        ["Remove 1 of them"],
+    ),
+    "a missing rank of inputs_split_mapping": (
+        "task.inputs_split_mapping={'map_1d': None}",
+        ["inputs_split_mapping", "the batch leaf ids of shape (13, 11)", "['map_1d']"],
+        ["Add 'map_2d'"],
+    ),
+    "a missing text file": (
+        "datasets.train.corpus.files=/nowhere/*.txt",
+        ["'/nowhere/*.txt'", "matches nothing"],
+        ["Correct the path or the glob"],
+    ),
+    "a wrong path of --set": (
+        "run.num_train_step=7",
+        ["run.num_train_step:", "no such field"],
+        ["The nearest are run.num_train_steps"],
+    ),
+    "a wrong path below a layer": (
+        "task.model.num_head=7",
+        ["task.model.num_head:", "no such field"],
+        ["The nearest are task.model.num_heads"],
+    ),
+    "a wrong path like no other": (
+        "datasets.train.xyzzy=7",
+        ["datasets.train.xyzzy:", "no such field"],
+        ["The nearest are datasets.train.corpus", "datasets.train.seq_len"],
+    ),
+    "a wrong type of --set": (
+        "run.num_train_steps=many",
+        ["run.num_train_steps:", "'many'"],
+        ["wanted int", "It is now 7"],
+    ),
+    "a wrong type below a layer": (
+        "task.model.num_heads=three",
+        ["task.model.num_heads:", "'three'"],
+        ["wanted int", "It is now 3"],
+    ),
+    "--set without a value": (
+        "run.num_train_steps", ["run.num_train_steps"], ["wanted path=value, such as run.seed=7"]
+    ),
+    "a number out of range": (
+        "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["wanted a whole number, 1"]
+    ),
+    "a batch size out of range": (
+        "datasets.train.batch_size=0", ["batch_size is 0"], ["a whole number, 1 or more"]
+    ),
+    "a layer's size out of range": (
+        "task.model.num_heads=0", ["num_heads is 0"], ["wanted is a positive integer"]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_a_bad_setting_is_named_with_its_fix_before_anything_compiles(case, tmp_path):
+    setting, culprits, fixes = BAD_SETTINGS[case]
+    said = refused(TINY, f"--job_log_dir={tmp_path}", "--set", setting)
+    for words in [*culprits, *fixes]:
+        assert words in said
+    # The next launch, mended, may take the directory.
+    assert os.listdir(tmp_path) == []
+
+
+# An experiment that cannot run, the culprit, the fix.
+BAD_EXPERIMENTS = {
+    "Ragged": (
+        ["disagree on the number of rows", "ids (7, 11), labels (5, 11)"],
+        ["every leaf the same first dim"],
+    ),
+    "RaggedArrays": (
+        ["ids (7, 11), labels (5, 11)"], ["all must have the same first dimension"]
+    ),
+    "NoLabels": (
+        ["LanguageModelTask reads the key 'labels'", "datasets.train", "'targets'"],
+        ["Rename it in the input pipeline"],
+    ),
+    "NoTrain": (["datasets has ['heldout']", "'train'"], ["Add it to the experiment's datasets()"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXPERIMENTS)
+def test_bad_batches_are_named_with_their_fix_before_anything_compiles(name, tmp_path):
+    culprits, fixes = BAD_EXPERIMENTS[name]
+    said = refused(f"--exp=jobzoo.experiments.{name}", f"--job_log_dir={tmp_path}")
+    for words in [*culprits, *fixes]:
+        assert words in said
+
+
+def test_a_batch_of_prompts_without_a_key_is_named(tmp_path, monkeypatch):
+    from tasks.language_model import LanguageModelTask
+
+    monkeypatch.setattr(LanguageModelTask, "required_decode_inputs", ("ids", "prefix_length"))
+    said = refused(TINY, "--mode=explain")
+    assert "reads the key 'prefix_length'" in said and "decode_datasets.prompts" in said
+    assert "Did you mean prefix_lengths?" in said
+
+
+def test_an_empty_text_file_is_named(tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    said = refused(
+        TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", f"datasets.train.corpus.files={empty}"
+    )
+    assert f"the text file '{empty}' is empty" in said
+    assert "Fill it, or leave it out of files" in said
+
+
+class Gpu:
+    """As much of a jax.Device as make_mesh looks at before it builds anything."""
+
+    platform = "gpu"
+
+
+def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu()] * 8)
+    argv = (TINY, f"--job_log_dir={tmp_path}", "--set", "mesh.ici_mesh_shape=1,2,2")
+    said = refused(*argv)
+    assert "'data': 2, 'mdl': 2} uses 4 of 8 gpu devices; the others would idle" in said
+    assert "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true" in said
+    # The words given are a setting that is taken: the next obstacle is that these are no devices.
+    monkeypatch.setattr(
+        "praxis_lite.sharding.mesh.mesh_utils.create_device_mesh", lambda *_: sys.exit(77)
+    )
+    assert launch(*argv, "mesh.allow_unused_devices=true").code == 77
+
+
+def test_what_is_missing_on_the_command_line_is_named(tmp_path):
+    for mode in ("train", "explain"):
+        said = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
+        assert f"--mode={mode} needs --exp=NAME" in said and "--list shows" in said
+    assert "--mode=train needs --job_log_dir=DIR" in refused(TINY)
+    for mode in ("eval", "decode", "summary"):
+        assert f"--mode={mode} needs --job_log_dir=DIR" in refused(f"--mode={mode}")
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    said = refused(TINY, f"--job_log_dir={tmp_path}")
+    assert f"--job_log_dir={tmp_path} holds thesis.tex but no config.json" in said
+    assert "Name a new or an empty directory" in said
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    # Root may write everywhere, but not below a file. (test_job_dir tries a user's rights.)
+    (tmp_path / "file").touch()
+    said = refused(TINY, f"--job_log_dir={tmp_path}/file/job")
+    assert f"--job_log_dir={tmp_path}/file/job cannot be made (Not a directory)" in said
+    assert "Name one below a directory you can write" in said
+
+
+def begun_job(folder: Path):
+    """Returns the directory of a job of Tiny that has no checkpoint yet."""
+    experiment = registry.get_experiment("jobzoo.experiments.Tiny")
+    config, name = experiment().config(), registry.full_name(experiment)
+    job = open_for_training(folder, name)
+    job.write_config(dump_config(config, name), config_lines(config))
+    return job
+
+
+@pytest.mark.parametrize("mode", ["decode", "eval"])
+def test_a_job_without_a_checkpoint_is_named(mode, tmp_path):
+    begun_job(tmp_path)
+    said = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
+    assert f"There is no checkpoint in {tmp_path}/checkpoints" in said
+    assert "Train first with --mode=train" in said
+    said = refused(f"--mode={mode}", f"--job_log_dir={tmp_path / 'typo'}")
+    assert f"{tmp_path}/typo does not exist" in said and "Train first" in said
+
+
+def test_reading_a_job_makes_nothing_in_its_directory(tmp_path):
+    begun_job(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    refused("--mode=decode", f"--job_log_dir={tmp_path}")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_the_job_of_another_experiment_is_refused(tmp_path):
+    begun_job(tmp_path)
+    for argv in ((), ("--mode=decode",)):
+        said = refused("--exp=jobzoo.experiments.Wasteful", f"--job_log_dir={tmp_path}", *argv)
+        assert "jobzoo.experiments.Tiny" in said and "jobzoo.experiments.Wasteful" in said
+
+
+def test_list_shows_names_and_summaries():
+    done = launch("--list")
+    assert done.code == 0 and done.num_compiled == 0
+    lines = dict(line.split(maxsplit=1) for line in done.out.splitlines())
+    assert lines["lm.PyDocs"].startswith("A byte LM on Python's own language reference")
+    assert "lm.Synthetic" in lines
+
+
+def test_two_jobs_of_one_process_do_not_share_settings():
+    from jobzoo.experiments import Tiny
+
+    config = Tiny().config()
+    apply_overrides(config, ["datasets.train.corpus.files=/elsewhere.txt"])
+    # Shared within a job, as the experiment says ...
+    assert config.decode_datasets["prompts"].corpus.files == "/elsewhere.txt"
+    assert config.datasets["train"].corpus is config.datasets["heldout"].corpus
+    # ... and with no other.
+    assert Tiny().config().datasets["train"].corpus.files.endswith("texts/*.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lm.PyDoc", "Did you mean lm.PyDocs"),
+        ("mypackage.experiments.MyLn", "Did you mean mypackage.experiments.MyLm"),
+        ("Same", "may mean experiments.one.Same or experiments.two.Same"),
+    ],
+)
+def test_an_unknown_or_ambiguous_name_suggests_and_exits_2_in_3_seconds(name, words, tmp_path):
+    registered = (
+        "from praxis_lite import Experiment, register\n@register\nclass {}(Experiment): 0\n"
+    )
+    folders = {"mypackage/experiments": "MyLm"}
+    env = {}
+    if name == "Same":  # The user's own `experiments` stands before the library's.
+        folders = {"experiments/one": "Same", "experiments/two": "Same"}
+        env = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+    for path, class_name in folders.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{path}.py").write_text(registered.format(class_name))
+        (tmp_path / path).parent.joinpath("__init__.py").touch()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = start_process(f"--exp={name}", f"--job_log_dir={tmp_path}", cwd=tmp_path, env=env)
+    out, err = process.communicate(timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert process.returncode == 2
+    assert out == "" and words in " ".join(err.split()) and "Traceback" not in err
+    # Of the process's own time: other work on the machine is not what is measured.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_a_package_in_the_current_directory_is_found_and_hides_no_installed_one(tmp_path):
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage/__init__.py").touch()
+    (tmp_path / "mypackage/experiments.py").write_text(
+        "import fiddle\nMyLm = None\nraise SystemExit('mine was imported')\n"
+    )
+    (tmp_path / "fiddle.py").write_text("raise SystemExit('the stray file was imported')")
+    command = [sys.executable, CHECKOUT / "main.py", "--exp=mypackage.experiments.MyLm"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == "mine was imported\n"

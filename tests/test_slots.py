@@ -1,0 +1,217 @@
+"""Each slot of an optimizer splits as the dims of its weight that it has; Pax's layouts, too."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from praxis_lite.learner import Learner
+from praxis_lite.slots import slot_specs
+from praxis_lite.train_state import state_layout
+from praxis_lite.weights import WeightSpec
+from tests.goldens import golden, trimmed
+
+P = PartitionSpec
+AXES = ("replica", "data", "mdl")
+
+
+class PaxAdafactorState(NamedTuple):
+    count: jax.Array
+    m: dict
+    m_scale: dict
+    v: dict
+    vr: dict
+    vc: dict
+
+
+def pax_adafactor(learning_rate):
+    """Slots of Pax's sharded_adafactor with an int8 momentum, in the chain Pax puts it in."""
+
+    def init(params):
+        def tree(shape_of, dtype=jnp.float32):
+            return jax.tree.map(lambda w: jnp.zeros(shape_of(w.shape), dtype), params)
+
+        return (
+            {"count": jnp.zeros((), jnp.int32)},
+            {"count": jnp.zeros((), jnp.int32)},
+            PaxAdafactorState(
+                count=jnp.zeros((), jnp.int32),
+                m=tree(lambda shape: shape, jnp.int8),
+                # An int8 matrix has a scale per column: the first dim is reduced.
+                m_scale=tree(lambda shape: shape[1:]),
+                # The last two dims are factored, whatever their sizes.
+                v=tree(lambda shape: (1,) if len(shape) > 1 else shape),
+                vr=tree(lambda shape: shape[:-1] if len(shape) > 1 else (1,)),
+                vc=tree(lambda shape: shape[:-2] + shape[-1:] if len(shape) > 1 else (1,)),
+            ),
+            {"count": jnp.zeros((), jnp.int32)},
+        )
+
+    def update(updates, state, params=None):
+        return updates, state
+
+    return optax.GradientTransformation(init, update)
+
+
+class DeclaredModel:
+    """As much of a model as state_layout asks: what the weights declare."""
+
+    def __init__(self, weight_specs):
+        self.specs = {"params": weight_specs, "non_trainable": {}}
+
+    def weight_specs(self):
+        return self.specs
+
+    def init(self, key):
+        return jax.tree.map(
+            lambda w: jnp.zeros(w.shape, w.dtype),
+            self.specs,
+            is_leaf=lambda x: isinstance(x, WeightSpec),
+        )
+
+
+class DeclaredTask(NamedTuple):
+    model: DeclaredModel
+    learner: Learner
+
+
+def layout_of(weight_specs, optimizer, axis_sizes):
+    task = DeclaredTask(DeclaredModel(weight_specs), Learner(optimizer, 1e-3))
+    return {leaf.path: leaf for leaf in state_layout(task, axis_sizes).leaves()}
+
+
+def parts(pax_path):
+    """Returns the parts of a path such as .opt_states[0]['no_prefix'][2].m['params']['lm']."""
+    return [a or b or c for a, b, c in re.findall(r"\.(\w+)|\['(.*?)'\]|\[(\d+)\]", pax_path)]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_every_leaf_of_a_train_state_of_pax(index):
+    states = golden("pax/partitioning.json")["train_state_metadata"]
+    assert len(states) == 4
+    case = states[index]
+    weight_specs = {}
+    for path, leaf in case["state"].items():
+        if not path.startswith(".mdl_vars"):
+            continue
+        stack_rank = 1 if "'repeat'" in path else 0
+        node, (*names, last) = weight_specs, parts(path)[2:]  # without mdl_vars, params
+        for name in names:
+            node = node.setdefault(name, {})
+        split = tuple(leaf["spec"])
+        node[last] = WeightSpec(
+            tuple(leaf["unpadded"]), jnp.dtype(leaf["dtype"]), split[stack_rank:],
+            split[:stack_rank],
+        )
+    found = layout_of(
+        weight_specs, pax_adafactor, dict(zip(AXES, case["mesh_shape"], strict=True))
+    )
+
+    def our_path(pax_path):
+        names = parts(pax_path)
+        if names[0] != "opt_states":
+            return "/".join(names)
+        group = {"no_prefix": "unstacked", "p_2_i-1": "stack_2"}[names[2]]
+        return "/".join(["opt_states/slots", group, *(n for n in names[3:] if n != "params")])
+
+    wanted = {our_path(path): leaf for path, leaf in case["state"].items()}
+    assert found.keys() - wanted.keys() == {"opt_states/num_skipped_steps"}
+    assert len(wanted) == len(case["state"]) == len(found) - 1
+    uneven = 0
+    for path, leaf in wanted.items():
+        assert list(found[path].shape) == leaf["unpadded"], path
+        assert list(found[path].padded_shape) == leaf["padded"], path
+        assert trimmed(found[path].spec) == trimmed(leaf["spec"]), path
+        if path != "step":  # uint32 in Pax
+            assert str(found[path].dtype) == leaf["dtype"], path
+        uneven += leaf["padded"] != leaf["unpadded"]
+    assert (uneven > 0) == (case["vocab"] != 256)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw,
+    "adafactor": functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
+    "factored_rms": lambda learning_rate: optax.scale_by_factored_rms(min_dim_size_to_factor=3),
+    "sgd": functools.partial(optax.sgd, momentum=0.9),
+    "lamb": optax.lamb,
+}
+
+
+SHAPES = ((7,), (7, 7), (5, 3), (2, 11), (5, 5, 5), (13, 7, 13), (3, 2, 3), (7, 1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_slot_splits_as_the_dims_that_its_values_follow(name):
+    """Independent of shapes: a gradient that varies along one dim shows which slot dim that is."""
+    optimizer = OPTIMIZERS[name](learning_rate=0.1)
+    weights = {str(shape): WeightSpec(shape, jnp.float32, AXES[: len(shape)]) for shape in SHAPES}
+    specs = slot_specs(
+        optimizer.init, weights, {n: P(*w.split_dims_mapping) for n, w in weights.items()}
+    )["unstacked"]
+    spec_of_slot = {
+        jax.tree_util.keystr(path): spec
+        for path, spec in jax.tree_util.tree_flatten_with_path(
+            specs, is_leaf=lambda x: isinstance(x, P)
+        )[0]
+    }
+    params = {n: jnp.ones(w.shape) for n, w in weights.items()}
+    update = jax.jit(optimizer.update)
+    # Adafactor divides a first gradient by itself: only a second one shows in its momentum.
+    _, state = update(params, jax.jit(optimizer.init)(params), params)
+
+    def slots_after_a_ramp_along(dim):
+        grads = {}
+        for n, w in weights.items():
+            own = dim % len(w.shape)
+            ramp = np.arange(1.0, w.shape[own] + 1.0, dtype=np.float32)
+            along = ramp.reshape([-1 if d == own else 1 for d in range(len(w.shape))])
+            grads[n] = jnp.array(np.broadcast_to(along, w.shape))
+        after = update(grads, state, params)[1]
+        leaves = jax.tree_util.tree_flatten_with_path(after)[0]
+        return {jax.tree_util.keystr(path): np.asarray(slot) for path, slot in leaves}
+
+    ramps = [slots_after_a_ramp_along(dim) for dim in range(3)]
+    assert ramps[0].keys() == spec_of_slot.keys()
+    for path, slot in ramps[0].items():
+        owners = [w for n, w in weights.items() if f"'{n}'" in path]
+        wanted = [None] * slot.ndim
+        for dim, axis in enumerate(owners[0].split_dims_mapping if owners else ()):
+            for slot_dim in range(slot.ndim):
+                if np.any(np.ptp(ramps[dim][path], axis=slot_dim) > 1e-6):
+                    wanted[slot_dim] = axis
+        # A dim of size 1 cannot vary, and its split costs nothing.
+        found = spec_of_slot[path]
+        sizes = slot.shape
+        assert [f for f, n in zip(found, sizes, strict=True) if n > 1] == [
+            w for w, n in zip(wanted, sizes, strict=True) if n > 1
+        ], path
+
+
+def test_a_stacked_weights_slots_have_the_stacks_entry_first():
+    weight_specs = {
+        "blocks": {"w": WeightSpec((3, 11, 7), jnp.float32, ("data", "mdl"), ("replica",))},
+        "head": {"w": WeightSpec((11, 7), jnp.float32, ("mdl", None))},
+    }
+    optimizer = functools.partial(optax.adafactor, min_dim_size_to_factor=2)
+    found = layout_of(weight_specs, optimizer, {"replica": 2, "data": 4, "mdl": 2})
+    slots = {p.removeprefix("opt_states/slots/"): leaf for p, leaf in found.items()}
+    stack = {p: leaf for p, leaf in slots.items() if p.startswith("stack_3")}
+    rows, columns = (
+        next(leaf for p, leaf in stack.items() if f"/{name}/" in p) for name in ("v_row", "v_col")
+    )
+    # optax: the row statistics lose the largest dim, the column statistics the second largest.
+    assert (rows.shape, rows.padded_shape, rows.spec) == ((3, 7), (4, 8), P("replica", "mdl"))
+    assert (columns.shape, columns.padded_shape) == ((3, 11), (4, 12))
+    assert columns.spec == P("replica", "data")
+    # Each layer has a count of its own, which is one per layer of the stack.
+    counts = [leaf for p, leaf in stack.items() if p.endswith("count")]
+    assert counts
+    assert all((leaf.shape, leaf.spec) == ((3,), P(None)) for leaf in counts)
+    (head,) = [leaf for p, leaf in slots.items() if p.startswith("unstacked") and "v_col" in p]
+    assert (head.shape, head.padded_shape, head.spec) == ((11,), (12,), P("mdl"))
