@@ -134,7 +134,7 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
 
     from praxis_lite.partitioner import Partitioner
     from praxis_lite.sharding import make_mesh, simulate_devices
-    from praxis_lite.trainer import TRAIN
+    from praxis_lite.trainer import TRAIN, check_num_batches
 
     _use_compilation_cache()
     simulate_devices(job.mesh.num_devices)
@@ -160,8 +160,11 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
         "explain": ("datasets", "decode_datasets"),
     }[mode]
     for root in wanted:
-        for name, pipeline in getattr(job, root).items():
+        for pipeline in getattr(job, root).values():
             pipeline.check()
+        if root == "datasets" and mode != "explain":
+            check_num_batches(job.datasets, job.run)
+        for name, pipeline in getattr(job, root).items():
             spec = pipeline.element_spec()
             task = job.task
             required = task.required_inputs if root == "datasets" else task.required_decode_inputs
@@ -241,27 +244,36 @@ def _print_changes(job_dir: JobDir, config: "fdl.Config") -> None:
         print(f"changed since the job was last run: {line}")
 
 
+_NOTHING_TO = {
+    "decode": (
+        "The experiment has no decode datasets. Add the method decode_datasets(), for instance: "
+        'return {"prompts": fdl.Config(TextPrompts, ...)}.'
+    ),
+    "eval": (
+        "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
+        'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
+    ),
+}
+
+
 def _use_checkpoint(mode: str, partitioner: "Partitioner", job: "Job", job_dir: JobDir) -> None:
     from praxis_lite.checkpoints import Checkpoints
     from praxis_lite.decoding import decode
     from praxis_lite.metrics import JsonLinesWriter
     from praxis_lite.trainer import TRAIN, Evaluator
 
+    eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
+    if not (job.decode_datasets if mode == "decode" else eval_sets):
+        raise ConfigError(_NOTHING_TO[mode])
     with Checkpoints(job_dir.checkpoints) as saved:
         restored = saved.restore_mdl_vars(partitioner.layout, partitioner.mesh)
     print(f"restored the weights of step {restored.step}", flush=True)
     if mode == "decode":
-        if not job.decode_datasets:
-            raise ConfigError(
-                "The experiment has no decode datasets. Add the method decode_datasets(), for "
-                'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
-            )
         decode(
             partitioner, job.decode_datasets, restored.state, restored.step, job.run.seed,
             job_dir, print,
         )
         return
-    eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
     with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
         for name, results in evaluator.run(restored.step, restored.state).items():

@@ -162,6 +162,27 @@ def train(
     return state
 
 
+def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
+    """Checks that training has a batch for every step, and that every evaluation ends.
+
+    Raises:
+      ConfigError: names the dataset and what to change.
+    """
+    for name, pipeline in datasets.items():
+        found = pipeline.num_batches
+        if name == TRAIN and found is not None and found < run.num_train_steps:
+            raise ConfigError(
+                f"datasets.{TRAIN} ends after {found} batches, but run.num_train_steps is "
+                f"{run.num_train_steps}. Use a pipeline without end (shuffle=True), or make at "
+                f"most {found} steps."
+            )
+        if name != TRAIN and found is None and run.max_eval_batches is None:
+            raise ConfigError(
+                f"datasets.{name} has no end, so no evaluation on it would end. Use a pipeline of "
+                "one pass (shuffle=False, or num_batches), or set run.max_eval_batches."
+            )
+
+
 def check_resumable(data: Mapping[str, Any], pipeline: InputPipeline) -> None:
     """Checks that the training data goes on where the checkpoint left it.
 

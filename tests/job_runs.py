@@ -26,6 +26,8 @@ from praxis_lite.job_dir import JobDir
 CHECKOUT = Path(__file__).parents[1]
 
 EXPERIMENTS = '''
+import os
+import signal
 from pathlib import Path
 
 import fiddle as fdl
@@ -34,6 +36,7 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.decode import Sampling
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.layers import TransformerLm, set_sharding_params
@@ -41,6 +44,17 @@ from praxis_lite.learner import Learner
 from tasks.language_model import LanguageModelTask
 
 TEXTS = Path(__file__).parents[1] / "texts"
+
+
+class Windows(TextWindows):
+    """Ends the process, or the loop, at the batch that the environment names."""
+
+    def rows(self, index, rows):
+        if os.environ.get("JOBZOO_KILL_AT") == str(index):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("JOBZOO_RAISE_AT") == str(index):
+            raise RuntimeError("the plug was pulled")
+        return super().rows(index, rows)
 
 
 @register
@@ -69,13 +83,13 @@ class Tiny(Experiment):
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm), learner=learner,
             inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
-            max_decode_steps=5,
+            max_decode_steps=5, sampling=fdl.Config(Sampling),
         )
 
     def datasets(self):
         return {
             "train": fdl.Config(
-                TextWindows, self.corpus, "train", batch_size=13, seq_len=11, shuffle=True
+                Windows, self.corpus, "train", batch_size=13, seq_len=11, shuffle=True
             ),
             "heldout": fdl.Config(
                 TextWindows, self.corpus, "heldout", batch_size=13, seq_len=37, shuffle=False

@@ -1,6 +1,7 @@
 """How the next token is chosen from its logits: greedy, temperature, top-k, top-p."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not 0.0 <= self.temperature < math.inf:
             raise ConfigError(
                 f"Sampling.temperature is {self.temperature}; wanted is 0 (greedy) or more."
             )

@@ -136,6 +136,7 @@ def set_sharding_params(
         activation_split_dims_mapping=hidden,
         lookup_split_dims_mapping=residual,
     )
+    template(lm, "stacked_transformer_tpl", Repeat)  # So that --set reaches its remat policy.
     block = template(lm, "transformer_layer_tpl", Transformer)
     template(
         block,

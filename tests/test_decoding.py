@@ -1,0 +1,141 @@
+"""--mode=decode and --mode=eval: the job's directory is all they need."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from praxis_lite.config_text import dump_config, load_config
+from praxis_lite.metrics import read_json_lines
+from tests.job_runs import copy_of_trained, launch, start_process, succeed, trained
+
+
+def records(job, dataset="prompts", step=7):
+    text = job.decode_jsonl(dataset, step).read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    """The trained job, whose slots are deleted, decoded greedily on (1, 4, 2): job, records."""
+    job = copy_of_trained(tmp_path_factory.mktemp("decoded") / "job")
+    shutil.rmtree(job.checkpoints / "7/opt_states")
+    done = succeed("--mode=decode", f"--job_log_dir={job.path}")
+    assert "restored the weights of step 7" in done.out
+    assert f"decoded 3 prompts of prompts with the weights of step 7: {job.path}" in done.out
+    return job, records(job)
+
+
+def test_decode_needs_no_slots_and_writes_a_json_line_per_prompt(decoded):
+    job, lines = decoded
+    # Three prompts in a batch of five: the fillers are not decoded.
+    assert len(lines) == 3
+    for line in lines:
+        # A prompt is the end of text that begins every document, and 2 to 7 bytes of one.
+        assert 3 <= line["prefix_length"] == 1 + len(line["prompt"]) <= 8
+        assert 1 <= line["decode_length"] == len(line["output_ids"]) <= 5
+        assert line["ended"] == (line["output_ids"][-1] == 256)
+        assert line["log_prob"] < 0
+        if not line["ended"] and all(token < 128 for token in line["output_ids"]):
+            assert line["continuation"] == bytes(line["output_ids"]).decode()
+    assert len({line["prefix_length"] for line in lines}) > 1, "the prompts are not ragged"
+    assert os.listdir(job.decode_dir("prompts")) == ["7.jsonl"]
+
+
+def assert_same_tokens(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
+        assert {**one, "log_prob": 0} == {**other, "log_prob": 0}
+
+
+def test_decode_runs_from_another_directory_on_another_mesh_with_the_same_tokens(decoded, tmp_path):
+    job, wanted = decoded
+    argv = ("--mode=decode", f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=1,3,2")
+    process = start_process(*argv, cwd=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (0, "")
+    assert "(replica 1, data 3, mdl 2): 6 simulated CPU devices" in out
+    assert_same_tokens(records(job), wanted)
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_device_decodes_the_same_tokens(decoded):
+    job, wanted = decoded
+    succeed("--mode=decode", f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=1,1,1")
+    assert_same_tokens(records(job), wanted)
+
+
+def test_sampling_is_set_on_the_command_line(decoded):
+    job, greedy = decoded
+
+    def sample(*settings):
+        succeed("--mode=decode", f"--job_log_dir={job.path}", "--set", *settings)
+        return records(job)
+
+    hot = sample("task.sampling.temperature=3.0")
+    assert [line["prompt"] for line in hot] == [line["prompt"] for line in greedy]
+    assert [line["output_ids"] for line in hot] != [line["output_ids"] for line in greedy]
+    assert sample("task.sampling.temperature=3.0") == hot, "not a function of the seed"
+    other_seed = sample("task.sampling.temperature=3.0", "run.seed=7")
+    assert [line["output_ids"] for line in other_seed] != [line["output_ids"] for line in hot]
+    # Of the one most likely token, whatever the temperature, there is no choice.
+    assert_same_tokens(sample("task.sampling.temperature=3.0", "task.sampling.top_k=1"), greedy)
+    # The config of the job stays what it was trained with.
+    assert "temperature=3.0" not in job.config_txt.read_text()
+
+
+def test_eval_gives_the_numbers_of_the_end_of_training(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    before = read_json_lines(job.eval_metrics_jsonl)
+    shutil.rmtree(job.checkpoints / "7/opt_states")
+    done = succeed("--mode=eval", f"--job_log_dir={job.path}")
+    after = read_json_lines(job.eval_metrics_jsonl)
+    assert after[:-1] == before
+    assert after[-1] == before[-1] and after[-1]["step"] == 7
+    assert f"step 7  heldout: accuracy {before[-1]['accuracy']:.4f}" in done.out
+
+
+def test_eval_on_another_mesh_gives_the_same_numbers(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    succeed("--mode=eval", f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=1,1,1")
+    trained_on_eight, on_one = read_json_lines(job.eval_metrics_jsonl)[-2:]
+    assert trained_on_eight.keys() == on_one.keys()
+    for name, value in on_one.items():
+        if not isinstance(value, str):
+            assert value == pytest.approx(trained_on_eight[name], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("decode", "no decode datasets"), ("eval", "no dataset to evaluate on")],
+)
+def test_nothing_to_decode_or_evaluate_is_said(mode, words, tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    loaded = load_config(job.config_json.read_text())
+    loaded.config.decode_datasets = {}
+    del loaded.config.datasets["heldout"]
+    job.write_config(dump_config(loaded.config, loaded.experiment), [])
+    done = launch(f"--mode={mode}", f"--job_log_dir={job.path}")
+    assert (done.code, done.num_compiled) == (2, 0)
+    assert words in done.err and "Add " in done.err
+
+
+def test_a_file_of_decoded_prompts_is_whole_or_absent(decoded, monkeypatch):
+    from tasks.language_model import LanguageModelTask
+
+    job, _ = decoded
+    before = job.decode_jsonl("prompts", 7).read_text()
+
+    def broken(*args):
+        raise RuntimeError("in the middle of the prompts")
+
+    monkeypatch.setattr(LanguageModelTask, "decode_to_records", broken)
+    with pytest.raises(RuntimeError):
+        launch("--mode=decode", f"--job_log_dir={job.path}")
+    assert job.decode_jsonl("prompts", 7).read_text() == before
+
+
+def test_the_trained_job_is_as_training_left_it():
+    assert not (trained()[0].path / "decode").exists()

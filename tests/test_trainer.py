@@ -1,0 +1,171 @@
+"""Training that stops and goes on: the same metrics, bit for bit, whatever stopped it."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import RunConfig
+from praxis_lite.job_dir import JobDir
+from praxis_lite.metrics import read_json_lines
+from praxis_lite.trainer import check_num_batches, check_resumable
+from tests.job_runs import copy_of_trained, home, launch, start_process, succeed, trained
+
+TINY = "--exp=jobzoo.experiments.Tiny"
+
+# What depends on the clock.
+TIMES = {"step_time", "tokens_per_second"}
+
+
+def steps_of(job):
+    """Returns the lines of metrics.jsonl without what depends on the clock."""
+    lines = read_json_lines(job.metrics_jsonl)
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def assert_as_if_never_interrupted(job):
+    """Asserts the same losses, norms, rates and evaluations as of the job trained in one go."""
+    whole = trained()[0]
+    steps = steps_of(job)
+    assert [line["step"] for line in steps] == list(range(1, 8))
+    assert steps == steps_of(whole)
+    evaluations = read_json_lines(job.eval_metrics_jsonl)
+    assert [line["step"] for line in evaluations] == [3, 6, 7]
+    assert evaluations == read_json_lines(whole.eval_metrics_jsonl)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
+    argv = (TINY, f"--job_log_dir={tmp_path}")
+    # Batch 4 is step 5's; the checkpoint is of step 3, so step 4 is made twice.
+    monkeypatch.setenv("JOBZOO_RAISE_AT", "4")
+    with pytest.raises(RuntimeError, match="the plug was pulled"):
+        launch(*argv)
+    assert len(steps_of(JobDir(tmp_path))) in (3, 4)
+    monkeypatch.delenv("JOBZOO_RAISE_AT")
+    done = succeed(*argv)
+    assert "restored the checkpoint of step 3" in done.out
+    assert "initialising" not in done.out
+    assert_as_if_never_interrupted(JobDir(tmp_path))
+
+
+def test_a_killed_process_goes_on_as_if_nothing_had_happened(tmp_path):
+    trained()
+    argv = (TINY, f"--job_log_dir={tmp_path}")
+    # SIGKILL right after the save of step 6 was begun, and that of step 3 was done.
+    process = start_process(*argv, cwd=home(), env={"JOBZOO_KILL_AT": "6"})
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == -9, err
+    # Each line was flushed as its step was read.
+    assert [line["step"] for line in steps_of(JobDir(tmp_path))] == [1, 2, 3, 4, 5, 6]
+    done = succeed(*argv)
+    assert "restored the checkpoint of step 3" in done.out or "of step 6" in done.out
+    assert_as_if_never_interrupted(JobDir(tmp_path))
+
+
+def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, monkeypatch):
+    argv = (TINY, f"--job_log_dir={tmp_path}")
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("praxis_lite.partitioner.Partitioner.key", stop)
+        with pytest.raises(KeyboardInterrupt):
+            launch(*argv)
+    # It is the job's directory already, and not "no job of praxis_lite".
+    assert "config.json" in os.listdir(tmp_path)
+    assert "initialising the state" in succeed(*argv).out
+    assert_as_if_never_interrupted(JobDir(tmp_path))
+
+
+def test_a_finished_job_has_nothing_to_do_and_more_steps_go_on(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    argv = (TINY, f"--job_log_dir={job.path}")
+    done = succeed(*argv)
+    assert "has already made its 7 steps" in done.out and "raise run.num_train_steps" in done.out
+    assert_as_if_never_interrupted(job)
+    done = succeed(*argv, "--set", "run.num_train_steps=8")
+    assert "changed since the job was last run: run.num_train_steps: 7 -> 8" in done.out
+    assert [line["step"] for line in steps_of(job)] == list(range(1, 9))
+    assert steps_of(job)[:7] == steps_of(trained()[0])
+
+
+def test_a_job_goes_on_on_other_meshes_with_the_losses_of_one(tmp_path):
+    argv = (TINY, f"--job_log_dir={tmp_path}", "--set")
+    for shape, num_steps in [("1,4,2", 3), ("1,3,2", 5), ("1,1,1", 7)]:
+        done = succeed(*argv, f"mesh.ici_mesh_shape={shape}", f"run.num_train_steps={num_steps}")
+    assert "restored the checkpoint of step 5" in done.out
+    assert "mesh.ici_mesh_shape: 1,3,2 -> 1,1,1" in done.out
+    steps, wanted = steps_of(JobDir(tmp_path)), steps_of(trained()[0])
+    assert [line["step"] for line in steps] == list(range(1, 8))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(
+            [line[name] for line in steps], [line[name] for line in wanted], atol=1e-5, rtol=0
+        )
+    assert [line["learning_rate"] for line in steps] == [line["learning_rate"] for line in wanted]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("datasets.train.seed=7", "seed was 0, is 7"),
+        ("datasets.train.batch_size=17", "batch_size was 13, is 17"),
+        ("datasets.train.corpus.files={}/texts/t[0-6].txt", "corpus.sha256 was "),
+        ("datasets.train.corpus.heldout_percent=30", "corpus.heldout_percent was 20, is 30"),
+    ],
+)
+def test_other_training_data_is_refused_before_anything_is_read(tmp_path, setting, words):
+    job = copy_of_trained(tmp_path / "job")
+    before = steps_of(job), job.config_json.read_text()
+    argv = (TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=8")
+    done = launch(*argv, setting.format(home()))
+    assert (done.code, done.num_compiled) == (2, 0)
+    said = " ".join(done.err.split())
+    assert "datasets.train is not what the checkpoint of step 7 was trained with" in said
+    assert words in said and "Set it back, or start a new job" in said
+    assert (steps_of(job), job.config_json.read_text()) == before
+
+
+def test_another_model_is_refused_before_anything_compiles(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    config = job.config_json.read_text()
+    for argv in ((TINY, "--set", "run.num_train_steps=8"), ("--mode=decode", "--set")):
+        done = launch(*argv, "task.model.model_dims=8", f"--job_log_dir={job.path}")
+        assert (done.code, done.num_compiled) == (2, 0)
+        said = " ".join(done.err.split())
+        assert "is of another model: mdl_vars/params/final_ln/scale has shape [7] in the" in said
+        assert "Use the settings that it was trained with" in said
+    assert job.config_json.read_text() == config
+
+
+@dataclasses.dataclass
+class Pipeline:
+    num_batches: int | None
+    settings: dict = dataclasses.field(default_factory=dict)
+
+    def fingerprint(self):
+        return self.settings
+
+
+def test_training_data_that_ends_too_early_is_refused():
+    run = RunConfig(num_train_steps=7)
+    check_num_batches({"train": Pipeline(7), "heldout": Pipeline(1)}, run)
+    check_num_batches({"train": Pipeline(None)}, run)
+    with pytest.raises(ConfigError, match="datasets.train ends after 5 batches.* is 7"):
+        check_num_batches({"train": Pipeline(5)}, run)
+
+
+def test_an_evaluation_without_end_is_refused():
+    datasets = {"train": Pipeline(None), "heldout": Pipeline(None)}
+    with pytest.raises(ConfigError, match="datasets.heldout has no end.*run.max_eval_batches"):
+        check_num_batches(datasets, RunConfig(num_train_steps=7))
+    check_num_batches(datasets, RunConfig(num_train_steps=7, max_eval_batches=3))
+
+
+def test_a_fingerprint_is_compared_as_json_keeps_it():
+    data = {"next_batch": 3, "fingerprint": {"shape": [7, 13], "corpus": {"files": ["a"]}}}
+    check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ("a",)}}))
+    with pytest.raises(ConfigError, match=r"step 3 .*: corpus.files was \['a'\], is \['b'\]\. Set"):
+        check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ["b"]}}))
