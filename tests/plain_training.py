@@ -4,7 +4,6 @@ The independent answer for what a Partitioner does: plain JAX and optax, layers 
 one by one, decoding by a full forward pass per token.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +65,8 @@ def train(
 
     @jax.jit
     def step(weights: nnx.State, slots: Any, batch: Batch) -> tuple:
-        loss, grads = jax.value_and_grad(lambda w: mean_loss(nnx.merge(graphdef, w), batch))(weights)
+        loss_fn = jax.value_and_grad(lambda w: mean_loss(nnx.merge(graphdef, w), batch))
+        loss, grads = loss_fn(weights)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / norm), grads)
         flat = unstacked(weights)
@@ -91,8 +91,7 @@ class PlainDecoder:
             lambda weights, ids: jax.nn.log_softmax(nnx.merge(graphdef, weights)(ids)[0])
         )
 
-    @functools.cache  # noqa: B019: as many calls as prompts
-    def next_log_probs(self, tokens: tuple[int, ...]) -> np.ndarray:
+    def next_log_probs(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities [V] of what follows `tokens`."""
         ids = np.zeros((1, self._length), np.int32)
         ids[0, : len(tokens)] = tokens
@@ -102,7 +101,7 @@ class PlainDecoder:
         """Returns new tokens, the sum of their log-probabilities, the narrowest choice."""
         tokens, log_prob, margin = [int(t) for t in prompt], 0.0, np.inf
         for _ in range(num_tokens):
-            log_probs = self.next_log_probs(tuple(tokens))
+            log_probs = self.next_log_probs(tokens)
             second, first = np.sort(log_probs)[-2:]
             log_prob, margin = log_prob + float(first), min(margin, float(first - second))
             tokens.append(int(np.argmax(log_probs)))

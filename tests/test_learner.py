@@ -38,7 +38,7 @@ GRADS = [tree(10 + i, scale=0.1 + i) for i in range(5)]
 def run(learner: Learner, grads=GRADS, losses=None) -> list[tuple[Any, Any, dict]]:
     """Returns (params, opt_states, scalars) before and after each step."""
     params = jax.tree.map(jnp.asarray, tree(1))
-    history = [(params, learner.init(params, SPECS), {})]
+    history = [(params, jax.jit(lambda params: learner.init(params, SPECS))(params), {})]
     update = jax.jit(
         lambda g, o, p, loss, step: learner.update(g, o, p, SPECS, loss, step)
     )
@@ -154,9 +154,10 @@ def test_a_layerwise_optimizer_sees_one_layer_at_a_time():
     """LAMB scales each tensor's update by its norm: layer i of a stack as if it stood alone."""
     params, _, _ = run(Learner(optax.lamb, 0.1), GRADS[:1])[-1]
     optimizer = optax.lamb(0.1)
+    update = jax.jit(optimizer.update)
     for i in range(3):
         weight, grad = tree(1)["blocks"]["w"][i], GRADS[0]["blocks"]["w"][i]
-        updates, _ = optimizer.update(grad, optimizer.init(weight), weight)
+        updates, _ = update(grad, optimizer.init(weight), weight)
         np.testing.assert_allclose(params["blocks"]["w"][i], weight + updates, rtol=1e-5)
 
 

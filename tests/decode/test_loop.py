@@ -243,7 +243,8 @@ def test_learned_positions_that_end_too_early_are_an_error_before_anything_compi
     message = rf"max_seq_length is {P + M}, but a sequence has up to {P + M + 1} tokens"
     with pytest.raises(ConfigError, match=message):
         task.check_inputs(longer, task.required_decode_inputs, "decode_datasets.x")
-    training = {name: jax.ShapeDtypeStruct((2, P + M + 1), "int32") for name in task.required_inputs}
+    too_long = jax.ShapeDtypeStruct((2, P + M + 1), "int32")
+    training = dict.fromkeys(task.required_inputs, too_long)
     with pytest.raises(ConfigError, match=message):
         task.check_inputs(training, task.required_inputs, "datasets.x")
     lm_task("rotary").check_inputs(training, task.required_inputs, "datasets.x")

@@ -215,7 +215,7 @@ def test_outputs_and_gradients_equal_pax(name):
             module.rotary = lambda x, positions: rotary(x, positions) * rotary_scale
         return case.call(module, inputs)
 
-    outputs = outputs_of(params, inputs)
+    outputs = jax.jit(outputs_of)(params, inputs)
     is_true = 1.0 - golden["in"].get("paddings", np.zeros(outputs.shape[:2]))
     is_true = jnp.asarray(is_true, jnp.float32).reshape(*is_true.shape, *(1,) * (outputs.ndim - 2))
     wanted = golden["out"][case.output]
@@ -229,7 +229,7 @@ def test_outputs_and_gradients_equal_pax(name):
         outputs = outputs_of(params, inputs if x is None else {**inputs, "x": x})
         return jnp.sum(outputs * inputs["cotangent"] * is_true)
 
-    grads, x_grad = jax.grad(objective, argnums=(0, 1))(params, inputs.get("x"))
+    grads, x_grad = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, inputs.get("x"))
     wanted_grads = params_of(model, golden.get("grad", {}), case.rename)
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         wanted = functools.reduce(lambda node, part: node[part.key], path, wanted_grads)
@@ -255,7 +255,7 @@ def test_cross_entropy_and_its_gradients_equal_pax(name):
         module = model.module({"params": params, "non_trainable": {}})
         return task.compute_loss(lambda x, key: (module(x), None), {**batch, "ids": x}, None)
 
-    metrics = metrics_of(params, batch["ids"])
+    metrics = jax.jit(metrics_of)(params, batch["ids"])
     assert_close(metrics["loss"][0], golden["out"]["avg_xent"], tolerance, "avg_xent")
     assert_close(metrics["loss"][1], golden["out"]["total_weight"], tolerance, "total_weight")
     assert_close(metrics["accuracy"][0], golden["out"]["accuracy"], tolerance, "accuracy")
@@ -264,7 +264,7 @@ def test_cross_entropy_and_its_gradients_equal_pax(name):
         loss, weight = metrics_of(params, x)["loss"]
         return loss * weight * golden["in"]["cotangent"]
 
-    grads, x_grad = jax.grad(objective, argnums=(0, 1))(params, batch["ids"])
+    grads, x_grad = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, batch["ids"])
     wanted = params_of(model, golden["grad"], case.rename)
     for path in wanted:
         assert_close(grads[path], wanted[path], tolerance, f"gradient of {path}")

@@ -68,7 +68,7 @@ def assert_trees_close(found, wanted, **tolerance):
 
 def test_the_same_key_draws_the_same_layers_stacked_or_not():
     scanned, unrolled = (
-        NnxModel(functools.partial(Classifier, unroll)).init(jax.random.key(1))["params"]
+        jax.jit(NnxModel(functools.partial(Classifier, unroll)).init)(jax.random.key(1))["params"]
         for unroll in (False, True)
     )
     assert scanned["stack"]["blocks"]["ff"]["linear"]["w"].shape == (NUM_LAYERS, DIMS, DIMS)

@@ -1,0 +1,126 @@
+"""Imports point one way (docs/architecture.md), and what only one place may do, only it does."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A module imports what stands on a line above its own, and what is in its own package.
+ORDER = (
+    {"errors", "hlo_text", "source_scan", "config_values"},
+    {"sharding", "hlo", "config_paths", "config_symbols"},
+    {"weights", "overrides", "config_text"},
+    {"layers", "models", "decode"},
+    {"learner"},
+    {"task", "slots"},
+    {"train_state"},
+    {"steps"},
+    {"partitioner"},
+    {"checkpoints", "inputs", "metrics", "job_dir", "layout_table"},
+    {"experiment", "summary"},
+    {"registry", "trainer"},
+    {"decoding", "explain"},
+    {"main"},
+)
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+LIBRARY = sorted((ROOT / "praxis_lite").rglob("*.py"))
+PACKAGES = {"praxis_lite", "tasks", "experiments", "benchmarks", "tests"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yields the full name of each module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            # `from praxis_lite import hlo` imports a module, or a name that __init__ gives lazily.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def part_of(path: Path) -> str:
+    """Returns the first part of a library file's name: "sharding" for sharding/mesh.py."""
+    return path.relative_to(ROOT / "praxis_lite").parts[0].removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_the_library_imports_only_what_comes_before(path):
+    part = part_of(path)
+    if part == "__init__":  # Its names are loaded on first use.
+        return
+    assert part in RANK, f"say in ORDER where {part} stands"
+    for name in imports(path):
+        package, *rest = name.split(".")
+        assert package not in PACKAGES - {"praxis_lite"}, f"{name_of(path)} imports {name}"
+        if package == "praxis_lite" and rest[0] != part:
+            assert RANK[rest[0]] < RANK[part], f"{name_of(path)} imports {name}"
+
+
+def test_the_package_itself_imports_nothing_at_run_time():
+    tree = ast.parse((ROOT / "praxis_lite" / "__init__.py").read_text())
+    imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in imported for alias in node.names}
+    assert names <= {"importlib", "TYPE_CHECKING", "Any"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "praxis_lite" / "sharding").glob("*.py")), ids=name_of
+)
+def test_sharding_knows_jax_numpy_and_errors_only(path):
+    for name in imports(path):
+        top = name.split(".")[0]
+        if top not in sys.stdlib_module_names | {"jax", "numpy"}:
+            assert name.startswith(("praxis_lite.errors.", "praxis_lite.sharding.")), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tasks").rglob("*.py")), ids=name_of)
+def test_tasks_know_the_library_and_not_the_experiments(path):
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top not in PACKAGES - {"praxis_lite", "tasks"}, name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.py")), ids=name_of)
+def test_experiments_know_tasks_and_the_library(path):
+    for name in imports(path):
+        assert name.split(".")[0] not in {"benchmarks", "tests"}, name
+
+
+DEVICE_QUESTIONS = {
+    "devices", "local_devices", "device_count", "local_device_count", "default_backend",
+}
+
+
+def test_only_the_mesh_asks_jax_for_devices():
+    asking = {}
+    for folder in ("praxis_lite", "tasks", "experiments"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr in DEVICE_QUESTIONS:
+                    # `mesh.devices` is no question to JAX.
+                    asking.setdefault(ast.unparse(node), set()).add(name_of(path))
+            for name in imports(path):
+                if name.split(".")[0] == "jax" and name.split(".")[-1] in DEVICE_QUESTIONS:
+                    asking.setdefault(name, set()).add(name_of(path))
+    of_jax = {text: files for text, files in asking.items() if text.startswith("jax")}
+    assert of_jax == {"jax.devices": {"praxis_lite/sharding/mesh.py"}}
+
+
+def test_tensorflow_is_imported_under_inputs_alone_and_by_a_function():
+    for folder in ("praxis_lite", "tasks", "experiments"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if any(name.split(".")[0] == "tensorflow" for name in imports(path)):
+                assert part_of(path) == "inputs", name_of(path)
+                body = ast.parse(path.read_text()).body
+                at_top = [n for n in body if isinstance(n, (ast.Import, ast.ImportFrom))]
+                assert "tensorflow" not in " ".join(map(ast.unparse, at_top)), name_of(path)
