@@ -166,7 +166,7 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
             (value, metrics), grads = grad_fn(old["params"], batch, dtype)
         updates, opt_state = tx.update(grads, old["opt_state"], old["params"])
         new = {"params": optax.apply_updates(old["params"], updates), "opt_state": opt_state}
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         # A loss or gradient that is not finite changes neither parameters nor slots.
         finite = jnp.isfinite(norm) & jnp.isfinite(value)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
@@ -181,8 +181,9 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
 
 def main() -> None:
     """Trains 20 steps on one batch of random tokens; prints the losses and the time per step."""
-    # XLA's CPU thread pool must be larger than 8, or collectives deadlock (jax 0.10).
-    os.environ["NPROC"] = "64"
+    # Without these two collectives may wait for each other for ever (jax 0.10).
+    os.environ["NPROC"] = "32"
+    os.environ["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((1, 4, 2), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     cfg = Config(256, 128, 512, num_heads=4, dims_per_head=32, num_layers=4, gated=True)

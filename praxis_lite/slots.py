@@ -79,10 +79,11 @@ def _recognise(
     if slot_shape == shape:
         return range(len(shape))
     for probed_slot, probed in candidates:
-        if len(probed_slot) != len(slot_shape):
-            continue  # At the probed sizes the optimizer decides otherwise (whether to factor).
         dims = [probed.index(size) if size in probed else None for size in probed_slot]
-        if all(d is None or size == shape[d] for size, d in zip(slot_shape, dims, strict=True)):
+        # A dim of the slot's own has its size whatever the weight's sizes. Where it has not, the
+        # optimizer decides otherwise at the probed sizes (whether to factor).
+        wanted = [own if d is None else shape[d] for d, own in zip(dims, probed_slot, strict=True)]
+        if wanted == list(slot_shape):
             return dims
     return [None] * len(slot_shape)
 

@@ -76,7 +76,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_value_survives(value):
     config = fdl.Config(zoo.chain, value)
     found = fdl.build(again(config))[0]

@@ -47,7 +47,7 @@ BAD_SETTINGS = {
     ),
     "a mesh larger than is simulated": (
         "mesh.ici_mesh_shape=1,257,1",
-        ["The mesh has 257 devices", "256"],
+        ["needs 257 devices", "at most 256"],
         ["Make mesh.ici_mesh_shape smaller"],
     ),
     "a mesh shape without all axes": (

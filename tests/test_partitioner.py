@@ -1,6 +1,7 @@
 """One device's answer on every mesh: losses, weights, decoding; padding, donation, compiles."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -26,14 +27,21 @@ from tests.lm_runs import (
     trained,
 )
 
-every_run = pytest.mark.parametrize("shape", MESHES, ids=str)
-every_size = pytest.mark.parametrize("size", SIZES)
-every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# Together they take a minute: `-m "not slow"` leaves them out.
+SLOW = {("even", optimizer, shape) for optimizer in OPTIMIZERS
+        for shape in ((1, 8, 1), (1, 1, 8), (1, 3, 2))}
+every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
+every_run = pytest.mark.parametrize(
+    ("size", "optimizer", "shape"),
+    [
+        pytest.param(*run, marks=[pytest.mark.slow] if run in SLOW else [])
+        for run in itertools.product(SIZES, OPTIMIZERS, MESHES)
+    ],
+    ids=str,
+)
 
 
 @every_run
-@every_optimizer
-@every_size
 def test_losses_over_20_steps_are_those_of_one_device(size, optimizer, shape):
     run = trained(size, optimizer, shape)
     _, losses, norms = plain(size, optimizer)
@@ -47,8 +55,6 @@ def test_losses_over_20_steps_are_those_of_one_device(size, optimizer, shape):
 
 
 @every_run
-@every_optimizer
-@every_size
 def test_padding_of_weights_and_slots_is_exactly_zero_after_training(size, optimizer, shape):
     run = trained(size, optimizer, shape)
     leaves = list(run.partitioner.layout.leaves())
@@ -70,8 +76,6 @@ def test_padding_of_weights_and_slots_is_exactly_zero_after_training(size, optim
 
 
 @every_run
-@every_optimizer
-@every_size
 def test_every_donated_buffer_is_aliased_and_the_old_state_deleted(size, optimizer, shape):
     run = trained(size, optimizer, shape)
     leaves = list(run.partitioner.layout.leaves())
@@ -80,7 +84,7 @@ def test_every_donated_buffer_is_aliased_and_the_old_state_deleted(size, optimiz
     assert run.num_left == 0
 
 
-@every_run
+@every_mesh
 def test_init_draws_the_same_weights_on_every_mesh(shape):
     run, single = trained("uneven", "adamw", shape), trained("uneven", "adamw", (1, 1, 1))
     jax.tree.map(
@@ -91,7 +95,7 @@ def test_init_draws_the_same_weights_on_every_mesh(shape):
     np.testing.assert_allclose(w, np.asarray(drawn["softmax"]["w"].get_value()), atol=1e-6)
 
 
-@every_run
+@every_mesh
 def test_what_a_device_holds_is_what_the_layout_says(shape):
     run = trained("uneven", "adafactor", shape)
     held = dict.fromkeys(run.partitioner.mesh.devices.flat, 0)
@@ -103,7 +107,7 @@ def test_what_a_device_holds_is_what_the_layout_says(shape):
     }
 
 
-@every_run
+@every_mesh
 def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
     run, inputs = trained("uneven", "adamw", shape), batches("uneven")[0]
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
@@ -132,7 +136,7 @@ def plain_decodes():
     return [decoder.greedy(ids[:length], NUM_NEW_TOKENS) for ids, length in rows]
 
 
-@every_run
+@every_mesh
 def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     run, inputs = trained("uneven", "adamw", shape), prompts()
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars

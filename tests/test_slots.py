@@ -215,3 +215,19 @@ def test_a_stacked_weights_slots_have_the_stacks_entry_first():
     assert all((leaf.shape, leaf.spec) == ((3,), P(None)) for leaf in counts)
     (head,) = [leaf for p, leaf in slots.items() if p.startswith("unstacked") and "v_col" in p]
     assert (head.shape, head.padded_shape, head.spec) == ((11,), (12,), P("mdl"))
+
+
+@pytest.mark.parametrize("factors", [lambda n: n >= 7, lambda n: n <= 7], ids=["from 7", "to 7"])
+def test_an_optimizer_that_decides_by_size_is_asked_on_the_side_where_the_weight_is(factors):
+    def init(params):
+        # As Adafactor (factors large dims only) or Shampoo (small ones only).
+        return jax.tree.map(
+            lambda w: (jnp.zeros(w.shape[:1]), jnp.zeros(w.shape[1:]))
+            if all(map(factors, w.shape)) else (jnp.zeros(1), jnp.zeros(1)),
+            params,
+        )
+
+    specs = slot_specs(
+        init, {"w": WeightSpec((7, 7), jnp.float32, ("data", "mdl"))}, {"w": P("data", "mdl")}
+    )
+    assert specs["unstacked"]["w"] == (P("data"), P("mdl"))

@@ -53,7 +53,7 @@ def test_a_layout_of_what_no_machine_holds_is_made_without_an_array():
     rows, columns = 10**7, 10**6 + 1
     layout = layout_of(rows, columns)
     leaves = {leaf.path: leaf for leaf in layout.leaves()}
-    assert len(jax.live_arrays()) <= before + 1  # a key may stay
+    assert len(jax.live_arrays()) == before
     w = leaves["mdl_vars/params/w"]
     assert w.padded_shape == (rows, columns + 1)
     assert w.bytes_per_device == 4 * rows * (columns + 1) // 8  # 5 TB
