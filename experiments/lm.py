@@ -43,7 +43,7 @@ class PyDocs(Experiment):
             optimizer=fdl.Partial(optax.adamw, b2=0.98, weight_decay=0.1),
             learning_rate=fdl.Config(
                 optax.warmup_cosine_decay_schedule, init_value=0.0, peak_value=4e-3,
-                warmup_steps=50, decay_steps=700, end_value=4e-5,
+                warmup_steps=40, decay_steps=420, end_value=4e-5,
             ),
             clip_gradient_norm_to_value=1.0,
         )
@@ -74,7 +74,7 @@ class PyDocs(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=700, checkpoint_every_steps=350, eval_every_steps=350
+            RunConfig, num_train_steps=420, checkpoint_every_steps=210, eval_every_steps=210
         )
 
 
