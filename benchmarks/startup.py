@@ -50,6 +50,7 @@ def cpu_seconds(code: str, *args: str, cache: str | None = None) -> float:
 
 
 def launch(cache: str) -> float:
+    """Returns the CPU seconds of a new job up to its first step, compiled programs in `cache`."""
     with tempfile.TemporaryDirectory() as job_log_dir:
         return cpu_seconds(UNTIL_FIRST_STEP, job_log_dir, cache=cache)
 

@@ -27,8 +27,12 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks import plain_jax_lm  # noqa: E402
 from praxis_lite import hlo  # noqa: E402
-from praxis_lite.layers import Transformer, TransformerFeedForward, TransformerLm  # noqa: E402
-from praxis_lite.layers import set_sharding_params  # noqa: E402
+from praxis_lite.layers import (  # noqa: E402
+    Transformer,
+    TransformerFeedForward,
+    TransformerLm,
+    set_sharding_params,
+)
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
 from tasks.language_model import LanguageModelTask  # noqa: E402
@@ -74,6 +78,7 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
 
 
 def random_batch(vocab_size: int) -> dict[str, np.ndarray]:
+    """Returns the same batch of random tokens for every caller."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=(BATCH, TIME + 1), dtype=np.int32)
     weights = np.ones((BATCH, TIME), np.float32)
     return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}

@@ -127,16 +127,20 @@ class DotProductAttention(BaseLayer):
     def __call__(
         self,
         inputs: jax.Array,
-        positions: jax.Array,
+        positions: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Args: inputs [B, T, D]; positions int [B or 1, T], consecutive in T.
+        """Args: inputs [B, T, D]; positions int [B or 1, T], consecutive in T; None: 0 to T - 1.
 
         With a cache the tokens are written at their positions, and attend to every position of
         the cache up to their own. Rows may be at different positions.
         """
+        if positions is None:
+            # Made here, a constant of the program: XLA then folds the rotary sines and cosines,
+            # which from positions handed into a scan it computes for every head of every layer.
+            positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :]
         q_BTNK, k_BSNK, v_BSNK = self.query(inputs), self.key(inputs), self.value(inputs)
         if self.rotary is not None:
             q_BTNK, k_BSNK = self.rotary(q_BTNK, positions), self.rotary(k_BSNK, positions)

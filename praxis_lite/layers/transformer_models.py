@@ -92,11 +92,10 @@ class TransformerLm(BaseLayer):
         A key turns dropout on. With a cache the ids are appended to it at their positions, and
         the logits are those that the whole sequence up to there would give.
         """
-        if positions is None:
-            positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
         x = self.softmax.emb_lookup(ids)
         if self.position_emb is not None:
-            x += self.position_emb(positions).astype(x.dtype)
+            rows = jnp.arange(ids.shape[1])[None, :] if positions is None else positions
+            x += self.position_emb(rows).astype(x.dtype)
         x, cache = self.transformer(x, positions, key=key, cache=cache)
         return self.softmax(self.final_ln(x)), cache
 

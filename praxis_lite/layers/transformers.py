@@ -123,7 +123,7 @@ class Transformer(BaseLayer):
     def __call__(
         self,
         inputs: jax.Array,
-        positions: jax.Array,
+        positions: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
         cache: Cache | None = None,

@@ -105,7 +105,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     wanted, platform = config.num_devices, devices[0].platform
     if wanted > len(devices):
         limit = f", of which at most {MAX_SIMULATED_DEVICES} are simulated"
-        environment = " They are as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS says: unset them."
+        environment = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
         raise ConfigError(
             f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} needs {wanted} "
             f"devices, but there are {len(devices)} ({platform}{limit if platform == 'cpu' else ''}"
