@@ -1,6 +1,6 @@
 # Needs only make and a Python >= 3.11; each target sets up .venv by itself.
 #
-#   make demo    trains, evaluates and decodes a small language model (about 5 minutes)
+#   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make test    runs the tests
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
