@@ -260,7 +260,7 @@ def _use_checkpoint(mode: str, partitioner: "Partitioner", job: "Job", job_dir: 
     from praxis_lite.checkpoints import Checkpoints
     from praxis_lite.decoding import decode
     from praxis_lite.metrics import JsonLinesWriter
-    from praxis_lite.trainer import TRAIN, Evaluator
+    from praxis_lite.trainer import TRAIN, Evaluator, evaluation_line
 
     eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
     if not (job.decode_datasets if mode == "decode" else eval_sets):
@@ -277,8 +277,7 @@ def _use_checkpoint(mode: str, partitioner: "Partitioner", job: "Job", job_dir: 
     with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
         for name, results in evaluator.run(restored.step, restored.state).items():
-            words = "  ".join(f"{metric} {value:.4f}" for metric, value in results.items())
-            print(f"step {restored.step}  {name}: {words}")
+            print(evaluation_line(restored.step, name, results))
 
 
 def _own_words(error: ConfigError) -> Any:

@@ -144,7 +144,7 @@ def train(
                 report()
             if evaluates:
                 for name, results in evaluator.run(step, state.mdl_vars).items():
-                    progress.note(f"step {step}  {name}: {_in_words(results)}")
+                    progress.note(evaluation_line(step, name, results))
                     board.scalars(step, {f"{name}/{n}": v for n, v in results.items()})
             if saves:
                 data = {"next_batch": step, "fingerprint": train_pipeline.fingerprint()}
@@ -239,5 +239,7 @@ def _metrics_line(
     }
 
 
-def _in_words(results: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
+    """Returns an evaluation as a line to read."""
+    words = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    return f"step {step}  {dataset}: {words}"
