@@ -99,6 +99,47 @@ class BaseLayer(nnx.Module):
         )
 
 
+class AuxLoss(nnx.Intermediate):
+    """A scalar that a pass adds to the training loss, such as a router's load balance.
+
+    Intermediates are declared in the constructor, as zeros, and set by each pass; they are neither
+    trained nor kept: a step starts from zeros and a checkpoint has none.
+    """
+
+
+class Summary(nnx.Intermediate):
+    """A scalar that a pass reports, such as the share of tokens that a router dropped."""
+
+
+def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
+    """Returns what a pass left in the variables of `kind`, by path; [layers] of a stack."""
+    return {
+        "/".join(map(str, path)): node.get_value()
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, kind)
+    }
+
+
+def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
+    """Returns by path the value of each variable that a pass may assign: all but the weights.
+
+    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: layers
+    that call others inside one return this and give it to `assign`.
+    """
+    return {
+        path: node.get_value()
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+    }
+
+
+def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
+    """Assigns `values` of `assigned_values` to the variables of `module`."""
+    for path, node in nnx.iter_graph(module):
+        if path in values:
+            node.set_value(values[path])
+
+
 def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
     """Yields each variable of a module once."""
     for _, node in nnx.iter_graph(module):

@@ -26,7 +26,7 @@ def decode_tokens(
     anything attends to it, since a row's new tokens go to the positions right after its prompt.
 
     Args:
-      model: has `init_cache(batch_size, length)` and `(ids, positions, cache=) -> logits, cache`.
+      model: has `init_cache(batch_size, length)` and `(ids, positions=, cache=) -> logits, cache`.
       ids: int32 [B, P].
       prefix_lengths: int32 [B]: true length of each prompt; 0 marks a row to leave empty.
       key: drawn from at each step.
@@ -60,7 +60,7 @@ def decode_tokens(
         new_ids = sampling(carry["logits"], jax.random.fold_in(key, t))
         log_probs = jax.nn.log_softmax(carry["logits"], axis=-1)[rows, new_ids]
         positions = (prefix_lengths + t)[:, None]
-        logits, cache = model(new_ids[:, None], positions, cache=carry["cache"])
+        logits, cache = model(new_ids[:, None], positions=positions, cache=carry["cache"])
         return {
             "step": t + 1,
             "logits": logits[:, 0].astype(jnp.float32),

@@ -127,8 +127,8 @@ class DotProductAttention(BaseLayer):
     def __call__(
         self,
         inputs: jax.Array,
-        positions: jax.Array | None = None,
         *,
+        positions: jax.Array | None = None,
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.sharding.split_dims import DimSplit
-from praxis_lite.weights import BaseLayer, require_positive, stacked
+from praxis_lite.weights import BaseLayer, assign, assigned_values, require_positive, stacked
 
 # What the backward pass keeps of a block's forward pass. Names are Pax's AutodiffCheckpointType.
 CHECKPOINT_POLICIES: dict[str, Callable[..., bool]] = {
@@ -24,7 +24,8 @@ class Repeat(BaseLayer):
     """Applies `num_layers` blocks, each with weights of its own, one after the other.
 
     Args:
-      block: called with `rngs`, returns a layer that maps (x, *args, key=, cache=) to (x, cache).
+      block: called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
+        (x, cache); `inputs` (positions, paddings, ...) are the same for every block.
       num_layers: how many.
       unroll: compile every block apart rather than scan one; the weights are then unstacked.
       checkpoint_policy: a name in CHECKPOINT_POLICIES.
@@ -66,22 +67,26 @@ class Repeat(BaseLayer):
         )
 
     def __call__(
-        self, x: jax.Array, *args: Any, key: jax.Array | None = None, cache: Any = None
+        self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
         keys = None if key is None else jax.random.split(key, self.num_layers)
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
             block, key, cache = layer
-            return block(x, *args, key=key, cache=cache)
+            x, cache = block(x, key=key, cache=cache, **inputs)
+            return x, (cache, assigned_values(block))
 
         if self.checkpoint_policy != "save_everything":
             step = jax.checkpoint(step, policy=CHECKPOINT_POLICIES[self.checkpoint_policy])
         if not self.unroll:
-            return jax.lax.scan(step, x, (self.blocks, keys, cache))
+            x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
+            assign(self.blocks, values)
+            return x, cache
         caches = []
         for i, block in enumerate(self.blocks):
             layer_key, layer_cache = jax.tree.map(lambda leaf, i=i: leaf[i], (keys, cache))
-            x, layer_cache = step(x, (block, layer_key, layer_cache))
+            x, (layer_cache, values) = step(x, (block, layer_key, layer_cache))
+            assign(block, values)
             caches.append(layer_cache)
         if cache is None:
             return x, None

@@ -82,8 +82,8 @@ class TransformerLm(BaseLayer):
     def __call__(
         self,
         ids: jax.Array,
-        positions: jax.Array | None = None,
         *,
+        positions: jax.Array | None = None,
         key: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
@@ -96,7 +96,7 @@ class TransformerLm(BaseLayer):
         if self.position_emb is not None:
             rows = jnp.arange(ids.shape[1])[None, :] if positions is None else positions
             x += self.position_emb(rows).astype(x.dtype)
-        x, cache = self.transformer(x, positions, key=key, cache=cache)
+        x, cache = self.transformer(x, positions=positions, key=key, cache=cache)
         return self.softmax(self.final_ln(x)), cache
 
 

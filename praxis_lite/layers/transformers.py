@@ -123,14 +123,14 @@ class Transformer(BaseLayer):
     def __call__(
         self,
         inputs: jax.Array,
-        positions: jax.Array | None = None,
         *,
+        positions: jax.Array | None = None,
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         atten_key, residual_key, ff_key = _split_keys(key, 3)
         attended, cache = self.self_attention(
-            self.layer_norm(inputs), positions, key=atten_key, cache=cache
+            self.layer_norm(inputs), positions=positions, key=atten_key, cache=cache
         )
         outputs = inputs + self.residual_dropout(attended, residual_key)
         return self.ff_layer(outputs, key=ff_key), cache

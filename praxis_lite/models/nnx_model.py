@@ -1,10 +1,11 @@
 """A Flax NNX module seen as plain nested dicts of arrays: split once, outside every step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.weights import WeightSpec, spec_of
@@ -16,7 +17,8 @@ class NnxModel:
     """The trees of a module: `{"params": nested dict, "non_trainable": nested dict}`.
 
     `nnx.Param` variables are "params", which a learner may touch; every other kind (statistics,
-    counters) is "non_trainable".
+    counters) is "non_trainable", but for `nnx.Intermediate` (auxiliary losses, summaries), which
+    is in neither: each `module` starts with zeros there.
 
     Args:
       build: called with `rngs`, returns the module; usually an `fdl.Partial` once built.
@@ -37,7 +39,8 @@ class NnxModel:
 
     def weight_specs(self) -> MdlVars:
         """Returns the tree of `init` with a WeightSpec at each leaf."""
-        return _nested({path: spec_of(v) for path, v in self._split[1]}, dict(self._split[1]))
+        kept = _kept(self._split[1])
+        return _nested({path: spec_of(v) for path, v in kept.items()}, kept)
 
     def module(self, mdl_vars: MdlVars) -> nnx.Module:
         """Returns the module with `mdl_vars` in it: inside a step, while it is traced."""
@@ -56,8 +59,12 @@ class NnxModel:
 
 def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
-    variables = dict(nnx.to_flat_state(nnx.split(module)[1]))
+    variables = _kept(nnx.to_flat_state(nnx.split(module)[1]))
     return _nested({path: v.get_value() for path, v in variables.items()}, variables)
+
+
+def _kept(variables: Iterable[tuple[tuple, nnx.Variable]]) -> dict[tuple, nnx.Variable]:
+    return {path: v for path, v in variables if not isinstance(v, nnx.Intermediate)}
 
 
 def _collection(variable: nnx.Variable) -> str:
@@ -75,6 +82,8 @@ def _nested(values: dict[tuple, Any], variables: dict[tuple, nnx.Variable]) -> M
 
 
 def _leaf(mdl_vars: MdlVars, path: tuple, variable: nnx.Variable) -> jax.Array:
+    if isinstance(variable, nnx.Intermediate):
+        return jnp.zeros(variable.shape, variable.dtype)
     node = mdl_vars[_collection(variable)]
     for part in path:
         node = node[str(part)]

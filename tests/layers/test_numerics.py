@@ -85,7 +85,7 @@ def test_attention_equals_numpy_with_rotary_positions_that_start_anywhere():
     num_heads, dim = 3, 4
     layer = layers.DotProductAttention(5, num_heads, dim_per_head=dim, rngs=nnx.Rngs(1))
     x = np.random.default_rng(5).normal(size=(2, 6, 5)).astype(np.float32)
-    found = layer(jnp.asarray(x), jnp.arange(6)[None])[0]
+    found = layer(jnp.asarray(x), positions=jnp.arange(6)[None])[0]
 
     def rotate(heads):
         angle = np.arange(6)[:, None] / 10_000.0 ** (np.arange(0, dim, 2) / dim)

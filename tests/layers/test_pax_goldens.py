@@ -43,7 +43,7 @@ def positions(inputs: dict[str, jax.Array]) -> jax.Array:
 
 
 def attend(module, inputs):
-    return module(inputs["x"], positions(inputs))[0]
+    return module(inputs["x"], positions=positions(inputs))[0]
 
 
 def feed_forward(activation: str) -> Case:

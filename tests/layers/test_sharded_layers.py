@@ -81,7 +81,7 @@ def cases(s: Sizes) -> dict[str, tuple[Any, Any]]:
         return module(x[:, 0])
 
     def of_positions(module, x, ids, key):
-        return module(x, positions(s.batch), key=key)[0]
+        return module(x, positions=positions(s.batch), key=key)[0]
 
     def softmax(module, x, ids, key):
         return module(x + module.emb_lookup(ids))
