@@ -87,7 +87,7 @@ def test_cached_logits_equal_the_uncached_ones_at_every_position(positions):
 
     @jax.jit
     def step(mdl_vars, ids, positions, cache):
-        return model.module(mdl_vars)(ids, positions, cache=cache)
+        return model.module(mdl_vars)(ids, positions=positions, cache=cache)
 
     logits, cache = prefill(mdl_vars, ids[:, :P])
     np.testing.assert_allclose(logits, wanted[:, :P], atol=2e-5)
