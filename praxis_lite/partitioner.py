@@ -1,11 +1,14 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite import steps
+from praxis_lite.models.layer_paths import naming_the_layer
 from praxis_lite.sharding.inputs import (
     GlobalBatch,
     abstract_global_batch,
@@ -106,9 +109,11 @@ class Partitioner:
             return self.eval_step.trace(state.mdl_vars, batch)
         return self.decode_step.trace(state.mdl_vars, batch, key)
 
-    def _set_mesh(self):
-        # Entered while a step is traced, so that no caller has to and no call pays for it.
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        # The mesh is set while a step is traced, so that no caller has to and no call pays for it.
+        with naming_the_layer(), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            yield
 
     def _inputs(self, batch: GlobalBatch) -> PyTree:
         axis_names = self.mesh.axis_names
@@ -116,23 +121,23 @@ class Partitioner:
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
 
     def _init(self, key: jax.Array) -> TrainState:
-        with self._set_mesh():
+        with self._tracing():
             state = steps.init_state(self.task, key)
             return self.layout.pad(state)
 
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
-        with self._set_mesh():
+        with self._tracing():
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(self.task, state, self._inputs(batch), key)
             return self.layout.pad(state), outputs
 
     def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch):
-        with self._set_mesh():
+        with self._tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
             return steps.eval_step(self.task, mdl_vars, self._inputs(batch))
 
     def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):
-        with self._set_mesh():
+        with self._tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
             return steps.decode_step(self.task, mdl_vars, self._inputs(batch), key)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.models.layer_paths import naming_the_layer
 from praxis_lite.weights import WeightSpec, spec_of
 
 MdlVars = dict[str, Any]
@@ -30,7 +31,9 @@ class NnxModel:
     @functools.cached_property
     def _split(self) -> tuple[nnx.GraphDef, list[tuple[tuple, nnx.Variable]]]:
         """The module's structure and its abstract variables by path; no array is made."""
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0))))
+        with naming_the_layer():
+            module = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
+        graphdef, state = nnx.split(module)
         return graphdef, list(nnx.to_flat_state(state))
 
     def init(self, key: jax.Array) -> MdlVars:

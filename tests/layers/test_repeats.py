@@ -200,7 +200,8 @@ def test_the_cache_of_a_scanned_stack_equals_that_of_an_unrolled_one():
         module = model.module({"params": weights, "non_trainable": {}})
         cache = module.init_cache(2, 5, jnp.float32)
         assert cache["key"].shape == (NUM_LAYERS, 2, 5, 3, 2)
-        outputs.append(jax.jit(lambda m, x, cache: m(x, positions=positions, cache=cache))(module, x, cache))
+        run = jax.jit(lambda m, x, cache: m(x, positions=positions, cache=cache))
+        outputs.append(run(module, x, cache))
     assert_trees_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
 
 

@@ -1,0 +1,105 @@
+"""Which layer of a model an error comes from: its path, read off the error's traceback.
+
+A layer does not know its own path: its parent gives it a name only once it is built.
+"""
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+
+
+@contextlib.contextmanager
+def naming_the_layer() -> Iterator[None]:
+    """Puts the path of the layer that raised a ConfigError in front of its message."""
+    try:
+        yield
+    except ConfigError as error:
+        path = layer_path(error.__traceback__)
+        if not path or hasattr(error, "layer_path"):
+            raise
+        named = type(error)(f"{path}: {error}")
+        named.layer_path = path
+        raise named from error
+
+
+def layer_path(traceback: TracebackType | None) -> str:
+    """Returns the path of the layer that was being built or called when an error was raised.
+
+    For instance "transformer/blocks/self_attention"; "" of the model itself.
+    """
+    names: list[str] = []
+    frames = list(_module_frames(traceback))
+    for (frame, position), following in zip(frames, [*frames[1:], None], strict=False):
+        module = frame.f_locals["self"]
+        if frame.f_code.co_name == "__init__":
+            name = _assigned_name(frame, position)
+        else:
+            child = following and following[0].f_locals["self"]
+            name = "" if child is None or child is module else _attribute_name(module, child)
+        names += [name] if name else []
+    return "/".join(names)
+
+
+def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, tuple]]:
+    """Yields the frames of layers' methods, each with the source position that it has reached."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if isinstance(frame.f_locals.get("self"), nnx.Module):
+            positions = list(frame.f_code.co_positions())
+            yield frame, positions[traceback.tb_lasti // 2]
+        traceback = traceback.tb_next
+
+
+def _assigned_name(frame: FrameType, position: tuple) -> str:
+    """Returns the name that a constructor was about to give to what it was building."""
+    line, _, column, _ = position
+    try:
+        lines, first_line = inspect.getsourcelines(frame.f_code)
+        source = "".join(lines)
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, SyntaxError):  # No source is at hand: the message does without a path.
+        return ""
+    if line is None or column is None:
+        return ""
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    at = (line - first_line + 1, column - indent)
+
+    def holds(node: ast.expr) -> bool:
+        return (node.lineno, node.col_offset) <= at < (node.end_lineno, node.end_col_offset)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and holds(node.value):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=True)
+                target = next((name for name, value in pairs if holds(value)), target)
+            if isinstance(target, ast.Attribute):
+                return target.attr
+            if isinstance(target, ast.Name):
+                return target.id
+    return ""
+
+
+def _attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
+    """Returns the name of a layer in its parent.
+
+    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: the first
+    attribute of its class is then taken.
+    """
+    attributes = {}
+    for name, value in vars(parent).items():
+        if isinstance(value, nnx.List):
+            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
+        else:
+            attributes[name] = value
+    for name, value in attributes.items():
+        if value is child:
+            return name
+    return next((name for name, value in attributes.items() if type(value) is type(child)), "")
