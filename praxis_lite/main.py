@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
 
     import fiddle as fdl
 
-    from praxis_lite.overrides import check_required
+    from praxis_lite.config.overrides import check_required
 
     check_required(config)
     job = fdl.build(config)
@@ -103,7 +103,7 @@ def _job_log_dir(args: argparse.Namespace) -> str:
 def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
     experiment = registry.get_experiment(args.exp)
 
-    from praxis_lite.overrides import apply_overrides
+    from praxis_lite.config.overrides import apply_overrides
 
     config = experiment().config()
     apply_overrides(config, args.settings)
@@ -113,8 +113,8 @@ def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
 def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
     job_dir = open_for_reading(_job_log_dir(args))
 
-    from praxis_lite.config_text import load_config
-    from praxis_lite.overrides import apply_overrides
+    from praxis_lite.config.overrides import apply_overrides
+    from praxis_lite.config.text import load_config
 
     loaded = load_config(job_dir.config_json.read_text(encoding="utf-8"))
     if args.exp is not None:
@@ -196,7 +196,7 @@ def _train(
 ) -> None:
     from praxis_lite import trainer
     from praxis_lite.checkpoints import Checkpoints
-    from praxis_lite.config_text import config_lines, dump_config
+    from praxis_lite.config.text import config_lines, dump_config
     from praxis_lite.layout_table import layout_table, layout_warnings
     from praxis_lite.metrics import ProgressLine
 
@@ -237,7 +237,7 @@ def _train(
 
 
 def _print_changes(job_dir: JobDir, config: "fdl.Config") -> None:
-    from praxis_lite.config_text import config_difference, load_config
+    from praxis_lite.config.text import config_difference, load_config
 
     before = load_config(job_dir.config_json.read_text(encoding="utf-8")).config
     for line in config_difference(before, config):

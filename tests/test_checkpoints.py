@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
-from praxis_lite.overrides import apply_overrides
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 from tests.job_runs import home

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from praxis_lite.config_text import dump_config, load_config
+from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.metrics import read_json_lines
 from tests.job_runs import copy_of_trained, launch, start_process, succeed, trained
 

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
-    {"errors", "hlo_text", "source_scan", "config_values"},
-    {"sharding", "hlo", "config_paths", "config_symbols"},
-    {"weights", "overrides", "config_text"},
+    {"errors", "hlo_text", "source_scan"},
+    {"sharding", "hlo", "config"},
+    {"weights"},
     {"layers", "models", "decode"},
     {"learner"},
     {"task", "slots"},

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.config_text import config_difference, config_lines, dump_config, load_config
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job, RunConfig
-from praxis_lite.overrides import apply_overrides
 from tests import callables as zoo
 
 NAME = "tests.callables.Mine"
@@ -206,12 +206,12 @@ def test_nothing_is_imported_for_a_refused_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(graph))
     code = """
         import sys; sys.path[:0] = [".", sys.argv[1]]
-        from praxis_lite.config_text import load_config
+        from praxis_lite.config.text import load_config
         try: load_config(open("config.json").read())
         except ValueError as error: print(error)
         assert not {"jax", "experiments"} & set(sys.modules)
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", textwrap.dedent(code), str(Path(__file__).parents[2])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "names zoo_that_runs.anything" in done.stdout and "RAN" not in done.stdout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config_values import UNKNOWN, is_dtype, union_parts
+from praxis_lite.config.values import UNKNOWN, is_dtype, union_parts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,15 @@ import fiddle as fdl
 from fiddle import daglish
 from fiddle.experimental import serialization
 
-from praxis_lite.config_paths import callable_name, describe, iterate_fields, join
-from praxis_lite.config_symbols import (
+from praxis_lite.config.paths import callable_name, describe, iterate_fields, join
+from praxis_lite.config.symbols import (
     check_exists,
     checked_symbols,
     policy_for,
     refused,
     symbol_of,
 )
-from praxis_lite.config_values import dtype_name, format_value
+from praxis_lite.config.values import dtype_name, format_value
 from praxis_lite.errors import ConfigError
 
 _FORMAT = 1

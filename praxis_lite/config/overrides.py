@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import fiddle as fdl
 
-from praxis_lite.config_paths import (
+from praxis_lite.config.paths import (
     UNSET,
     Field,
     Unknown,
@@ -19,7 +19,7 @@ from praxis_lite.config_paths import (
     join,
     takes_any_name,
 )
-from praxis_lite.config_values import UNKNOWN, WrongType, format_value, parse_value
+from praxis_lite.config.values import UNKNOWN, WrongType, format_value, parse_value
 from praxis_lite.errors import ConfigError
 
 _TOKEN = re.compile(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from praxis_lite.config.overrides import all_paths, apply_overrides, check_required
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job, RunConfig
-from praxis_lite.overrides import all_paths, apply_overrides, check_required
 from tests import callables as zoo
 
 

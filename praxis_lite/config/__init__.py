@@ -1,0 +1,1 @@
+"""Configs of experiments: fields by path, `--set`, and the files config.json and config.txt."""
