@@ -1,0 +1,28 @@
+"""Every experiment that --list names can be built, and its steps traced on its own mesh."""
+
+import fiddle as fdl
+import pytest
+
+from praxis_lite import registry
+from praxis_lite.config.overrides import check_required
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh
+from praxis_lite.trainer import TRAIN, check_num_batches
+
+NAMES = [one.name for one in registry.list_experiments()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_steps_can_be_traced(name):
+    config = registry.get_experiment(name)().config()
+    check_required(config)
+    job = fdl.build(config)
+    check_num_batches(job.datasets, job.run)
+    partitioner = Partitioner(job.task, make_mesh(job.mesh))
+    assert any(leaf.num_shards > 1 for leaf in partitioner.layout.leaves()), "no weight is split"
+    train = {TRAIN: job.datasets[TRAIN]}
+    for step, datasets in (("train", train), ("decode", job.decode_datasets)):
+        for pipeline in datasets.values():
+            pipeline.check()
+            partitioner.check_batch(pipeline.element_spec())
+            partitioner.trace(step, pipeline.element_spec())
