@@ -35,6 +35,8 @@ setup(
         "matplotlib>=3.11.2,<4",
         # TensorBoard summaries, without loading tensorflow.
         "tensorboardX>=2.6.5,<3",
+        # Real images without a network: the handwritten digits that vision.Digits* learn.
+        "scikit-learn>=1.9.1,<2",
     ],
     extras_require={
         "test": [

@@ -26,13 +26,9 @@ import optax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks import plain_jax_lm  # noqa: E402
+from experiments.lm import rotary_lm  # noqa: E402
 from praxis_lite import hlo  # noqa: E402
-from praxis_lite.layers import (  # noqa: E402
-    Transformer,
-    TransformerFeedForward,
-    TransformerLm,
-    set_sharding_params,
-)
+from praxis_lite.layers import TransformerFeedForward, set_sharding_params  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
 from tasks.language_model import LanguageModelTask  # noqa: E402
@@ -52,16 +48,14 @@ GOALS = {
 
 def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     """Returns the library's steps for the model of `plain_jax_lm`."""
-    feed_forward = fdl.Partial(TransformerFeedForward, has_bias=False, activation="gelu")
-    lm = fdl.Partial(
-        TransformerLm,
+    lm = rotary_lm(
         vocab_size=cfg.vocab_size,
         model_dims=cfg.model_dims,
         hidden_dims=cfg.hidden_dims,
         num_heads=cfg.num_heads,
         dim_per_head=cfg.dims_per_head,
         num_layers=cfg.num_layers,
-        transformer_layer_tpl=fdl.Partial(Transformer, tr_fflayer_tpl=feed_forward),
+        tr_fflayer_tpl=fdl.Partial(TransformerFeedForward, has_bias=False, activation="gelu"),
     )
     task = fdl.Config(
         LanguageModelTask,

@@ -4,9 +4,22 @@ import fiddle as fdl
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.decode import Sampling
+from praxis_lite.decode import Sample
+from praxis_lite.initializers import WeightInit
 from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, tf_data
-from praxis_lite.layers import Repeat, TransformerLm, set_sharding_params
+from praxis_lite.layers import (
+    AttentionProjection,
+    DotProductAttention,
+    Embedding,
+    FullSoftmax,
+    Repeat,
+    RmsNorm,
+    SharedEmbeddingSoftmax,
+    Transformer,
+    TransformerFeedForward,
+    TransformerLm,
+    set_sharding_params,
+)
 from praxis_lite.learner import Learner
 from tasks.language_model import LanguageModelTask
 
@@ -15,6 +28,30 @@ BATCH_OVER_DATA = {
     "map_1d": (("replica", "data"),),
     "map_2d": (("replica", "data"), None),
 }
+
+
+def rotary_lm(*, tr_fflayer_tpl=TransformerFeedForward, attention=None, **settings):
+    """Returns the config of an LM with rotary positions, RMS norms and no biases but the hidden."""
+    block = fdl.Partial(
+        Transformer, ln_tpl=RmsNorm, tr_fflayer_tpl=tr_fflayer_tpl,
+        tr_atten_tpl=fdl.Partial(
+            DotProductAttention, use_bias=False, internal_enable_per_dim_scale=False,
+            scale_query_by_dim_per_head=True, use_rotary_position_emb=True,
+            # By default, as in Pax, these weights start several times smaller and learn later.
+            proj_tpl=fdl.Partial(AttentionProjection, explicit_fan_in_fan_out_axes=True),
+            **(attention or {}),
+        ),
+    )
+    softmax = fdl.Partial(
+        SharedEmbeddingSoftmax, scale_sqrt_depth=True, has_bias=False,
+        # So that an embedding, scaled, has elements of about one.
+        weight_init=fdl.Config(WeightInit.Gaussian, scale=settings["model_dims"] ** -0.5),
+    )
+    return fdl.Partial(
+        TransformerLm,
+        **{"softmax_tpl": softmax, **settings},
+        position_emb_tpl=None, final_ln_tpl=RmsNorm, transformer_layer_tpl=block,
+    )
 
 
 @register
@@ -33,8 +70,8 @@ class PyDocs(Experiment):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
     def task(self):
-        lm = fdl.Partial(
-            TransformerLm, vocab_size=257, model_dims=145, hidden_dims=435, num_heads=5,
+        lm = rotary_lm(
+            vocab_size=257, model_dims=145, hidden_dims=435, num_heads=5,
             dim_per_head=30, num_layers=4,
             # Small enough to keep every activation, a quarter faster than computing them twice.
             stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
@@ -50,8 +87,8 @@ class PyDocs(Experiment):
         )
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm), learner=learner,
-            inputs_split_mapping=BATCH_OVER_DATA, max_decode_steps=160,
-            sampling=fdl.Config(Sampling, temperature=0.7, top_p=0.9),
+            inputs_split_mapping=BATCH_OVER_DATA,
+            decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.7),
         )
 
     def datasets(self):
@@ -80,6 +117,40 @@ class PyDocs(Experiment):
 
 
 @register
+class Llama(PyDocs):
+    """A small Llama: gated SiLU, two heads of keys for six of queries, embedding and softmax apart.
+
+    Four layers, hidden 320 and 6 heads over two model-parallel devices; the two key/value heads
+    lie one on each.
+    """
+
+    def task(self):
+        lm = rotary_lm(
+            vocab_size=257, model_dims=120, hidden_dims=320, num_heads=6, dim_per_head=20,
+            num_layers=4, attention={"num_kv_heads": 2},
+            tr_fflayer_tpl=fdl.Partial(
+                TransformerFeedForward, activation="silu", use_gated_activation=True,
+                has_bias=False,
+            ),
+            softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
+            separate_embedding_tpl=fdl.Partial(
+                Embedding, scale_sqrt_depth=True,
+                weight_init=fdl.Config(WeightInit.Gaussian, scale=120**-0.5),
+            ),
+            stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
+        )
+        task = super().task()
+        task.model = set_sharding_params(lm)
+        task.learner.learning_rate.decay_steps = 240
+        return task
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=240, checkpoint_every_steps=240, eval_every_steps=120
+        )
+
+
+@register
 class Synthetic(Experiment):
     """Two layers on made-up tokens, without tensorflow: starts fast, learns in seconds."""
 
@@ -87,8 +158,8 @@ class Synthetic(Experiment):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
     def task(self):
-        lm = fdl.Partial(
-            TransformerLm, vocab_size=61, model_dims=32, hidden_dims=64, num_heads=4, num_layers=2
+        lm = rotary_lm(
+            vocab_size=61, model_dims=32, hidden_dims=64, num_heads=4, num_layers=2
         )
         learner = fdl.Config(
             Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=1e-2,

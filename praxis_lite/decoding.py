@@ -2,15 +2,24 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
+from praxis_lite.decode.loop import sample_keys
+from praxis_lite.decode.sampling import Greedy
+from praxis_lite.decode.slots import Prompt, Slots
+from praxis_lite.decode.stop_strings import stops_in_text
+from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.trainer import host_of
+
+# A look at the tokens waits for the devices; a row that should have ended goes on until then.
+STEPS_BETWEEN_LOOKS = 8
 
 
 def decode(
@@ -32,10 +41,12 @@ def decode(
     base_key = partitioner.key(seed)
     records_of = {}
     for name, pipeline in decode_datasets.items():
+        if num_cache_slots(partitioner):
+            decoded = _in_slots(partitioner, pipeline, mdl_vars, base_key, name, note)
+        else:
+            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, base_key)
         records: list[dict[str, Any]] = []
-        for index, inputs in enumerate(pipeline.batches(**host_of())):
-            key = jax.device_put(jax.random.fold_in(base_key, index), partitioner.replicated)
-            outputs = partitioner.decode_step(mdl_vars, partitioner.global_batch(inputs), key)
+        for inputs, outputs in decoded:
             records += partitioner.task.decode_to_records(inputs, jax.device_get(outputs))
         path = job.decode_jsonl(name, step)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,3 +60,82 @@ def decode(
         note(f"decoded {len(records)} prompts of {name} with the weights of step {step}: {path}")
         records_of[name] = records
     return records_of
+
+
+def num_cache_slots(partitioner: Partitioner) -> int:
+    """Returns in how many slots the task's decoder wants its prompts decoded; 0: in batches."""
+    decoder = getattr(partitioner.task, "decoder", None)
+    return decoder.num_cache_slots if isinstance(decoder, Greedy) else 0
+
+
+def _batch_by_batch(
+    partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, base_key: jax.Array
+) -> Iterator[tuple[Any, Any]]:
+    """Yields inputs and outputs of each batch."""
+    for index, inputs in enumerate(pipeline.batches(**host_of())):
+        key = jax.device_put(jax.random.fold_in(base_key, index), partitioner.replicated)
+        yield inputs, partitioner.decode_step(mdl_vars, partitioner.global_batch(inputs), key)
+
+
+def _in_slots(
+    partitioner: Partitioner,
+    pipeline: InputPipeline,
+    mdl_vars: Any,
+    base_key: jax.Array,
+    name: str,
+    note: Callable[[str], None],
+) -> Iterator[tuple[Any, Any]]:
+    """Yields inputs and outputs of each batch, with the tokens that batches would give."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "decoder.num_cache_slots needs all prompts on one host, but there are "
+            f"{jax.process_count()}. Set it to 0, or decode on one host."
+        )
+    task, prompt_length = partitioner.task, pipeline.element_spec()["ids"].shape[1]
+    decoder, module = task.decoder, task.model.module
+    slots = Slots(
+        decoder, module, decoder.num_cache_slots, prompt_length, wrap=partitioner.with_mdl_vars
+    )
+    batches: list[tuple[Any, dict[str, np.ndarray]]] = []
+    places: list[tuple[int, int]] = []  # Of each prompt: its batch, and its row in the outputs.
+
+    def prompts() -> Iterator[Prompt]:
+        for index, inputs in enumerate(pipeline.batches(**host_of())):
+            num_rows, shape = len(inputs["ids"]), (decoder.max_decode_steps,)
+            num_hyps = num_rows * decoder.num_hyps
+            empty = {
+                "output_ids": np.zeros((num_hyps, *shape), np.int32),
+                "logprobs": np.zeros((num_hyps, *shape), np.float32),
+                "decode_lengths": np.zeros((num_hyps,), np.int32),
+            }
+            batches.append((inputs, empty))
+            keys = sample_keys(
+                task.row_keys(jax.random.fold_in(base_key, index), num_rows), decoder.num_hyps
+            )
+            for hyp in range(num_hyps):
+                row = hyp // decoder.num_hyps
+                if inputs["weights"][row] > 0:
+                    places.append((index, hyp))
+                    settings = {key: x[row] for key, x in task.per_row_settings(inputs).items()}
+                    yield Prompt(
+                        inputs["ids"][row], inputs["prefix_lengths"][row], keys[hyp], **settings
+                    )
+
+    looks: dict[str, Any] = {}
+    if decoder.stop_strings:
+        # Those that came about by other tokens than the encoded ones, only the text shows.
+        should_stop = stops_in_text(task.tokenizer, decoder.stop_strings)
+        looks = {"num_steps": STEPS_BETWEEN_LOOKS, "should_stop": should_stop}
+    for new in slots.stream(mdl_vars, prompts(), **looks):
+        index, hyp = places[new.index]
+        outputs = batches[index][1]
+        start = outputs["decode_lengths"][hyp]
+        outputs["output_ids"][hyp, start : start + len(new.ids)] = new.ids
+        outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
+        outputs["decode_lengths"][hyp] += len(new.ids)
+    note(
+        f"{slots.num_prefills} rows of {name} took {slots.num_steps} model steps in "
+        f"{decoder.num_cache_slots} slots"
+    )
+    for inputs, outputs in batches:
+        yield inputs, decoder.outputs_of(outputs)

@@ -1,7 +1,7 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -108,6 +108,18 @@ class Partitioner:
         if step == "eval":
             return self.eval_step.trace(state.mdl_vars, batch)
         return self.decode_step.trace(state.mdl_vars, batch, key)
+
+    def with_mdl_vars(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
+
+        To be compiled by `jax.jit`, for loops that need another step than the three here.
+        """
+
+        def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
+            with self._tracing():
+                return function(self._mdl_layout.unpad(mdl_vars), *args)
+
+        return on_the_mesh
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:

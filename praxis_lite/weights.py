@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.initializers import WeightInit
 from praxis_lite.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
+Model = TypeVar("Model")
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
-# Pax's default: uniform in +-sqrt(6 / (fan_in + fan_out)), fans as of a convolution.
-xavier = jax.nn.initializers.xavier_uniform()
+xavier = WeightInit.Xavier()  # Pax's default.
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
@@ -138,6 +139,15 @@ def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
     for path, node in nnx.iter_graph(module):
         if path in values:
             node.set_value(values[path])
+
+
+def rebuilt(model: Model) -> Model:
+    """Returns a copy of a module that may be assigned to where it is called.
+
+    The body of a scan or loop is a trace of its own, and Flax refuses that it assigns to the
+    variables of a module from outside. What is assigned to the copy stays there.
+    """
+    return jax.tree.map(lambda x: x, model)
 
 
 def variables(module: nnx.Module) -> Iterator[nnx.Variable]:

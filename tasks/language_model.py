@@ -10,26 +10,39 @@ import numpy as np
 import optax
 from flax import nnx
 
-from praxis_lite.decode import Sampling, decode_tokens
-from praxis_lite.errors import ConfigError
+from praxis_lite.decode import Decoder, Greedy
+from praxis_lite.decode.prefill import cache_length
+from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
 from praxis_lite.inputs.text import ByteTokenizer
 from praxis_lite.learner import Learner
 from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.weights import AuxLoss, Summary, intermediates
 
 # B batch, T time, P longest prompt.
+# What a batch may have besides, and what models call it.
+OPTIONAL_INPUTS = {
+    "segment_ids": "segment_ids",
+    "segment_pos": "positions",
+    "paddings": "paddings",
+    "inputs_indicator": "inputs_indicator",
+}
+PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 
 
 class LanguageModelTask(Task):
     """Trains a model of (ids [B, T]) -> (logits [B, T, V], cache) on next tokens; decodes from it.
 
-    Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T]; to decode, `ids` int32 [B, P],
+    Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T], and where a batch has them
+    `segment_ids`, `segment_pos` int32 [B, T] (packed rows), `paddings` float32 [B, T] and
+    `inputs_indicator` (prefix models) for models with a `compute_loss`; to decode, `ids` int32
+    [B, P],
     `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
 
     Args:
       model, learner, inputs_split_mapping: see Task.
       tokenizer: for the text of what is decoded; its `token_unit` names the metric bits_per_...
-      sampling: how tokens are chosen.
-      max_decode_steps: most new tokens per prompt.
+      decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become this
+        tokenizer's tokens.
     """
 
     weight_unit = "tokens"
@@ -43,77 +56,124 @@ class LanguageModelTask(Task):
         *,
         inputs_split_mapping: Mapping[str, Any] | None = None,
         tokenizer: ByteTokenizer | None = None,
-        sampling: Sampling | None = None,
-        max_decode_steps: int = 128,
+        decoder: Decoder | None = None,
     ):
         super().__init__(model, learner, inputs_split_mapping=inputs_split_mapping)
-        if max_decode_steps < 1:
-            raise ConfigError(
-                f"LanguageModelTask.max_decode_steps is {max_decode_steps}; wanted is 1 or more."
-            )
         self.tokenizer = tokenizer or ByteTokenizer()
-        self.sampling = sampling or Sampling()
-        self.max_decode_steps = max_decode_steps
+        self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that the model has a position for each token of a batch and its decoding."""
         super().check_inputs(inputs, required, what)
         model, length = self.model.abstract_module(), inputs["ids"].shape[1]
         if required == self.required_decode_inputs:
-            length += self.max_decode_steps
-        if hasattr(model, "init_cache"):
+            length = cache_length(self.decoder, length)
+        is_causal = getattr(model, "model_type", "causal") == "causal"
+        if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
             jax.eval_shape(lambda: model.init_cache(1, length))
 
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns loss (nats per token), bits_per_<token unit>, accuracy; weighted by tokens."""
-        logits, _ = model(inputs["ids"], key=key)
-        labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
-        xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-        num_tokens = jnp.sum(weights)
-        divisor = jnp.maximum(num_tokens, 1e-9)
-        loss = jnp.sum(xent * weights) / divisor
-        return {
-            "loss": (loss, num_tokens),
-            f"bits_per_{self.tokenizer.token_unit}": (loss / math.log(2.0), num_tokens),
-            "accuracy": (jnp.sum(correct * weights) / divisor, num_tokens),
+        """Returns metrics, weighted by tokens.
+
+        loss: nats per token, and what the layers add to it (aux_loss, then a metric too);
+        bits_per_<token unit>: of the cross-entropy alone; accuracy; the layers' summaries, each
+        the mean of the layers that report one of that name.
+        """
+        outputs = _outputs_of(model, inputs, key)
+        num_tokens = outputs["total_weight"]
+        metrics = {
+            "loss": outputs["total_loss"],
+            f"bits_per_{self.tokenizer.token_unit}": outputs["avg_xent"] / math.log(2.0),
+            "accuracy": outputs["accuracy"],
         }
+        if isinstance(model, nnx.Module):
+            if intermediates(model, AuxLoss):
+                metrics["aux_loss"] = outputs["aux_loss"]
+            metrics |= _mean_summaries(model)
+        return {name: (value, num_tokens) for name, value in metrics.items()}
 
     def decode(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the fields of `decode.decode_tokens`."""
+        """Returns what `Decoder.__call__` does; `key` is folded with the row.
+
+        Batches may have `temperature` float [B] and `per_example_max_decode_steps` int [B], which
+        then go before the decoder's own.
+        """
         is_true_row = inputs["weights"] > 0
-        return decode_tokens(
-            model,
-            inputs["ids"],
-            jnp.where(is_true_row, inputs["prefix_lengths"], 0),
-            key,
-            sampling=self.sampling,
-            max_decode_steps=self.max_decode_steps,
-            eos_id=self.tokenizer.eos_id,
-        )
+        lengths = jnp.where(is_true_row, inputs["prefix_lengths"], 0)
+        keys = self.row_keys(key, len(lengths))
+        return self.decoder(model, inputs["ids"], lengths, keys, **self.per_row_settings(inputs))
+
+    def row_keys(self, key: jax.Array, num_rows: int) -> jax.Array:
+        """Returns the key of each row of a batch, given the batch's."""
+        return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
+
+    def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a batch of prompts sets for each row apart."""
+        return {name: inputs[name] for name in PER_ROW_SETTINGS if name in inputs}
 
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns prompt, continuation, its tokens, length and log-probability per true row."""
-        records = []
+        """Returns a record per true row and hypothesis: prompt, continuation and how it came.
+
+        Where a prompt has several hypotheses, the best first, each names its place ("sample") and
+        its score.
+        """
+        records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
             prompt = inputs["ids"][row, : inputs["prefix_lengths"][row]]
             text = prompt[prompt != self.tokenizer.eos_id]  # It also marks the beginning.
-            new_ids = outputs["output_ids"][row, : outputs["decode_lengths"][row]]
-            records.append(
-                {
+            for hyp in range(num_hyps):
+                new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
+                stop_strings = getattr(self.decoder, "stop_strings", ())
+                continuation, stopped = cut_at_stop(self.tokenizer.decode(new_ids), stop_strings)
+                record = {
                     "prompt": self.tokenizer.decode(text),
-                    "continuation": self.tokenizer.decode(new_ids),
+                    "continuation": continuation,
                     "prefix_length": len(prompt),
                     "decode_length": len(new_ids),
-                    "ended": bool(len(new_ids) and new_ids[-1] == self.tokenizer.eos_id),
-                    "log_prob": float(outputs["log_probs"][row]),
+                    "ended": stopped or bool(len(new_ids) and new_ids[-1] in self.decoder.eos_ids),
+                    "log_prob": float(np.sum(outputs["logprobs"][row, hyp])),
                     "output_ids": new_ids.tolist(),
                 }
-            )
+                if num_hyps > 1:
+                    record |= {"sample": hyp, "score": float(outputs["scores"][row, hyp])}
+                records.append(record)
         return records
+
+
+def _outputs_of(
+    model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Returns what the model's own `compute_loss` does, or as much of it from its logits."""
+    ids, labels, weights = (inputs[name] for name in LanguageModelTask.required_inputs)
+    if hasattr(model, "compute_loss"):
+        given = {
+            setting: inputs[name] for name, setting in OPTIONAL_INPUTS.items() if name in inputs
+        }
+        return model.compute_loss(ids, labels, weights, key=key, **given)
+    logits, _ = model(ids, key=key)
+    weights = weights.astype(jnp.float32)
+    xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    is_hit = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    total_weight = jnp.sum(weights)
+    divisor = jnp.maximum(total_weight, 1e-9)
+    avg_xent = jnp.sum(xent * weights) / divisor
+    return {
+        "total_loss": avg_xent,
+        "avg_xent": avg_xent,
+        "accuracy": jnp.sum(is_hit * weights) / divisor,
+        "total_weight": total_weight,
+    }
+
+
+def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
+    """Returns, by the last part of their path, the means of what layers report."""
+    by_name: dict[str, list[jax.Array]] = {}
+    for path, value in intermediates(model, Summary).items():
+        by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))
+    return {name: jnp.mean(jnp.concatenate(values)) for name, values in by_name.items()}

@@ -35,11 +35,12 @@ import jax
 import numpy as np
 import optax
 
+from experiments.lm import rotary_lm
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.decode import Sampling
+from praxis_lite.decode import Sample
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
-from praxis_lite.layers import TransformerLm, set_sharding_params
+from praxis_lite.layers import set_sharding_params
 from praxis_lite.learner import Learner
 from tasks.language_model import LanguageModelTask
 
@@ -67,8 +68,8 @@ class Tiny(Experiment):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
     def task(self):
-        lm = fdl.Partial(
-            TransformerLm, vocab_size=257, model_dims=7, hidden_dims=11, num_heads=3,
+        lm = rotary_lm(
+            vocab_size=257, model_dims=7, hidden_dims=11, num_heads=3,
             dim_per_head=6, num_layers=2, residual_dropout_prob=0.1,
         )
         learner = fdl.Config(
@@ -83,7 +84,7 @@ class Tiny(Experiment):
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm), learner=learner,
             inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
-            max_decode_steps=5, sampling=fdl.Config(Sampling),
+            decoder=fdl.Config(Sample, max_decode_steps=5, temperature=0.0, k=0),
         )
 
     def datasets(self):

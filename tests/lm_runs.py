@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import optax
 
-from praxis_lite.layers import TransformerLm, set_sharding_params
+from experiments.lm import rotary_lm
+from praxis_lite.decode import Greedy
+from praxis_lite.layers import set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
@@ -38,8 +40,7 @@ def lm_of(size):
 
 
 def lm_with(dims):
-    lm = fdl.Partial(TransformerLm, num_layers=2, **dims)
-    return fdl.build(set_sharding_params(lm))
+    return fdl.build(set_sharding_params(rotary_lm(num_layers=2, **dims)))
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def partitioner_with(dims, optimizer, shape):
         inputs_split_mapping={
             "map_1d": (("replica", "data"),), "map_2d": (("replica", "data"), None),
         },
-        max_decode_steps=NUM_NEW_TOKENS,
+        decoder=Greedy(max_decode_steps=NUM_NEW_TOKENS),
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
 

@@ -130,7 +130,7 @@ def saved_folder(tmp_path_factory):
     return folder
 
 
-SOFTMAX = "mdl_vars/params/softmax/w"
+SOFTMAX = "mdl_vars/params/softmax/logits_ffn/linear/w"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path, mesh_of):
         for _ in range(7):
             state = overwrite(state)
         jax.block_until_ready(state)
-    assert float(state.mdl_vars["params"]["softmax"]["w"][0, 0]) == 7.0
+    assert float(state.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"][0, 0]) == 7.0
     with Checkpoints(tmp_path) as checkpoints:
         restored = checkpoints.restore(partitioner.layout, mesh).state
     for x, wanted in zip(

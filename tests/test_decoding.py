@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
+import fiddle as fdl
 import pytest
 
 from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.decode import BeamSearch
+from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
 from tests.job_runs import copy_of_trained, launch, start_process, succeed, trained
 
@@ -74,16 +79,68 @@ def test_sampling_is_set_on_the_command_line(decoded):
         succeed("--mode=decode", f"--job_log_dir={job.path}", "--set", *settings)
         return records(job)
 
-    hot = sample("task.sampling.temperature=3.0")
+    hot = sample("task.decoder.temperature=3.0")
     assert [line["prompt"] for line in hot] == [line["prompt"] for line in greedy]
     assert [line["output_ids"] for line in hot] != [line["output_ids"] for line in greedy]
-    assert sample("task.sampling.temperature=3.0") == hot, "not a function of the seed"
-    other_seed = sample("task.sampling.temperature=3.0", "run.seed=7")
+    assert sample("task.decoder.temperature=3.0") == hot, "not a function of the seed"
+    other_seed = sample("task.decoder.temperature=3.0", "run.seed=7")
     assert [line["output_ids"] for line in other_seed] != [line["output_ids"] for line in hot]
     # Of the one most likely token, whatever the temperature, there is no choice.
-    assert_same_tokens(sample("task.sampling.temperature=3.0", "task.sampling.top_k=1"), greedy)
+    assert_same_tokens(sample("task.decoder.temperature=3.0", "task.decoder.k=1"), greedy)
     # The config of the job stays what it was trained with.
     assert "temperature=3.0" not in job.config_txt.read_text()
+
+
+def decode_with(job, *settings):
+    done = succeed("--mode=decode", f"--job_log_dir={job.path}", "--set", *settings)
+    return records(job), done.out
+
+
+def test_slots_give_the_tokens_of_batches_and_say_how_many_steps_they_took(decoded):
+    job, _ = decoded
+    settings = (
+        "task.decoder.temperature=1.5", "task.decoder.num_samples=3",
+        "decode_datasets.prompts.batch_size=2",
+    )
+    wanted, _ = decode_with(job, *settings)
+    found, out = decode_with(job, *settings, "task.decoder.num_cache_slots=4")
+    assert [line["sample"] for line in wanted] == [0, 1, 2] * 3
+    for i in range(0, 9, 3):
+        assert wanted[i]["score"] >= wanted[i + 1]["score"] >= wanted[i + 2]["score"]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.pop("score") == pytest.approx(other.pop("score"), abs=1e-4)
+    assert_same_tokens(found, wanted)
+    num_steps = int(re.search(r"9 rows of prompts took (\d+) model steps in 4 slots", out)[1])
+    lengths = [line["decode_length"] for line in wanted]
+    assert sum(lengths) / 4 <= num_steps <= sum(lengths) / 4 + max(lengths)
+
+
+def test_a_stop_string_ends_the_text_before_it(decoded):
+    job, greedy = decoded
+    text = greedy[0]["continuation"]
+    stop = text[2:4]
+    assert text.isascii() and len(stop) == 2
+    found, _ = decode_with(job, f'task.decoder.stop_strings=["{stop}"]')
+    cut = text.index(stop)
+    assert found[0]["continuation"] == text[:cut] and found[0]["ended"]
+    assert found[0]["output_ids"] == greedy[0]["output_ids"][: cut + 2]
+
+
+def test_a_beam_holds_the_likeliest_that_end(decoded):
+    job, _ = decoded
+    loaded = load_config(job.config_json.read_text())
+    copy = JobDir(Path(shutil.copytree(job.path, job.path.parent / "beam")))
+    loaded.config.task.decoder = fdl.Config(
+        BeamSearch, beam_size=4, max_decode_steps=5, eos_id=(256, 10)
+    )
+    copy.write_config(dump_config(loaded.config, loaded.experiment), [])
+    succeed("--mode=decode", f"--job_log_dir={copy.path}")
+    lines = records(copy)
+    assert len(lines) == 12
+    for line in lines:
+        assert line["output_ids"][-1] in (256, 10) and line["ended"]
+        norm = ((line["decode_length"] + 5) / 5) ** 0.8
+        assert line["score"] == pytest.approx(line["log_prob"] / norm, abs=1e-4)
 
 
 def test_eval_gives_the_numbers_of_the_end_of_training(tmp_path):

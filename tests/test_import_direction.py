@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
     {"errors", "hlo_text", "source_scan"},
-    {"sharding", "hlo", "config"},
+    {"sharding", "hlo", "config", "initializers"},
     {"weights"},
     {"layers", "models", "decode"},
     {"learner"},
@@ -23,7 +23,7 @@ ORDER = (
     {"checkpoints", "inputs", "metrics", "job_dir", "layout_table"},
     {"experiment", "summary"},
     {"registry", "trainer"},
-    {"decoding", "explain"},
+    {"decoding", "explain", "interop"},
     {"main"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
@@ -113,7 +113,8 @@ def test_only_the_mesh_asks_jax_for_devices():
                 if name.split(".")[0] == "jax" and name.split(".")[-1] in DEVICE_QUESTIONS:
                     asking.setdefault(name, set()).add(name_of(path))
     of_jax = {text: files for text, files in asking.items() if text.startswith("jax")}
-    assert of_jax == {"jax.devices": {"praxis_lite/sharding/mesh.py"}}
+    mesh = {"praxis_lite/sharding/mesh.py"}
+    assert of_jax == {"jax.devices": mesh, "jax.default_backend": mesh}
 
 
 def test_tensorflow_is_imported_under_inputs_alone_and_by_a_function():

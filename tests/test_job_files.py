@@ -107,7 +107,8 @@ def test_evaluations_stand_in_their_file_with_gzips_figure(ran):
 
 def test_layout_txt_has_a_line_per_array(ran):
     text = ran[0].layout_txt.read_text()
-    for path in ("mdl_vars/params/softmax/w", "opt_states/slots/unstacked/0/mu/softmax/w"):
+    weight = "softmax/logits_ffn/linear/w"
+    for path in (f"mdl_vars/params/{weight}", f"opt_states/slots/unstacked/0/mu/{weight}"):
         assert f"\n{path} " in text
     assert "3,186 weights. On each device of the mesh (replica 1, data 4, mdl 2)" in text
 

@@ -17,7 +17,7 @@ BLOCKS = "mdl_vars/params/transformer/blocks"
 # layers stacked. Path: true shape, padded shape, spec, bytes on one device, share of padding.
 BY_HAND = {
     "mdl_vars/params/final_ln/scale": ("[7]", "", "(-)", 7 * 4, ""),
-    "mdl_vars/params/softmax/w": (
+    "mdl_vars/params/softmax/logits_ffn/linear/w": (
         "[7, 257]", "[8, 258]", "(data, mdl)", 2 * 129 * 4, f"{1 - 7 * 257 / (8 * 258):.1%}"
     ),
     f"{BLOCKS}/ff_layer/ffn_layer1/bias/b": (

@@ -35,6 +35,7 @@ def refused(*argv, num_devices=8):
     return " ".join(done.err.split())
 
 
+SOFTMAX = "params/softmax/logits_ffn/linear/w"
 SPLIT = "task.model.softmax_tpl.weight_split_dims_mapping"
 ACTIVATION = "task.model.softmax_tpl.activation_split_dims_mapping"
 
@@ -57,12 +58,12 @@ BAD_SETTINGS = {
     ),
     "an unknown axis of a weight": (
         f"{SPLIT}=data,modl",
-        ["params/softmax/w", "('data', 'modl')", "'modl'", "('replica', 'data', 'mdl')"],
+        [SOFTMAX, "('data', 'modl')", "'modl'", "('replica', 'data', 'mdl')"],
         ["Did you mean mdl?", "Fix the mapping or mesh.axis_names"],
     ),
     "an unknown axis of the mesh": (
         "mesh.axis_names=replica,data,model",
-        ["params/softmax/w", "the axis 'mdl'", "('replica', 'data', 'model')"],
+        [SOFTMAX, "the axis 'mdl'", "('replica', 'data', 'model')"],
         ["Did you mean model?", "Fix the mapping or mesh.axis_names"],
     ),
     "an unknown axis of an activation": (
@@ -77,7 +78,7 @@ BAD_SETTINGS = {
     ),
     "an axis used twice by a weight": (
         f"{SPLIT}=mdl,mdl",
-        ["params/softmax/w", "('mdl', 'mdl')", "the axis 'mdl' twice"],
+        [SOFTMAX, "('mdl', 'mdl')", "the axis 'mdl' twice"],
         ["can split one dimension only"],
     ),
     "an axis used twice by an activation": (
@@ -87,7 +88,7 @@ BAD_SETTINGS = {
     ),
     "a mapping longer than a weight's rank": (
         f"{SPLIT}=data,mdl,None",
-        ["params/softmax/w", "('data', 'mdl', None) have 3 entries", "2 dimensions"],
+        [SOFTMAX, "('data', 'mdl', None) have 3 entries", "2 dimensions"],
         ["Remove 1 of them"],
     ),
     "a mapping longer than an activation's rank": (

@@ -111,8 +111,8 @@ def test_biases_split_as_the_dims_they_are_added_to():
     assert specs[f"{block}/ff_layer/ffn_layer1/bias/b"] == P(None, "mdl")
     assert specs[f"{block}/ff_layer/ffn_layer2/linear/w"] == P(None, "mdl", "data")
     assert specs[f"{block}/ff_layer/ffn_layer2/bias/b"] == P(None, "data")
-    assert specs["params/softmax/w"] == P("data", "mdl")
-    assert specs["params/softmax/b"] == P("mdl")
+    assert specs["params/softmax/logits_ffn/linear/w"] == P("data", "mdl")
+    assert specs["params/softmax/logits_ffn/bias/b"] == P("mdl")
 
 
 def test_weights_of_a_block_are_drawn_at_their_true_shapes_and_differ():

@@ -1,59 +1,203 @@
-"""How the next token is chosen from its logits: greedy, temperature, top-k, top-p."""
+"""Decoding token by token: greedy, or drawn from the likely ones."""
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.decode.decoder import Decoder, Outputs
+from praxis_lite.decode.loop import advance, sample_keys, start
+from praxis_lite.decode.rows import Rows
 
-# B batch, V classes.
+# B prompts, S samples of each, R = B x S rows, V classes, C candidates (V, or the k most likely).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Chooses token ids [B] from logits [B, V].
+class Greedy(Decoder):
+    """Takes the most likely token of each step.
 
     Attributes:
-      temperature: divides the logits; 0: the most likely token (greedy), no randomness.
-      top_k: only the k most likely tokens can be chosen; 0: all.
-      top_p: only the most likely tokens whose probabilities sum to p can be chosen, at least one;
-        1: all. Applied after the temperature and top_k (Holtzman et al. 2020, arXiv:1904.09751).
+      repetition_penalty: what the logit of a token that has occurred, in the prompt or after it,
+        is divided by where positive and multiplied by where negative; 1: none (Keskar et al.
+        2019, arXiv:1909.05858).
+      presence_penalty: subtracted from the logit of a token that occurred after the prompt.
+      stop_sequences: token sequences of which each, once a row ends in it, ends the row. They may
+        not reach back into the prompt. Pax has them as `eos_id` of rank 2.
+      stop_strings: texts that end a row, and are cut off with what follows them. For a task with
+        a tokenizer: encoded they are stop sequences, and where a text came about by other tokens
+        it is cut all the same.
+      num_cache_slots: more than 0: a dataset of prompts is decoded in that many places, each taken
+        by the next prompt as soon as it is free (Pax's name); 0: batch by batch, each of which
+        takes as long as its longest row.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    num_cache_slots: int = 0
 
     def __post_init__(self):
-        if not 0.0 <= self.temperature < math.inf:
-            raise ConfigError(
-                f"Sampling.temperature is {self.temperature}; wanted is 0 (greedy) or more."
+        object.__setattr__(self, "stop_sequences", tuple(map(tuple, self.stop_sequences)))
+        if not isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        super().__post_init__()
+        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0")
+        self._require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
+        self._require(
+            "stop_sequences", all(self.stop_sequences), "sequences of tokens, none of them empty"
+        )
+        self._require(
+            "stop_strings",
+            not isinstance(self.stop_strings, str) and all(self.stop_strings),
+            "a sequence of texts, none of them empty",
+        )
+        self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
+
+    @property
+    def num_hyps(self) -> int:
+        return 1
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+
+    def choose(self, logits: jax.Array, rows: Rows) -> jax.Array:
+        """Returns a token per row, [R], from logits [R, V] that `penalized` has dealt with."""
+        del rows
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def penalized(self, rows: Rows) -> jax.Array:
+        """Returns the logits that are chosen from: penalties, and no end before its time."""
+        logits = rows.logits
+        if self.repetition_penalty != 1.0:
+            lowered = jnp.where(
+                logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
             )
-        if self.top_k < 0:
-            raise ConfigError(f"Sampling.top_k is {self.top_k}; wanted is 0 (all) or more.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"Sampling.top_p is {self.top_p}; wanted is 0 < p <= 1.")
+            logits = jnp.where(rows.in_prompt | rows.in_output, lowered, logits)
+        if self.presence_penalty != 0.0:
+            logits = logits - self.presence_penalty * rows.in_output
+        if self.min_decode_steps and self.eos_ids:
+            is_early = (rows.decode_lengths < self.min_decode_steps)[:, None]
+            is_eos = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(self.eos_ids))
+            logits = jnp.where(is_early & is_eos[None, :], -jnp.inf, logits)
+        return logits
 
-    def __call__(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        if self.temperature == 0.0:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        chosen = jax.random.categorical(key, self.filtered_logits(logits), axis=-1)
-        return chosen.astype(jnp.int32)
+    def __call__(
+        self,
+        model: Any,
+        ids: jax.Array,
+        prefix_lengths: jax.Array,
+        keys: jax.Array,
+        *,
+        temperature: jax.Array | None = None,
+        per_example_max_decode_steps: jax.Array | None = None,
+    ) -> Outputs:
+        """See Decoder: hypotheses are samples, scores are sums of their log-probs."""
+        keys = sample_keys(keys, self.num_hyps)
+        rows, prefix_logprobs = start(
+            self, model, ids, prefix_lengths, keys, temperature, per_example_max_decode_steps
+        )
+        rows, _ = advance(self, model, rows, self.max_decode_steps)
+        outputs = self.outputs_of(
+            {name: getattr(rows, name) for name in ("output_ids", "decode_lengths", "logprobs")}
+        )
+        if prefix_logprobs is not None:
+            outputs["prefix_logprobs"] = prefix_logprobs
+        return outputs
 
-    def filtered_logits(self, logits: jax.Array) -> jax.Array:
-        """Returns the logits that are drawn from: -inf for the tokens that cannot be chosen."""
-        logits = logits.astype(jnp.float32) / self.temperature
-        num_classes = logits.shape[-1]
-        if 0 < self.top_k < num_classes:
-            kth = jax.lax.top_k(logits, self.top_k)[0][..., -1:]
-            logits = jnp.where(logits < kth, -jnp.inf, logits)
-        if self.top_p < 1.0:
-            descending = jnp.sort(logits, axis=-1, descending=True)
+    def outputs_of(self, finished: Outputs) -> Outputs:
+        """Returns the outputs [B, S, ...] of finished rows [B x S, ...]."""
+        outputs = {
+            name: x.reshape(-1, self.num_hyps, *x.shape[1:]) for name, x in finished.items()
+        }
+        outputs["scores"] = jnp.sum(outputs["logprobs"], axis=-1)
+        return outputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(Greedy):
+    """Draws each token, from those that k, p and min_p leave.
+
+    The three look at the model's own probabilities, after penalties: k first, then p among the k,
+    then min_p. The temperature flattens, or sharpens, what is left; so it is in Pax, where others
+    apply it first.
+
+    Attributes:
+      num_samples: continuations per prompt; the prompt goes through the model once.
+      temperature: 0: the most likely token.
+      k: only the k most likely tokens can be drawn; 0: all.
+      p: only the most likely tokens whose probabilities together do not exceed p, and the one
+        that does, can be drawn; None: all (Holtzman et al. 2020, arXiv:1904.09751).
+      min_p: only tokens at least min_p times as likely as the most likely one (Nguyen et al.
+        2024, arXiv:2407.01082).
+      sort_samples: the likeliest sample of a prompt first.
+    """
+
+    num_samples: int = 1
+    temperature: float = 1.0
+    k: int = 40
+    p: float | None = None
+    min_p: float = 0.0
+    sort_samples: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._require("num_samples", self.num_samples >= 1, "1 or more")
+        self._require(
+            "temperature", 0.0 <= self.temperature < math.inf, "0 (the most likely token) or more"
+        )
+        self._require("k", self.k >= 0, "0 (all) or more")
+        self._require("p", self.p is None or 0.0 < self.p <= 1.0, "None (all), or 0 < p <= 1")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 <= min_p <= 1")
+
+    @property
+    def num_hyps(self) -> int:
+        return self.num_samples
+
+    def choose(self, logits: jax.Array, rows: Rows) -> jax.Array:
+        logits_RC, ids_RC = self.candidates(logits)
+        logits_RC += rows.temperature[:, None] * self.gumbel(rows, logits_RC.shape)
+        chosen_R1 = jnp.argmax(logits_RC, axis=-1, keepdims=True)
+        if ids_RC is not None:
+            chosen_R1 = jnp.take_along_axis(ids_RC, chosen_R1, axis=-1)
+        return chosen_R1[:, 0].astype(jnp.int32)
+
+    def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the logits [R, C] of what can be drawn (-inf: it cannot), and their tokens.
+
+        Tokens are None where the candidates are all V, in their own order.
+        """
+        ids_RC = None
+        if 0 < self.k < logits.shape[-1]:
+            logits, ids_RC = jax.lax.top_k(logits, self.k)
+        if self.p is not None and self.p < 1.0:
+            descending = logits if ids_RC is not None else -jnp.sort(-logits, axis=-1)
             probs = jax.nn.softmax(descending, axis=-1)
-            # A token stays if what is more likely than it does not yet reach p.
-            stays = jnp.cumsum(probs, axis=-1) - probs < self.top_p
+            # A token stays if what is more likely than it does not yet exceed p.
+            stays = (jnp.cumsum(probs, axis=-1) - probs <= self.p) & (descending > -jnp.inf)
             lowest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < lowest, -jnp.inf, logits)
-        return logits
+        if self.min_p > 0.0:
+            highest = jnp.max(logits, axis=-1, keepdims=True)
+            logits = jnp.where(logits < highest + math.log(self.min_p), -jnp.inf, logits)
+        return logits, ids_RC
+
+    def gumbel(self, rows: Rows, shape: tuple[int, int]) -> jax.Array:
+        """Returns the noise [R, C] of a step, from each row's own key and step."""
+
+        def draw(key: jax.Array, step: jax.Array) -> jax.Array:
+            return jax.random.gumbel(jax.random.fold_in(key, step), shape[1:])
+
+        return jax.vmap(draw)(rows.keys, rows.decode_lengths)
+
+    def outputs_of(self, finished: Outputs) -> Outputs:
+        outputs = super().outputs_of(finished)
+        if not self.sort_samples or self.num_samples == 1:
+            return outputs
+        order_BS = jax.lax.top_k(outputs["scores"], self.num_samples)[1]
+        return {
+            name: jax.vmap(lambda x, order: x[order])(x, order_BS) for name, x in outputs.items()
+        }

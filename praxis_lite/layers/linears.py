@@ -1,43 +1,26 @@
 """Dense layers: linear, bias, feed-forward, MLP. Names and numerics are Pax's."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, Initializer, require_positive, xavier, zeros
+from praxis_lite.weights import BaseLayer, Initializer, require_positive, xavier
 
 # D input dims, F output dims.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": jax.nn.gelu,  # the tanh approximation, Pax's default
-    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
-    "silu": jax.nn.silu,
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "identity": lambda x: x,
-}
-
-
-def activation_fn(name: str, layer: object) -> Callable[[jax.Array], jax.Array]:
-    """Returns the activation called `name`.
-
-    Raises:
-      ConfigError: no activation has that name; names the layer's class and the choices.
-    """
-    if name not in ACTIVATIONS:
-        raise ConfigError(
-            f"{type(layer).__name__}.activation is {name!r}; wanted is one of "
-            f"{sorted(ACTIVATIONS)}.{did_you_mean(str(name), ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
 
 
 class Linear(BaseLayer):
-    """Returns `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
+    """Returns `inputs @ w`: [..., input_dims] -> [..., output_dims].
+
+    Raises:
+      ConfigError: a size is not positive.
+    """
 
     def __init__(
         self,
@@ -55,24 +38,51 @@ class Linear(BaseLayer):
         )
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
+    def factors(self, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns pairs of arrays ([..., d], [d, F]) whose products add up to the outputs.
+
+        For who takes the outputs a part of F at a time: a chunked softmax.
+        """
+        return [(inputs, self.w[...])]
+
+    def column_factors(self) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Returns pairs ([F, d], [d, D]) whose products add up to w transposed; None: identity.
+
+        For who takes a few columns of w: a softmax that embeds ids.
+        """
+        return [(self.w[...].T, None)]
+
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = jnp.einsum("...d,df->...f", inputs, self.w[...].astype(inputs.dtype))
         return constrain(outputs, self.activation_split_dims_mapping)
 
 
 class Bias(BaseLayer):
-    """Returns `inputs + b`: [..., dims] -> [..., dims]."""
+    """Returns `inputs + b`: [..., dims] -> [..., dims].
+
+    Args:
+      bias_init: what each element of b starts with.
+
+    Raises:
+      ConfigError: dims is not positive.
+    """
 
     def __init__(
         self,
         dims: int,
         *,
+        bias_init: float = 0.0,
         weight_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dims=dims)
-        self.b = self.weight((dims,), weight_split_dims_mapping, init=zeros, rngs=rngs)
+        self.b = self.weight(
+            (dims,),
+            weight_split_dims_mapping,
+            init=jax.nn.initializers.constant(bias_init),
+            rngs=rngs,
+        )
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -85,6 +95,17 @@ class FeedForward(BaseLayer):
     """Returns `activation(inputs @ w + b)`: [..., input_dims] -> [..., output_dims].
 
     The bias splits as the weight's output dim does.
+
+    Args:
+      activation: a name or a function, see `activation_fn`.
+      bias_init: what each element of the bias starts with.
+      checkpoint_str: a name of `inputs @ w`, by which a remat policy can keep it.
+      linear_tpl: the product; called with the sizes, `weight_init`, the splits and `rngs`.
+      bias_tpl: the sum; called with output_dims, `bias_init`, its split and `rngs`.
+      weight_split_dims_mapping: of the weight, [input_dims, output_dims].
+
+    Raises:
+      ConfigError: a size is not positive, or no activation has that name.
     """
 
     def __init__(
@@ -93,30 +114,40 @@ class FeedForward(BaseLayer):
         output_dims: int,
         *,
         has_bias: bool = True,
-        activation: str = "relu",
+        activation: str | ActivationFn = "relu",
+        weight_init: Initializer = xavier,
+        bias_init: float = 0.0,
+        checkpoint_str: str | None = None,
+        linear_tpl: Callable[..., Any] = Linear,
+        bias_tpl: Callable[..., Any] = Bias,
         weight_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
-        self.linear = Linear(
+        activation_fn(activation, self)
+        self.linear = linear_tpl(
             input_dims,
             output_dims,
+            weight_init=weight_init,
             weight_split_dims_mapping=weight_split_dims_mapping,
             activation_split_dims_mapping=activation_split_dims_mapping,
             rngs=rngs,
         )
-        output_split = tuple(weight_split_dims_mapping or ())[1:2]
+        bias_split = tuple(weight_split_dims_mapping or ())[1:2]
         self.bias = (
-            Bias(output_dims, weight_split_dims_mapping=output_split, rngs=rngs)
+            bias_tpl(
+                output_dims, bias_init=bias_init, weight_split_dims_mapping=bias_split, rngs=rngs
+            )
             if has_bias
             else None
         )
-        activation_fn(activation, self)
-        self.activation = activation
+        self.activation, self.checkpoint_str = activation, checkpoint_str
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = self.linear(inputs)
+        if self.checkpoint_str is not None:
+            outputs = checkpoint_name(outputs, self.checkpoint_str)
         if self.bias is not None:
             outputs = self.bias(outputs)
         return activation_fn(self.activation, self)(outputs)
@@ -138,7 +169,7 @@ class Mlp(BaseLayer):
         hidden_dims: Sequence[int],
         output_dims: int,
         *,
-        activation: str = "relu",
+        activation: str | ActivationFn = "relu",
         weight_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,

@@ -1,49 +1,106 @@
-"""Layer norm and RMS norm, with statistics in float32. Numerics are Pax's."""
+"""Layer, RMS and group norm, with statistics in float32. Names, weights and numerics are Pax's.
+
+Every norm is called as (inputs, paddings=None, *, key=None), so that one can stand for another in
+a template; those here use no key, for they compute the same in training as in evaluation.
+"""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.sharding import SplitDims, constrain
 from praxis_lite.weights import BaseLayer, ones, require_positive, zeros
 
 
-class LayerNorm(BaseLayer):
-    """Returns `(x - mean) / sqrt(var + epsilon) * (1 + scale) + bias` over the last dim.
+def check_epsilon(layer: object, epsilon: float) -> None:
+    """Checks the term that keeps a norm from dividing by zero.
 
-    As Pax's LayerNorm, the scale is stored less one. Ba et al. 2016, arXiv:1607.06450.
+    Raises:
+      ConfigError: it is no number, or below zero; names the layer's class.
+    """
+    is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+    if not is_number or not 0.0 <= epsilon < float("inf"):
+        raise ConfigError(
+            f"{type(layer).__name__}.epsilon is {epsilon!r}; wanted is a number of 0 or more."
+        )
+
+
+def _to_rank(weight: jax.Array, rank: int) -> jax.Array:
+    """Returns a weight [dim] as float32 [1, ..., 1, dim]."""
+    return weight.astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+
+
+class LayerNorm(BaseLayer):
+    """Returns `(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last dim.
+
+    [..., dim] -> [..., dim], in the inputs' dtype. Statistics, scale and bias are computed in
+    float32 whatever that dtype is: Pax's `reductions_in_fp32` is always on. Ba et al. 2016,
+    arXiv:1607.06450.
+
+    Args:
+      direct_scale: the stored weight is the scale. If not, the scale is 1 + the stored weight, so
+        that weight decay pulls it to 1.
+      use_scale, use_bias: whether there is a scale, and a bias.
+      weight_split_dims_mapping: of scale and bias, [dim].
+
+    Raises:
+      ConfigError: dim is not positive, or epsilon is negative.
     """
 
     def __init__(
         self,
         dim: int,
         *,
+        direct_scale: bool = False,
         epsilon: float = 1e-6,
+        use_scale: bool = True,
+        use_bias: bool = True,
         weight_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
-        self.scale = self.weight((dim,), weight_split_dims_mapping, init=zeros, rngs=rngs)
-        self.bias = self.weight((dim,), weight_split_dims_mapping, init=zeros, rngs=rngs)
-        self.epsilon = epsilon
+        check_epsilon(self, epsilon)
+        split, init = weight_split_dims_mapping, ones if direct_scale else zeros
+        self.scale = self.weight((dim,), split, init=init, rngs=rngs) if use_scale else None
+        self.bias = self.weight((dim,), split, init=zeros, rngs=rngs) if use_bias else None
+        self.direct_scale, self.epsilon = direct_scale, epsilon
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        del paddings, key
         x = inputs.astype(jnp.float32)
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
-        normed = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
-        lead = (1,) * (inputs.ndim - 1)
-        scale, bias = self.scale[...].reshape(*lead, -1), self.bias[...].reshape(*lead, -1)
-        outputs = (normed * (1.0 + scale) + bias).astype(inputs.dtype)
-        return constrain(outputs, self.activation_split_dims_mapping)
+        outputs = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
+        if self.scale is not None:
+            scale = _to_rank(self.scale[...], inputs.ndim)
+            outputs *= scale if self.direct_scale else 1.0 + scale
+        if self.bias is not None:
+            outputs += _to_rank(self.bias[...], inputs.ndim)
+        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
 
 
 class RmsNorm(BaseLayer):
     """Returns `x / sqrt(mean(x^2) + epsilon) * scale` over the last dim.
 
-    Zhang and Sennrich 2019, arXiv:1910.07467.
+    [..., dim] -> [..., dim], in the inputs' dtype; all in between is float32, which Pax's
+    `intermediate_dtype` asks for. Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Args:
+      direct_scale: the stored weight is the scale. If not, the scale is 1 + the stored weight
+        (an offset, as in Gemma).
+      weight_split_dims_mapping: of the scale, [dim].
+
+    Raises:
+      ConfigError: dim is not positive, or epsilon is negative.
     """
 
     def __init__(
@@ -51,17 +108,103 @@ class RmsNorm(BaseLayer):
         dim: int,
         *,
         epsilon: float = 1e-6,
+        direct_scale: bool = True,
         weight_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
-        self.scale = self.weight((dim,), weight_split_dims_mapping, init=ones, rngs=rngs)
+        check_epsilon(self, epsilon)
+        init = ones if direct_scale else zeros
+        self.scale = self.weight((dim,), weight_split_dims_mapping, init=init, rngs=rngs)
+        self.direct_scale, self.epsilon = direct_scale, epsilon
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        del paddings, key
+        scale = _to_rank(self.scale[...], inputs.ndim)
+        outputs = _over_rms(inputs, self.epsilon) * (scale if self.direct_scale else 1.0 + scale)
+        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
+
+
+class RmsNormNoScale(BaseLayer):
+    """Returns `x / sqrt(mean(x^2) + epsilon)` over the last dim: RmsNorm without a weight.
+
+    Args:
+      dim: not used; taken so that this can stand where another norm does. Pax's default is 0.
+
+    Raises:
+      ConfigError: epsilon is negative.
+    """
+
+    def __init__(
+        self,
+        dim: int = 0,
+        *,
+        epsilon: float = 1e-6,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del dim, rngs
+        check_epsilon(self, epsilon)
         self.epsilon = epsilon
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        x = inputs.astype(jnp.float32)
-        normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].reshape((1,) * (inputs.ndim - 1) + (-1,))
-        return constrain((normed * scale).astype(inputs.dtype), self.activation_split_dims_mapping)
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        del paddings, key
+        outputs = _over_rms(inputs, self.epsilon).astype(inputs.dtype)
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+
+def _over_rms(inputs: jax.Array, epsilon: float) -> jax.Array:
+    x = inputs.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
+class IdentityNorm(BaseLayer):
+    """Returns its inputs; stands in a template where no norm is wanted."""
+
+    def __init__(self, dim: int = 0, *, rngs: nnx.Rngs | None = None):
+        del dim, rngs
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        del paddings, key
+        return inputs
+
+
+class WeightNormL2(BaseLayer):
+    """Returns a weight [..., dim] with columns of length 1 + g: a norm of weights, not activations.
+
+    Salimans and Kingma 2016, arXiv:1602.07868; Conv2D's `weight_norm_tpl` takes it.
+
+    Raises:
+      ConfigError: dim is not positive.
+    """
+
+    def __init__(
+        self, dim: int, *, weight_split_dims_mapping: SplitDims = None, rngs: nnx.Rngs
+    ):
+        require_positive(self, dim=dim)
+        self.g = self.weight((dim,), weight_split_dims_mapping, init=zeros, rngs=rngs)
+
+    def __call__(self, w: jax.Array) -> jax.Array:
+        squares = jnp.sum(jnp.square(w), axis=tuple(range(w.ndim - 1)), keepdims=True)
+        return w * jax.lax.rsqrt(squares + 1e-12) * (1.0 + _to_rank(self.g[...], w.ndim))

@@ -1,4 +1,6 @@
-"""Dropout, with its key as an argument."""
+"""Dropout of elements and of whole residual branches, with the key as an argument."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,53 @@ class Dropout(BaseLayer):
 
     Srivastava et al. 2014. The mask depends on the key and the shape alone, not on the mesh
     (partitionable threefry).
+
+    Args:
+      dropout_prob: the share that is zeroed; Pax's `1 - keep_prob`.
+      noise_shape_broadcast_dims: dims along which all elements are dropped or kept together.
     """
 
-    def __init__(self, dropout_prob: float = 0.0):
+    def __init__(
+        self, dropout_prob: float = 0.0, *, noise_shape_broadcast_dims: Sequence[int] = ()
+    ):
         if not 0.0 <= dropout_prob < 1.0:
             raise ConfigError(f"Dropout.dropout_prob is {dropout_prob}; wanted is 0 <= p < 1.")
         self.dropout_prob = dropout_prob
+        self.noise_shape_broadcast_dims = tuple(noise_shape_broadcast_dims)
 
     def __call__(self, inputs: jax.Array, key: jax.Array | None) -> jax.Array:
         if key is None or self.dropout_prob == 0.0:
             return inputs
-        keep = jax.random.bernoulli(key, 1.0 - self.dropout_prob, inputs.shape)
+        shape = list(inputs.shape)
+        for dim in self.noise_shape_broadcast_dims:
+            shape[dim] = 1
+        keep = jax.random.bernoulli(key, 1.0 - self.dropout_prob, shape)
         return jnp.where(keep, inputs / (1.0 - self.dropout_prob), 0.0).astype(inputs.dtype)
+
+
+class StochasticResidual(BaseLayer):
+    """Returns `inputs + residual_weight * residual`, the residual of some rows dropped.
+
+    With a key a row [T, D] of `residual` is kept with `survival_prob`, and then divided by it; all
+    are kept as they are without a key. Stochastic depth, Huang et al. 2016, arXiv:1603.09382.
+    """
+
+    def __init__(self, *, residual_weight: float = 1.0, survival_prob: float = 1.0):
+        if not 0.0 < survival_prob <= 1.0:
+            raise ConfigError(
+                f"StochasticResidual.survival_prob is {survival_prob}; wanted is 0 < p <= 1 (where "
+                "it is 1 - residual_droppath_prob: 0 <= residual_droppath_prob < 1)."
+            )
+        self.residual_weight, self.survival_prob = residual_weight, survival_prob
+
+    def __call__(
+        self, inputs: jax.Array, residual: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
+        """Args: inputs and residual [B, ...]."""
+        if key is not None and self.survival_prob < 1.0:
+            shape = (residual.shape[0], *(1,) * (residual.ndim - 1))
+            keep = jax.random.bernoulli(key, self.survival_prob, shape)
+            residual = jnp.where(keep, residual / self.survival_prob, 0.0).astype(residual.dtype)
+        if self.residual_weight != 1.0:
+            residual = residual * self.residual_weight
+        return inputs + residual

@@ -125,6 +125,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
+def compiled_platform() -> str:
+    """Returns the platform that is compiled for: of the mesh set, which need not be attached."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
+
+
 def _torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
     """Returns the devices in the order that suits their interconnect, slice by slice."""
     split = config.allow_split_physical_axes

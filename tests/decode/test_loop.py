@@ -1,5 +1,6 @@
 """Cached decoding is what the uncached model says, for ragged prompts, alone, batched, sharded."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,13 +11,17 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.decode import Sampling, decode_tokens
+from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample
+from praxis_lite.decode.loop import sample_keys
+from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers import TransformerLm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig, make_mesh
 from tasks.language_model import LanguageModelTask
+from tests.decode.toy_models import num_compiled, row_keys
 
 V, P, M = 29, 5, 6  # Classes, longest prompt, most new tokens.
 NEVER = V  # No token: a row never ends by itself.
@@ -26,14 +31,20 @@ PROMPTS = np.where(
     np.random.default_rng(12).integers(1, V, (len(LENGTHS), P)),
     7,  # What stands in the padding must not matter.
 ).astype(np.int32)
-POSITIONS = {"rotary": {}, "learned": {"max_seq_length": P + M}}
+POSITIONS = {
+    "rotary": {"position_emb_tpl": None},
+    "learned": {"max_seq_length": P + M},
+}
+GREEDY = Greedy(max_decode_steps=M, eos_id=NEVER)
 
 
 def lm_config(positions: str) -> fdl.Buildable:
     lm = fdl.Partial(
         TransformerLm, V, 12, 17, num_heads=3, num_layers=2, dim_per_head=4, **POSITIONS[positions]
     )
-    return set_sharding_params(lm)
+    lm = set_sharding_params(lm)
+    lm.transformer_layer_tpl.tr_atten_tpl.use_rotary_position_emb = positions == "rotary"
+    return lm
 
 
 @functools.cache
@@ -48,21 +59,17 @@ def model_and_vars(positions: str):
 
 
 @functools.cache
-def decoder(positions: str, eos_id: int, sampling: Sampling):
+def decoding(positions: str, decoder: Decoder):
+    """Returns a compiled function from prompts and their lengths to outputs."""
     model, mdl_vars = model_and_vars(positions)
 
     @jax.jit
-    def run(mdl_vars, ids, lengths, key):
-        return decode_tokens(
-            model.module(mdl_vars), ids, lengths, key, sampling=sampling, max_decode_steps=M,
-            eos_id=eos_id,
-        )
+    def run(mdl_vars, ids, lengths, keys):
+        return decoder(model.module(mdl_vars), ids, lengths, keys)
 
-    def decode(ids, lengths, key=None):
-        key = jax.random.key(0) if key is None else key
-        return jax.device_get(run(mdl_vars, ids, lengths, key))
-
-    return decode
+    return lambda ids, lengths, seed=0: jax.device_get(
+        run(mdl_vars, ids, lengths, row_keys(len(ids), seed))
+    )
 
 
 @functools.cache
@@ -83,14 +90,17 @@ def test_cached_logits_equal_the_uncached_ones_at_every_position(positions):
     @jax.jit
     def prefill(mdl_vars, ids):
         module = model.module(mdl_vars)
-        return module(ids, cache=module.init_cache(len(LENGTHS), P + M))
+        is_padding = jnp.arange(P)[None, :] >= starts[:, None]
+        cache = module.init_cache(len(LENGTHS), P + M)
+        return module(ids, paddings=is_padding.astype(jnp.float32), cache=cache)
 
     @jax.jit
     def step(mdl_vars, ids, positions, cache):
         return model.module(mdl_vars)(ids, positions=positions, cache=cache)
 
     logits, cache = prefill(mdl_vars, ids[:, :P])
-    np.testing.assert_allclose(logits, wanted[:, :P], atol=2e-5)
+    for row, start in enumerate(starts):
+        np.testing.assert_allclose(logits[row, :start], wanted[row, :start], atol=2e-5)
     rows = np.arange(len(LENGTHS))
     for t in range(M):
         now = starts + t
@@ -112,34 +122,37 @@ def continue_alone(positions: str, prompt: np.ndarray) -> tuple[list[int], float
 
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_ragged_prompts_in_one_batch_go_on_as_each_would_alone(positions):
-    found = decoder(positions, NEVER, Sampling())(PROMPTS, LENGTHS)
+    found = decoding(positions, GREEDY)(PROMPTS, LENGTHS)
     for row in np.flatnonzero(LENGTHS):
         ids, log_prob = continue_alone(positions, PROMPTS[row, : LENGTHS[row]])
-        np.testing.assert_array_equal(found["output_ids"][row], ids)
-        np.testing.assert_allclose(found["log_probs"][row], log_prob, rtol=1e-4)
-        assert found["decode_lengths"][row] == M
+        np.testing.assert_array_equal(found["output_ids"][row, 0], ids)
+        np.testing.assert_allclose(found["scores"][row, 0], log_prob, rtol=1e-4)
+        assert found["decode_lengths"][row, 0] == M
 
 
-def test_a_row_of_length_zero_stays_empty():
-    found = decoder("rotary", NEVER, Sampling())(PROMPTS, LENGTHS)
-    empty = list(LENGTHS).index(0)
-    assert not found["output_ids"][empty].any()
-    assert found["decode_lengths"][empty] == 0 and found["log_probs"][empty] == 0
+OTHERS = {
+    "greedy": GREEDY,
+    "sample": Sample(max_decode_steps=M, eos_id=3, num_samples=3, k=0, temperature=2.0),
+    "beam": BeamSearch(max_decode_steps=M, eos_id=3, beam_size=3),
+}
 
 
-def test_a_row_stops_at_the_end_of_text_with_zeros_after_it():
-    whole = decoder("rotary", NEVER, Sampling())(PROMPTS, LENGTHS)
-    eos_id = int(whole["output_ids"][0, 2])
-    found = decoder("rotary", eos_id, Sampling())(PROMPTS, LENGTHS)
+@pytest.mark.parametrize("name", ["sample", "beam"])
+def test_prompts_step_by_step_go_on_as_after_a_forward_pass(name):
+    decoder = OTHERS[name]
+    stepwise = dataclasses.replace(decoder, fprop_for_prefix=False)
+    found = decoding("rotary", stepwise)(PROMPTS, LENGTHS)
+    wanted = decoding("rotary", decoder)(PROMPTS, LENGTHS)
+    for output in ("output_ids", "decode_lengths"):
+        np.testing.assert_array_equal(found[output], wanted[output])
+    for output in ("logprobs", "scores"):
+        np.testing.assert_allclose(found[output], wanted[output], rtol=1e-4, atol=1e-5)
     for row in np.flatnonzero(LENGTHS):
-        ids = whole["output_ids"][row].tolist()
-        length = ids.index(eos_id) + 1 if eos_id in ids else M
-        assert found["decode_lengths"][row] == length
-        np.testing.assert_array_equal(
-            found["output_ids"][row], ids[:length] + [0] * (M - length)
-        )
-    assert found["decode_lengths"][0] <= 3 and (found["decode_lengths"] == M).any()
-    assert (found["log_probs"] >= whole["log_probs"] - 1e-6).all()
+        logits = uncached("rotary")(np.pad(PROMPTS, ((0, 0), (0, M))))[row].astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        for t in range(1, LENGTHS[row]):
+            wanted_one = logprobs[t - 1, PROMPTS[row, t]]
+            assert found["prefix_logprobs"][row, t] == pytest.approx(wanted_one, abs=1e-4)
 
 
 class Counter:
@@ -148,7 +161,7 @@ class Counter:
     def init_cache(self, num_rows, length):
         return {"num_calls": jnp.zeros((), jnp.int32)}
 
-    def __call__(self, ids, positions=None, *, cache):
+    def __call__(self, ids, *, positions=None, paddings=None, cache):
         jax.debug.callback(lambda calls: self.calls.append(int(calls)), cache["num_calls"])
         return 9.0 * jax.nn.one_hot(ids + 1, 13), {"num_calls": cache["num_calls"] + 1}
 
@@ -159,29 +172,25 @@ class Counter:
 def test_the_loop_ends_when_every_row_has_ended():
     model = Counter()
     ids = jnp.asarray([[3, 4], [5, 0]])
-    found = decode_tokens(
-        model, ids, jnp.asarray([2, 1]), jax.random.key(0), sampling=Sampling(),
-        max_decode_steps=7, eos_id=7,
-    )
-    np.testing.assert_array_equal(found["output_ids"][:, :4], [[5, 6, 7, 0], [6, 7, 0, 0]])
+    decoder = Greedy(max_decode_steps=7, eos_id=7)
+    found = decoder(model, ids, jnp.asarray([2, 1]), row_keys(2))
+    np.testing.assert_array_equal(found["output_ids"][:, 0, :4], [[5, 6, 7, 0], [6, 7, 0, 0]])
     jax.effects_barrier()
     assert max(model.calls) == 3  # The prefill and three tokens, not seven.
 
 
 def test_sampled_continuations_depend_on_the_key_and_each_step_draws_anew():
-    decode = decoder("rotary", NEVER, Sampling(temperature=30.0))
-    first, same, other = (
-        decode(PROMPTS, LENGTHS, jax.random.key(seed))["output_ids"] for seed in (0, 0, 1)
-    )
+    decode = decoding("rotary", Sample(max_decode_steps=M, eos_id=NEVER, temperature=30.0, k=0))
+    first, same, other = (decode(PROMPTS, LENGTHS, seed)["output_ids"] for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, same)
     assert (first != other).any()
     # Nearly uniform over 29 tokens: six equal draws in a row would mean one key for all steps.
-    assert all(len(set(row)) > 2 for row in first[LENGTHS > 0])
+    assert all(len(set(row)) > 2 for row in first[LENGTHS > 0, 0])
 
 
 def lm_task(positions: str, **options) -> LanguageModelTask:
     return LanguageModelTask(
-        fdl.build(lm_config(positions)), Learner(optax.sgd, 0.1), max_decode_steps=M, **options
+        fdl.build(lm_config(positions)), Learner(optax.sgd, 0.1), **{"decoder": GREEDY, **options}
     )
 
 
@@ -192,41 +201,72 @@ BATCH = {
 }
 
 
-@pytest.fixture(scope="module")
-def sharded():
-    """Returns outputs and the program of the compiled decode step, by mesh."""
-    from praxis_lite.sharding import MeshConfig, make_mesh
-
-    @functools.cache
-    def run(*shape):
-        task = lm_task("learned", inputs_split_mapping={
-            "map_1d": (("replica", "data"),), "map_2d": (("replica", "data"), None)})
-        task.tokenizer.eos_id = NEVER
-        partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
-        layout = partitioner.layout.select("mdl_vars")
-        mdl_vars = jax.jit(layout.pad, out_shardings=layout.shardings(partitioner.mesh))(
-            model_and_vars("learned")[1]
-        )
-        spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
-        compiled = partitioner.lower("decode", spec).compile()
-        outputs = compiled(mdl_vars, partitioner.global_batch(BATCH), partitioner.key(0))
-        return jax.device_get(outputs), compiled.as_text()
-
-    return run
+@functools.cache
+def sharded(shape: tuple[int, ...], name: str):
+    """Returns outputs and the program of the decode step on a mesh."""
+    partitioner, mdl_vars = partitioner_and_vars(shape, OTHERS[name])
+    spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
+    compiled = partitioner.lower("decode", spec).compile()
+    outputs = compiled(mdl_vars, partitioner.global_batch(BATCH), partitioner.key(0))
+    return jax.device_get(outputs), compiled.as_text()
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
-def test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide(sharded, shape):
-    found = sharded(*shape)[0]
-    wanted = decoder("learned", NEVER, Sampling())(PROMPTS, LENGTHS)
+def partitioner_and_vars(shape: tuple[int, ...], decoder: Decoder):
+    batch = ("replica", "data")
+    task = lm_task(
+        "learned", decoder=decoder,
+        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+    )
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
+    layout = partitioner.layout.select("mdl_vars")
+    pad = jax.jit(layout.pad, out_shardings=layout.shardings(partitioner.mesh))
+    return partitioner, pad(model_and_vars("learned")[1])
+
+
+def assert_same(found, wanted):
     np.testing.assert_array_equal(found["output_ids"], wanted["output_ids"])
     np.testing.assert_array_equal(found["decode_lengths"], wanted["decode_lengths"])
-    np.testing.assert_allclose(found["log_probs"], wanted["log_probs"], rtol=1e-4)
+    for name in ("logprobs", "scores"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+MESHES = [((1, 4, 2), "greedy"), ((1, 3, 2), "greedy"), ((1, 4, 2), "sample"), ((1, 4, 2), "beam")]
+
+
+@pytest.mark.parametrize(("shape", "name"), MESHES, ids=str)
+def test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide(shape, name):
+    assert_same(sharded(shape, name)[0], decoding("learned", OTHERS[name])(PROMPTS, LENGTHS))
+
+
+def test_slots_on_a_mesh_give_what_one_device_gives():
+    decoder = dataclasses.replace(OTHERS["sample"], num_cache_slots=4)
+    partitioner, mdl_vars = partitioner_and_vars((1, 2, 3), decoder)
+    slots = Slots(
+        decoder, partitioner.task.model.module, 4, P, wrap=partitioner.with_mdl_vars
+    )
+    keys = sample_keys(row_keys(len(LENGTHS)), decoder.num_samples)
+    rows = [(b, s) for b in np.flatnonzero(LENGTHS) for s in range(decoder.num_samples)]
+    prompts = [Prompt(PROMPTS[b], LENGTHS[b], keys[3 * b + s]) for b, s in rows]
+    found = [[] for _ in rows]
+    compiled = []
+    for new in slots.stream(mdl_vars, prompts, num_steps=2):
+        found[new.index] += new.ids.tolist()
+        compiled.append(num_compiled())
+    # All that there is to compile was by the time that the first tokens came.
+    assert compiled[0] == compiled[-1]
+    unsorted = dataclasses.replace(decoder, sort_samples=False)
+    wanted = decoding("learned", unsorted)(PROMPTS, LENGTHS)
+    for (b, s), ids in zip(rows, found, strict=True):
+        assert ids == wanted["output_ids"][b, s, : wanted["decode_lengths"][b, s]].tolist()
+    # From call to call too, rows are split over the data axis and heads over the other.
+    cache = jax.tree.leaves(slots._empty(mdl_vars).cache)
+    assert cache[0].shape == (2, 4, P + M, 3, 4)
+    assert {x.sharding.shard_shape(x.shape) for x in cache} == {(2, 2, P + M, 1, 4)}
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
-def test_each_device_carries_its_share_of_the_cache(sharded, shape):
-    program = sharded(*shape)[1]
+def test_each_device_carries_its_share_of_the_cache(shape):
+    program = sharded(shape, "greedy")[1]
     # [L, B, S, N, K]; two layers, rows over the data axis, 3 heads over 2 devices.
     whole = f"f32[2,{len(LENGTHS)},{P + M},3,4]"
     share = f"f32[2,{-(-len(LENGTHS) // shape[1])},{P + M},2,4]"
@@ -254,9 +294,8 @@ def test_the_loop_itself_refuses_to_run_past_learned_positions():
     model, mdl_vars = model_and_vars("learned")
     with pytest.raises(ConfigError, match="max_seq_length is 11, but .* up to 12"):
         jax.eval_shape(
-            lambda v: decode_tokens(
-                model.module(v), PROMPTS, LENGTHS, jax.random.key(0), sampling=Sampling(),
-                max_decode_steps=M + 1, eos_id=NEVER,
+            lambda v: Greedy(max_decode_steps=M + 1)(
+                model.module(v), PROMPTS, LENGTHS, row_keys(len(LENGTHS))
             ),
             mdl_vars,
         )

@@ -1,85 +1,301 @@
-"""What can be sampled, and how often, against NumPy."""
+"""What can be drawn, and how often; penalties and ends: against NumPy, token by token."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.decode import Sampling
+from praxis_lite.decode import Greedy, Sample
+from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
 from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.text import ByteTokenizer
+from tests.decode.toy_models import Recurrent, logprobs_after, row_keys
 
-LOGITS = np.random.default_rng(9).normal(scale=1.5, size=(5, 13)).astype(np.float32)
+V = 13
+TABLE = np.random.default_rng(9).normal(scale=1.5, size=(V, V)).astype(np.float32)
+NEVER = V  # No token: a row never ends by itself.
 NUM_DRAWS = 20_011
 
 
-def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
+def probabilities(logits, temperature=1.0, k=0, p=None, min_p=0.0):
     """Returns what each token is drawn with: by sorting, token by token."""
-    result = np.zeros(logits.shape)
-    for row, out in zip(logits.astype(np.float64) / temperature, result, strict=True):
-        order = np.argsort(-row)[: top_k or None]
-        probs = np.exp(row[order] - row.max())
-        probs /= probs.sum()
-        kept = np.searchsorted(np.cumsum(probs), top_p) + 1 if top_p < 1 else len(order)
-        out[order[:kept]] = probs[:kept] / probs[:kept].sum()
-    return result
+    probs = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-probs)[: k or None]
+    kept, total = [], 0.0
+    for token in order:
+        if p is None or total <= p * probs[order].sum():
+            kept.append(token)
+        total += probs[token]
+    kept = [token for token in kept if probs[token] >= min_p * probs.max()]
+    result = np.zeros(V)
+    if temperature == 0.0:
+        result[kept[0]] = 1.0
+    else:
+        result[kept] = probs[kept] ** (1.0 / temperature)
+    return result / result.sum()
 
 
 SETTINGS = {
-    "temperature": {"temperature": 0.7},
-    "hot": {"temperature": 2.5},
-    "top_k": {"temperature": 1.0, "top_k": 3},
-    "top_k of all": {"temperature": 1.0, "top_k": 99},
-    "top_p": {"temperature": 1.0, "top_p": 0.8},
-    "top_p tiny": {"temperature": 1.0, "top_p": 1e-6},
-    "all": {"temperature": 1.3, "top_k": 7, "top_p": 0.9},
+    "temperature": {"temperature": 0.7, "k": 0},
+    "hot": {"temperature": 2.5, "k": 0},
+    "greedy": {"temperature": 0.0, "k": 0},
+    "k": {"k": 3},
+    "k of all": {"k": 99},
+    "p": {"p": 0.8, "k": 0},
+    "p tiny": {"p": 1e-6, "k": 0},
+    "p before temperature": {"p": 0.6, "k": 0, "temperature": 3.0},
+    "p among k": {"p": 0.9, "k": 4, "temperature": 1.5},
+    "min_p": {"min_p": 0.2, "k": 0, "temperature": 2.0},
+    "all": {"temperature": 1.3, "k": 7, "p": 0.9, "min_p": 0.05},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_filtered_logits_are_the_distribution_that_numpy_gives(name):
-    filtered = Sampling(**SETTINGS[name]).filtered_logits(jnp.asarray(LOGITS))
-    wanted = probabilities(LOGITS, **SETTINGS[name])
-    np.testing.assert_array_equal(np.isfinite(filtered), wanted > 0)
-    np.testing.assert_allclose(jax.nn.softmax(filtered, axis=-1), wanted, atol=1e-6)
+def test_the_candidates_have_the_probabilities_that_numpy_gives(name):
+    sample = Sample(**SETTINGS[name])
+    logits, ids = sample.candidates(jnp.asarray(TABLE))
+    wanted = np.stack([probabilities(row, **SETTINGS[name]) for row in TABLE])
+    if sample.temperature == 0.0:
+        return
+    found = np.asarray(jax.nn.softmax(logits / sample.temperature, axis=-1))
+    if ids is not None:
+        scattered = np.zeros((V, V))
+        np.put_along_axis(scattered, np.asarray(ids), found, axis=1)
+        found = scattered
+    np.testing.assert_array_equal(found > 0, wanted > 0)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "all"])
+@pytest.mark.parametrize("name", ["temperature", "greedy", "k", "p before temperature", "all"])
 def test_tokens_are_drawn_as_often_as_they_are_likely(name):
-    draw = jax.jit(Sampling(**SETTINGS[name]))
-    ids = np.asarray(draw(jnp.tile(jnp.asarray(LOGITS), (NUM_DRAWS, 1)), jax.random.key(17)))
-    assert ids.dtype == np.int32
-    wanted = probabilities(LOGITS, **SETTINGS[name])
-    for row in range(len(LOGITS)):
-        found = np.bincount(ids[row :: len(LOGITS)], minlength=13) / NUM_DRAWS
-        assert (found[wanted[row] == 0] == 0).all()
+    decoder = Sample(
+        max_decode_steps=1, eos_id=NEVER, num_samples=NUM_DRAWS, sort_samples=False,
+        **SETTINGS[name],
+    )
+    prompts = np.arange(5, dtype=np.int32)[:, None]
+    model, lengths = Recurrent(V, table=TABLE), jnp.ones((5,), jnp.int32)
+    run = jax.jit(lambda ids, keys: decoder(model, ids, lengths, keys))
+    ids = np.asarray(run(prompts, row_keys(5, seed=17))["output_ids"])[:, :, 0]
+    for row in range(5):
+        wanted = probabilities(TABLE[row], **SETTINGS[name])
+        found = np.bincount(ids[row], minlength=V) / NUM_DRAWS
+        assert (found[wanted == 0] == 0).all()
         # Five standard errors of a frequency.
-        error = 5 * np.sqrt(wanted[row] * (1 - wanted[row]) / NUM_DRAWS)
-        assert (np.abs(found - wanted[row]) <= error).all()
+        error = 5 * np.sqrt(wanted * (1 - wanted) / NUM_DRAWS)
+        assert (np.abs(found - wanted) <= error).all()
 
 
-def test_greedy_takes_the_most_likely_token_whatever_the_key():
+M, LENGTHS = 8, np.asarray([3, 1, 0, 4], np.int32)
+PROMPTS = np.random.default_rng(2).integers(0, V, (4, 4)).astype(np.int32)
+MODEL = Recurrent(V, seed=4, scale=1.2)
+
+
+def decoded(decoder, seed=0, model=MODEL, **settings):
+    run = jax.jit(lambda ids, lengths, keys: decoder(model, ids, lengths, keys, **settings))
+    return jax.device_get(run(PROMPTS, LENGTHS, row_keys(len(LENGTHS), seed)))
+
+
+def greedy_by_hand(prompt, choose_from=lambda logits, prompt, new: logits, ends=lambda new: False):
+    """Returns new tokens and their log-probs, each by a pass over all that precedes it."""
+    new, logprobs = [], []
+    while len(new) < M and not (new and ends(new)):
+        after = logprobs_after(MODEL, [*prompt, *new])
+        token = int(np.argmax(choose_from(after, prompt, new)))
+        new.append(token)
+        logprobs.append(after[token])
+    return new, logprobs
+
+
+def assert_each_row(found, **by_hand):
+    for row in np.flatnonzero(LENGTHS):
+        new, logprobs = greedy_by_hand(PROMPTS[row, : LENGTHS[row]].tolist(), **by_hand)
+        length = found["decode_lengths"][row, 0]
+        assert found["output_ids"][row, 0, :length].tolist() == new
+        assert not found["output_ids"][row, 0, length:].any()
+        np.testing.assert_allclose(found["logprobs"][row, 0, :length], logprobs, atol=1e-5)
+        assert not found["logprobs"][row, 0, length:].any()
+        assert found["scores"][row, 0] == pytest.approx(sum(logprobs), abs=1e-4)
+
+
+@pytest.mark.parametrize("fprop_for_prefix", [True, False], ids=["fprop", "stepwise"])
+def test_greedy_is_what_a_pass_per_token_gives_and_a_row_of_length_zero_stays_empty(
+    fprop_for_prefix
+):
+    decoder = Greedy(max_decode_steps=M, eos_id=NEVER, fprop_for_prefix=fprop_for_prefix)
+    found = decoded(decoder)
+    assert_each_row(found)
+    assert not found["output_ids"][2].any() and not found["decode_lengths"][2].any()
+    if fprop_for_prefix:
+        assert "prefix_logprobs" not in found
+        return
+    for row, length in enumerate(LENGTHS):
+        prompt = PROMPTS[row, :length]
+        wanted = [logprobs_after(MODEL, prompt[:t])[prompt[t]] for t in range(1, length)]
+        np.testing.assert_allclose(found["prefix_logprobs"][row, 1:length], wanted, atol=1e-5)
+        assert not found["prefix_logprobs"][row, max(length, 1) :].any()
+
+
+def test_the_likeliest_of_k_1_is_greedy_whatever_the_key_and_temperature():
+    wanted = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
     for seed in (0, 1):
-        ids = Sampling()(jnp.asarray(LOGITS), jax.random.key(seed))
-        np.testing.assert_array_equal(ids, LOGITS.argmax(axis=-1))
+        decoder = Sample(max_decode_steps=M, eos_id=NEVER, k=1, temperature=3.0)
+        found = decoded(decoder, seed)
+        np.testing.assert_array_equal(found["output_ids"], wanted["output_ids"])
 
 
-def test_top_k_of_one_is_greedy():
-    ids = Sampling(temperature=3.0, top_k=1)(jnp.asarray(LOGITS), jax.random.key(0))
-    np.testing.assert_array_equal(ids, LOGITS.argmax(axis=-1))
+def test_an_end_of_text_is_kept_and_the_shortest_row_need_not_wait():
+    whole = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
+    eos_ids = (int(whole["output_ids"][0, 0, 2]), int(whole["output_ids"][3, 0, 1]))
+    found = decoded(Greedy(max_decode_steps=M, eos_id=eos_ids))
+    assert_each_row(found, ends=lambda new: new[-1] in eos_ids)
+    assert found["decode_lengths"][0, 0] <= 3 and found["decode_lengths"][3, 0] <= 2
 
 
-def test_one_key_gives_one_choice_and_another_another():
-    draw, many = Sampling(temperature=1.0), jnp.tile(jnp.asarray(LOGITS), (11, 1))
-    first, same, other = (draw(many, jax.random.key(i)) for i in (0, 0, 1))
-    np.testing.assert_array_equal(first, same)
-    assert (first != other).any()
+def test_no_end_of_text_comes_before_the_minimum():
+    whole = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
+    eos = int(whole["output_ids"][0, 0, 1])
+    assert decoded(Greedy(max_decode_steps=M, eos_id=eos))["decode_lengths"][0, 0] <= 2
+
+    def without_eos(logits, prompt, new):
+        return np.where((np.arange(V) == eos) & (len(new) < 5), -np.inf, logits)
+
+    found = decoded(Greedy(max_decode_steps=M, eos_id=eos, min_decode_steps=5))
+    assert_each_row(found, choose_from=without_eos, ends=lambda new: new[-1] == eos)
+    assert (found["decode_lengths"][LENGTHS > 0] > 5).all()
+
+
+def test_penalties_lower_what_occurred():
+    def penalized(logits, prompt, new, repetition=1.9, presence=0.7):
+        logits = logits.copy()
+        for token in {*prompt, *new}:
+            logits[token] *= repetition if logits[token] < 0 else 1 / repetition
+        for token in set(new):
+            logits[token] -= presence
+        return logits
+
+    settings = {"repetition_penalty": 1.9, "presence_penalty": 0.7}
+    # By hand the logits are log-probs: make the model's so too, for the penalty scales them.
+    model = LogProbs()
+    found = decoded(Greedy(max_decode_steps=M, eos_id=NEVER, **settings), model=model)
+    assert_each_row(found, choose_from=penalized)
+    none = decoded(Greedy(max_decode_steps=M, eos_id=NEVER), model=model)
+    only_presence = decoded(Greedy(max_decode_steps=M, eos_id=NEVER, presence_penalty=0.7))
+    assert_each_row(
+        only_presence, choose_from=lambda *args: penalized(*args, repetition=1.0)
+    )
+    assert (found["output_ids"] != none["output_ids"]).any()
+
+
+class LogProbs(Recurrent):
+    """The model, its logits normalised."""
+
+    def __init__(self):
+        super().__init__(V, seed=4, scale=1.2)
+
+    def __call__(self, *args, **kwargs):
+        logits, cache = super().__call__(*args, **kwargs)
+        return jax.nn.log_softmax(logits, axis=-1), cache
+
+
+def test_positive_logits_are_divided_by_the_repetition_penalty():
+    table = np.zeros((V, V), np.float32)
+    table[:, 5], table[:, 6] = 4.0, 3.0
+    decoder = Greedy(max_decode_steps=3, eos_id=NEVER, repetition_penalty=2.0)
+    found = decoded(decoder, model=Recurrent(V, table=table))
+    # 4 / 2 < 3, then 3 / 2 < 4 / 2.
+    rows = [row for row in range(4) if LENGTHS[row] and not {5, 6} & set(PROMPTS[row])]
+    assert rows
+    for row in rows:
+        assert found["output_ids"][row, 0].tolist() == [5, 6, 5]
+
+
+def test_a_stop_sequence_ends_a_row_once_its_new_tokens_end_in_it():
+    whole = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
+    sequences = (
+        tuple(whole["output_ids"][0, 0, 2:5].tolist()),
+        # Reaches back into the prompt, which does not count.
+        (int(PROMPTS[3, 3]), int(whole["output_ids"][3, 0, 0])),
+    )
+
+    def ends(new):
+        return any(tuple(new[-len(s) :]) == s for s in sequences if len(new) >= len(s))
+
+    found = decoded(Greedy(max_decode_steps=M, eos_id=NEVER, stop_sequences=sequences))
+    assert_each_row(found, ends=ends)
+    assert found["decode_lengths"][0, 0] <= 5
+    assert found["decode_lengths"][3, 0] > 1
+
+
+def test_samples_differ_are_sorted_and_each_is_a_function_of_its_key_alone():
+    settings = {"max_decode_steps": M, "eos_id": 3, "k": 0, "temperature": 1.5}
+    found = decoded(Sample(num_samples=7, **settings))
+    assert found["output_ids"].shape == (4, 7, M)
+    for row in np.flatnonzero(LENGTHS):
+        assert len({tuple(ids) for ids in found["output_ids"][row]}) > 3
+        assert (np.diff(found["scores"][row]) <= 0).all()
+        np.testing.assert_allclose(
+            found["scores"][row], found["logprobs"][row].sum(axis=-1), atol=1e-5
+        )
+    unsorted = decoded(Sample(num_samples=7, sort_samples=False, **settings))
+    order = np.argsort(-unsorted["scores"], axis=1, kind="stable")
+    np.testing.assert_array_equal(
+        found["output_ids"], np.take_along_axis(unsorted["output_ids"], order[..., None], axis=1)
+    )
+    fewer = decoded(Sample(num_samples=2, sort_samples=False, **settings))
+    np.testing.assert_array_equal(fewer["output_ids"], unsorted["output_ids"][:, :2])
+    other = decoded(Sample(num_samples=7, **settings), seed=1)
+    assert (other["output_ids"] != found["output_ids"]).any()
+
+
+def test_each_step_draws_anew():
+    decoder = Sample(max_decode_steps=M, eos_id=NEVER, k=0, num_samples=3)
+    found = decoded(decoder, model=Recurrent(V, table=np.zeros((V, V), np.float32)))
+    for ids in found["output_ids"][LENGTHS > 0].reshape(-1, M):
+        assert len(set(ids)) > 2, "one key for all steps"
+
+
+def test_rows_have_temperatures_and_limits_of_their_own():
+    settings = {"temperature": np.asarray([0.0, 30.0, 1.0, 0.0], np.float32)}
+    settings["per_example_max_decode_steps"] = np.asarray([9, 5, 3, 2], np.int32)
+    found = decoded(Sample(max_decode_steps=M, eos_id=NEVER, k=0, num_samples=3), **settings)
+    greedy = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))["output_ids"]
+    np.testing.assert_array_equal(found["decode_lengths"][:, 0], [8, 5, 0, 2])
+    for sample in range(3):
+        np.testing.assert_array_equal(found["output_ids"][0, sample], greedy[0, 0])
+        np.testing.assert_array_equal(found["output_ids"][3, sample, :2], greedy[3, 0, :2])
+    assert (found["output_ids"][1] != greedy[1]).any()
+
+
+def test_seqlen_counts_the_prompt():
+    found = decoded(Greedy(max_decode_steps=M, eos_id=NEVER, seqlen=6))
+    np.testing.assert_array_equal(found["decode_lengths"][:, 0], [3, 5, 0, 2])
+    found = decoded(Greedy(max_decode_steps=M, eos_id=NEVER, seqlen=3))
+    np.testing.assert_array_equal(found["decode_lengths"][:, 0], [0, 2, 0, 0])
+
+
+def test_stop_strings_become_tokens_and_cut_the_text():
+    decoder = Greedy(stop_strings=("\n\n", "é"), stop_sequences=((7,),))
+    decoder = for_tokenizer(decoder, ByteTokenizer())
+    assert decoder.eos_ids == (256,)
+    assert decoder.stop_sequences == ((7,), (10, 10), tuple("é".encode()))
+    assert for_tokenizer(decoder, ByteTokenizer()) == decoder
+    assert for_tokenizer(Greedy(eos_id=5), ByteTokenizer()).eos_ids == (5,)
+    assert cut_at_stop("one\n\ntwo", ("two", "\n\n")) == ("one", True)
+    assert cut_at_stop("one", ("two",)) == ("one", False)
+    assert cut_at_stop("one", ()) == ("one", False)
 
 
 @pytest.mark.parametrize(
     "name, value",
-    [("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1),
-     ("temperature", float("nan"))],
+    [
+        ("temperature", -0.1), ("temperature", float("nan")), ("k", -1), ("p", 0.0), ("p", 1.1),
+        ("min_p", -0.1), ("min_p", 1.5), ("num_samples", 0), ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")), ("stop_sequences", ((),)), ("stop_strings", ("",)),
+        ("stop_strings", "stop"), ("num_cache_slots", -1), ("max_decode_steps", 0),
+        ("min_decode_steps", -1), ("min_decode_steps", 128), ("seqlen", 0), ("eos_id", -1),
+        ("eos_id", "eos"),
+    ],
 )
 def test_a_value_out_of_range_names_the_setting(name, value):
-    with pytest.raises(ConfigError, match=rf"Sampling\.{name} is {value}"):
-        Sampling(**{name: value})
+    with pytest.raises(ConfigError, match=rf"Sample\.{name} is .*; wanted is"):
+        Sample(**{name: value})

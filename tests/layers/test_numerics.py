@@ -83,7 +83,10 @@ def test_dropout_of_the_model_needs_a_key(mdl_vars):
 
 def test_attention_equals_numpy_with_rotary_positions_that_start_anywhere():
     num_heads, dim = 3, 4
-    layer = layers.DotProductAttention(5, num_heads, dim_per_head=dim, rngs=nnx.Rngs(1))
+    layer = layers.DotProductAttention(
+        5, num_heads, dim_per_head=dim, use_bias=False, use_rotary_position_emb=True,
+        scale_query_by_dim_per_head=True, internal_enable_per_dim_scale=False, rngs=nnx.Rngs(1),
+    )
     x = np.random.default_rng(5).normal(size=(2, 6, 5)).astype(np.float32)
     found = layer(jnp.asarray(x), positions=jnp.arange(6)[None])[0]
 

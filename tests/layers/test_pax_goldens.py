@@ -1,8 +1,6 @@
 """Our layers against numbers of the real Pax: same weights, same inputs, same outputs, gradients.
 
-Each case runs with the tolerance and the hyperparameters that cases.json states. Two of Pax's
-options are not ours and are folded into what is: the learned per-dim scale of queries (into the
-projections) and paddings (padded positions are left out: causal layers never look at them).
+Each case runs with the tolerance and the hyperparameters that cases.json states.
 """
 
 import dataclasses
@@ -15,14 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from praxis_lite import layers
-from praxis_lite.learner import Learner
+from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
-from tasks.language_model import LanguageModelTask
 
 GOLDENS = pathlib.Path(__file__).parents[2].parent / "shared/goldens/pax"
 pytestmark = pytest.mark.skipif(not GOLDENS.exists(), reason=f"{GOLDENS} is not on this machine")
@@ -34,7 +30,6 @@ class Case:
 
     build: Callable[..., nnx.Module]
     call: Callable[[Any, dict[str, jax.Array]], jax.Array] = lambda module, i: module(i["x"])
-    rename: Callable[[str], str] = lambda path: path
     output: str = "y"
 
 
@@ -51,41 +46,32 @@ def feed_forward(activation: str) -> Case:
 
 
 def attention(**options: Any) -> Case:
-    options = {"use_bias": True, "use_rotary_position_emb": False, **options}
     return Case(functools.partial(layers.DotProductAttention, 8, 2, **options), attend)
 
 
 def transformer_ffn(**options: Any) -> Case:
     return Case(
-        functools.partial(
-            layers.TransformerFeedForward, 8, 12, ln_tpl=layers.LayerNorm, **options
-        )
+        functools.partial(layers.TransformerFeedForward, 8, 12, **options),
+        lambda module, i: module(i["x"], paddings=i["paddings"]),
     )
 
 
-def softmax(**options: Any) -> Case:
+def softmax(layer=layers.FullSoftmax, **options: Any) -> Case:
+    return Case(functools.partial(layer, 13, 8, **options), output="logits")
+
+
+def transformer_block(**options: Any) -> Case:
     return Case(
-        functools.partial(
-            layers.SharedEmbeddingSoftmax, 13, 8, **{"has_bias": True, **options}
-        ),
-        rename=lambda path: path.replace("logits_ffn/linear/", "").replace("logits_ffn/bias/", ""),
-        output="logits",
+        functools.partial(layers.Transformer, 8, 12, 2, **options),
+        lambda module, i: module(i["x"], paddings=i["paddings"], atten_mask=i["mask"])[0],
     )
 
 
-def build_block(*, rngs: nnx.Rngs) -> layers.Transformer:
-    atten = functools.partial(
-        layers.DotProductAttention, use_bias=True, use_rotary_position_emb=False
-    )
-    return layers.Transformer(8, 12, 2, ln_tpl=layers.LayerNorm, tr_atten_tpl=atten, rngs=rngs)
+def stack(build: Callable[..., nnx.Module]) -> Case:
+    return Case(build, lambda module, i: module(i["x"], paddings=i["paddings"])[0])
 
 
-def stack(unroll: bool, sub: str, blocks: str) -> Case:
-    return Case(
-        lambda rngs: layers.Repeat(build_block, 3, unroll=unroll, rngs=rngs),
-        attend,
-        rename=lambda path: path.replace(sub, blocks),
-    )
+BLOCK = functools.partial(layers.Transformer, 8, 12, 2)
 
 
 CASES = {
@@ -99,7 +85,9 @@ CASES = {
     "feedforward_swish": feed_forward("silu"),
     "feedforward_tanh": feed_forward("tanh"),
     "layernorm": Case(functools.partial(layers.LayerNorm, 8)),
+    "layernorm_noscale": Case(functools.partial(layers.LayerNorm, 8, use_scale=False)),
     "rmsnorm": Case(functools.partial(layers.RmsNorm, 8)),
+    "rmsnorm_noscale": Case(layers.RmsNormNoScale),
     "embedding_index": Case(
         functools.partial(layers.Embedding, 13, 8, scale_sqrt_depth=True),
         lambda module, i: module(i["ids"]),
@@ -115,24 +103,48 @@ CASES = {
         functools.partial(layers.TrainablePositionalEmbedding, 10, 8),
         lambda module, i: module(jnp.arange(6)[None]),
     ),
-    "shared_softmax": softmax(),
+    "positional_embedding": Case(
+        lambda rngs: layers.PositionalEmbedding(8), lambda module, i: module(seq_length=6)
+    ),
+    "shared_softmax": softmax(layers.SharedEmbeddingSoftmax, scale_sqrt_depth=True),
     "full_softmax": softmax(),
+    "full_softmax_label_smoothing": softmax(label_smoothing_prob=0.1),
     "full_softmax_nobias": softmax(has_bias=False),
     "attention": attention(),
+    "attention_combined_qkv": attention(combine_qkv=True, use_bias=False),
+    "attention_grad": attention(atten_logit_cap=5.0),
+    "attention_no_per_dim_scale": attention(internal_enable_per_dim_scale=False),
     "attention_nobias": attention(use_bias=False),
-    "attention_no_per_dim_scale": attention(),
+    "attention_query_scale_off": attention(internal_enable_query_scale=False),
+    "attention_relative_bias": attention(
+        relative_bias_tpl=functools.partial(
+            layers.RelativeBias,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=6,
+        )
+    ),
     "attention_rotary": attention(use_rotary_position_emb=True),
+    "attention_scale_logits": attention(
+        internal_enable_query_scale=False,
+        internal_enable_per_dim_scale=False,
+        scale_logits_by_head_dims=True,
+    ),
     "transformer_ffn": transformer_ffn(),
     "transformer_ffn_pre": transformer_ffn(),
     "transformer_ffn_gelu": transformer_ffn(activation="gelu"),
     "transformer_ffn_gated_silu": transformer_ffn(activation="silu", use_gated_activation=True),
-    "transformer_block": Case(build_block, attend),
-    "stacked_transformer": stack(True, "x_layers_", "blocks/"),
-    "stacked_transformer_repeated": stack(False, "repeat/sub/x_layers_0", "blocks"),
+    "transformer_ffn_no_skip": transformer_ffn(add_skip_connection=False),
+    "transformer_ffn_post": transformer_ffn(norm_policy="post"),
+    "transformer_block": transformer_block(),
+    "transformer_block_post": transformer_block(norm_policy="post"),
+    "transformer_block_primer_hybrid": transformer_block(norm_policy="primer_hybrid"),
+    "stacked_transformer": stack(functools.partial(layers.StackedTransformer, BLOCK, 3)),
+    "stacked_transformer_repeated": stack(
+        functools.partial(
+            layers.Repeat, functools.partial(layers.StackedTransformer, BLOCK, 1), 3
+        ),
+    ),
 }
-
-# Where Pax zeroes padded positions half way through a block, its gradients are not ours.
-WITHOUT_GRADIENTS = ("transformer_block", "stacked_transformer", "stacked_transformer_repeated")
 
 
 @functools.cache
@@ -162,37 +174,9 @@ def assert_close(found, wanted, tolerance, what: str) -> None:
     assert (excess <= 0).all(), f"{what}: off by {np.abs(found - wanted).max():.2e}"
 
 
-def per_dim_factor(weights: dict[str, np.ndarray], path: str) -> np.ndarray:
-    """Returns what Pax multiplies queries by for a learned scale, beside 1 / sqrt(K)."""
-    return 1.442695041 * np.logaddexp(weights[path], 0.0)
-
-
-def without_per_dim_scale(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the weights with Pax's per-dim scale multiplied into the query projection."""
-    weights = dict(weights)
-    for path in [path for path in weights if path.endswith("per_dim_scale/per_dim_scale")]:
-        prefix = path.removesuffix("per_dim_scale/per_dim_scale")
-        factor = per_dim_factor(weights, path)
-        # [K] against [D, N, K] and [N, K]; of a stack [L, K] against [L, D, N, K] and [L, N, K].
-        lead = factor.shape[:-1]
-        for name, rank in (("w", 3), ("b", 2)):
-            if (query := f"{prefix}query/{name}") in weights:
-                ones = (1,) * (rank - 1)
-                weights[query] = weights[query] * factor.reshape(*lead, *ones, factor.shape[-1])
-        del weights[path]
-    return weights
-
-
-def params_of(model: NnxModel, weights: dict[str, np.ndarray], rename) -> dict[str, Any]:
+def params_of(model: NnxModel, weights: dict[str, np.ndarray]) -> dict[str, Any]:
     """Returns our parameters with Pax's weights in them; each has its place and none is left."""
-    weights = {rename(path): weight for path, weight in weights.items()}
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(
-        jax.eval_shape(model.init, jax.random.key(0))["params"]
-    )
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    assert sorted(paths) == sorted(weights)
-    assert [leaf.shape for _, leaf in leaves] == [weights[path].shape for path in paths]
-    return jax.tree.unflatten(treedef, [jnp.asarray(weights[path]) for path in paths])
+    return jax.tree.map(jnp.asarray, mdl_vars_from_pax(model, weights)["params"])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -200,72 +184,56 @@ def test_outputs_and_gradients_equal_pax(name):
     case, (golden, tolerance) = CASES[name], load(name)
     inputs = {key: jnp.asarray(x) for key, x in golden["in"].items()}
     weights, model = golden.get("w", {}), NnxModel(case.build)
-    rotary_scale = None
-    if name == "attention_rotary":
-        # Rotation and scale do not commute, so half of the scale goes onto queries and keys each.
-        scale = np.sqrt(per_dim_factor(weights, "per_dim_scale/per_dim_scale"))
-        rotary_scale = jnp.asarray(scale)[None, None, None]
-        weights = {path: w for path, w in weights.items() if "per_dim" not in path}
-    params = params_of(model, without_per_dim_scale(weights), case.rename)
+    params = params_of(model, weights)
 
     def outputs_of(params, inputs):
         module = model.module({"params": params, "non_trainable": {}})
-        if rotary_scale is not None:
-            rotary = module.rotary
-            module.rotary = lambda x, positions: rotary(x, positions) * rotary_scale
         return case.call(module, inputs)
 
     outputs = jax.jit(outputs_of)(params, inputs)
-    is_true = 1.0 - golden["in"].get("paddings", np.zeros(outputs.shape[:2]))
-    is_true = jnp.asarray(is_true, jnp.float32).reshape(*is_true.shape, *(1,) * (outputs.ndim - 2))
-    wanted = golden["out"][case.output]
-    assert_close(outputs * is_true, wanted * np.asarray(is_true), tolerance, name)
-    if "grad" not in golden and "gin" not in golden:
-        return
-    if name in WITHOUT_GRADIENTS or case.output != "y":
+    assert_close(outputs, golden["out"][case.output], tolerance, name)
+    if case.output != "y" or ("grad" not in golden and "gin" not in golden):
         return
 
     def objective(params, x):
         outputs = outputs_of(params, inputs if x is None else {**inputs, "x": x})
-        return jnp.sum(outputs * inputs["cotangent"] * is_true)
+        return jnp.sum(outputs * inputs["cotangent"])
 
     grads, x_grad = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, inputs.get("x"))
-    wanted_grads = params_of(model, golden.get("grad", {}), case.rename)
+    wanted_grads = params_of(model, golden.get("grad", {}))
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         wanted = functools.reduce(lambda node, part: node[part.key], path, wanted_grads)
         assert_close(grad, wanted, tolerance, f"{name} gradient of {path}")
     if "x" in golden.get("gin", {}):
-        wanted = golden["gin"]["x"] * np.asarray(is_true)
-        assert_close(x_grad * is_true, wanted, tolerance, f"{name} gradient of x")
+        assert_close(x_grad, golden["gin"]["x"], tolerance, f"{name} gradient of x")
 
 
-@pytest.mark.parametrize("name", ["shared_softmax", "full_softmax", "full_softmax_nobias"])
-def test_cross_entropy_and_its_gradients_equal_pax(name):
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.output == "logits"])
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_every_output_of_a_softmax_and_its_gradients_equal_pax(name, chunk_size):
     case, (golden, tolerance) = CASES[name], load(name)
-    model = NnxModel(case.build)
-    params = params_of(model, golden["w"], case.rename)
-    task = LanguageModelTask(case.build, Learner(optax.sgd, 0.1))
-    batch = {
-        "ids": jnp.asarray(golden["in"]["x"]),
-        "labels": jnp.asarray(golden["in"]["class_ids"][..., 0]),
-        "weights": jnp.asarray(golden["in"]["class_weights"][..., 0]),
-    }
+    model = NnxModel(functools.partial(case.build, chunk_size=chunk_size))
+    params = params_of(model, golden["w"])
+    inputs = {path: jnp.asarray(x) for path, x in golden["in"].items()}
 
-    def metrics_of(params, x):
+    def outputs_of(params, x, class_weights):
         module = model.module({"params": params, "non_trainable": {}})
-        return task.compute_loss(lambda x, key: (module(x), None), {**batch, "ids": x}, None)
+        return module.compute_loss(x, inputs["class_ids"], class_weights)
 
-    metrics = jax.jit(metrics_of)(params, batch["ids"])
-    assert_close(metrics["loss"][0], golden["out"]["avg_xent"], tolerance, "avg_xent")
-    assert_close(metrics["loss"][1], golden["out"]["total_weight"], tolerance, "total_weight")
-    assert_close(metrics["accuracy"][0], golden["out"]["accuracy"], tolerance, "accuracy")
+    def objective(*args):
+        outputs = outputs_of(*args)
+        return outputs["total_xent"] * inputs["cotangent"], outputs
 
-    def objective(params, x):
-        loss, weight = metrics_of(params, x)["loss"]
-        return loss * weight * golden["in"]["cotangent"]
-
-    grads, x_grad = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, batch["ids"])
-    wanted = params_of(model, golden["grad"], case.rename)
-    for path in wanted:
-        assert_close(grads[path], wanted[path], tolerance, f"gradient of {path}")
-    assert_close(x_grad, golden["gin"]["x"], tolerance, "gradient of x")
+    run = jax.jit(jax.grad(objective, argnums=(0, 1, 2), has_aux=True))
+    (grads, *input_grads), outputs = run(params, inputs["x"], inputs["class_weights"])
+    missing = {"logits", "log_probs"} if chunk_size else set()
+    assert set(outputs) == set(golden["out"]) - {"y"} - missing
+    for path, found in outputs.items():
+        assert_close(found, golden["out"][path], tolerance, path)
+    wanted = params_of(model, golden["grad"])
+    for found, (path, of_pax) in zip(
+        jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(wanted), strict=True
+    ):
+        assert_close(found, of_pax, tolerance, f"gradient of {path}")
+    for path, found in zip(("x", "class_weights"), input_grads, strict=True):
+        assert_close(found, golden["gin"][path], tolerance, f"gradient of {path}")

@@ -11,11 +11,19 @@ import pytest
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import FeedForward, Repeat, Transformer, TransformerLm
-from praxis_lite.layers.repeats import CHECKPOINT_POLICIES
+from praxis_lite.layers import (
+    DotProductAttention,
+    FeedForward,
+    Repeat,
+    StackedTransformer,
+    Transformer,
+    TransformerLm,
+)
+from praxis_lite.layers.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAMES
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
-from praxis_lite.weights import BaseLayer
+from praxis_lite.models.nnx_model import mdl_vars_of
+from praxis_lite.weights import AuxLoss, BaseLayer, Summary, intermediates
 from tasks.image_classification import ClassificationTask
 
 NUM_LAYERS, DIMS = 3, 7
@@ -33,11 +41,21 @@ class Block(BaseLayer):
         return x + self.ff(x), cache
 
 
+class WideBlock(Block):
+    """A block of other weights and another function."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.ff = FeedForward(DIMS, DIMS, activation="sigmoid", has_bias=False, rngs=rngs)
+
+
+PATTERN = functools.partial(StackedTransformer, [Block, WideBlock], 2)
+
+
 class Classifier(BaseLayer):
     """Blocks between inputs and logits."""
 
-    def __init__(self, unroll: bool, *, rngs: nnx.Rngs):
-        self.stack = Repeat(Block, NUM_LAYERS, unroll=unroll, rngs=rngs)
+    def __init__(self, unroll: bool, block: Any = Block, *, rngs: nnx.Rngs):
+        self.stack = Repeat(block, NUM_LAYERS, unroll=unroll, rngs=rngs)
         self.logits = FeedForward(DIMS, 5, activation="identity", rngs=rngs)
 
     def __call__(self, inputs):
@@ -110,10 +128,20 @@ def test_scanned_equals_unrolled_in_outputs_and_gradients(programs):
 
 
 @pytest.mark.parametrize("unroll", [False, True], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("policy", [p for p in CHECKPOINT_POLICIES if p != "save_everything"])
+@pytest.mark.parametrize(
+    "policy", [p for p in CHECKPOINT_POLICIES if p not in (*SAVED_NAMES, "save_everything")]
+)
 def test_every_checkpoint_policy_gives_the_same_gradients(programs, policy, unroll):
     wanted = programs(unroll, "save_everything")
     assert_trees_close(programs(unroll, policy), wanted, rtol=1e-5, atol=1e-6)
+
+
+def count_dots(jaxpr) -> int:
+    """Returns how many matrix products a program has, each loop's body once."""
+    inner = [sub for eqn in jaxpr.eqns for sub in jax.tree.leaves(list(eqn.params.values()))]
+    jaxprs = [getattr(sub, "jaxpr", sub) for sub in inner if hasattr(sub, "eqns")]
+    own = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+    return own + sum(count_dots(sub) for sub in jaxprs)
 
 
 def test_policies_differ_in_what_the_backward_pass_computes_again():
@@ -126,14 +154,47 @@ def test_policies_differ_in_what_the_backward_pass_computes_again():
         )
         return count_dots(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x)[0])))(x).jaxpr)
 
-    def count_dots(jaxpr) -> int:
-        inner = [sub for eqn in jaxpr.eqns for sub in jax.tree.leaves(list(eqn.params.values()))]
-        jaxprs = [getattr(sub, "jaxpr", sub) for sub in inner if hasattr(sub, "eqns")]
-        own = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
-        return own + sum(count_dots(sub) for sub in jaxprs)
-
     assert num_dots("save_everything") == num_dots("save_dot_only")
     assert num_dots("save_nothing") > num_dots("save_everything")
+
+
+# Of a block's products (q, k, v, logits, context, out_proj, ffn1, ffn2) those computed again. What
+# ffn2 gives is needed by none of the gradients.
+COMPUTED_AGAIN = {
+    "save_nothing": 7,
+    "save_context": 6,
+    "save_out_proj": 6,
+    "save_encoded_and_out_proj": 5,
+    "save_qkv_out_proj_separate": 3,
+    "save_dot_for_mlperf_200b": 2,
+    "save_dot_except_logits_ffn1": 2,
+    "save_dot_except_logits": 1,
+    "save_dot_only": 0,
+    # Of a projection to queries, keys and values in one: it, logits, context, out_proj, ffn1.
+    "combined: save_nothing": 5,
+    "combined: save_qkv_out_proj": 3,
+    "combined: save_quantized": 2,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED_AGAIN)
+def test_a_named_policy_keeps_the_activations_of_that_name(name):
+    is_combined, policy = name.startswith("combined"), name.split()[-1]
+    attention = functools.partial(DotProductAttention, combine_qkv=is_combined, use_bias=False)
+    block = functools.partial(Transformer, 6, 11, 3, tr_atten_tpl=attention)
+
+    def num_dots(policy: str) -> int:
+        model = NnxModel(
+            lambda rngs: Repeat(block, 2, checkpoint_policy=policy, rngs=rngs)
+        )
+        params, x = jax.eval_shape(model.init, jax.random.key(0))["params"], jnp.ones((2, 5, 6))
+
+        def loss(params):
+            return jnp.sum(model.module({"params": params, "non_trainable": {}})(x)[0])
+
+        return count_dots(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+
+    assert num_dots(policy) - num_dots("save_everything") == COMPUTED_AGAIN[name]
 
 
 def test_an_unknown_policy_names_layer_setting_and_the_nearest():
@@ -151,8 +212,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "block"),
+    [*((name, Block) for name in OPTIMIZERS), ("adafactor", PATTERN)],
+    ids=[*OPTIMIZERS, "adafactor-pattern"],
+)
+def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
     rng = np.random.default_rng(3)
     batch = {
         "inputs": jnp.asarray(rng.normal(size=(11, DIMS)), jnp.float32),
@@ -162,7 +227,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer):
 
     def train(unroll: bool, params: dict[str, Any]) -> dict[str, Any]:
         learner = Learner(OPTIMIZERS[optimizer], 0.03, clip_gradient_norm_to_value=0.5)
-        task = ClassificationTask(functools.partial(Classifier, unroll), learner)
+        task = ClassificationTask(functools.partial(Classifier, unroll, block), learner)
         specs = task.model.weight_specs()["params"]
         opt_states = jax.jit(lambda params: learner.init(params, specs))(params)
 
@@ -179,7 +244,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer):
             params, opt_states = step(params, opt_states, i)
         return params
 
-    first = drawn(NnxModel(functools.partial(Classifier, False)))
+    first = drawn(NnxModel(functools.partial(Classifier, False, block)))
     scanned, unrolled = train(False, first), train(True, unrolled_params(first, "stack"))
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), scanned, first)
     assert min(jax.tree.leaves(moved)) > 1e-5
@@ -213,3 +278,79 @@ def test_a_scanned_model_compiles_one_block_whatever_its_depth():
         return len(str(jax.make_jaxpr(lambda v, i: model.module(v)(i)[0])(mdl_vars, ids)))
 
     assert program_size(17) < 1.05 * program_size(2)
+
+
+class Observing(Block):
+    """A block that keeps a running mean of its inputs, and reports a loss and a summary."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(DIMS))
+        self.loss, self.size = AuxLoss(jnp.zeros(())), Summary(jnp.zeros(()))
+
+    def __call__(self, x, *, key=None, cache=None):
+        self.mean.set_value(0.9 * self.mean[...] + 0.1 * jnp.mean(x, axis=0))
+        self.loss.set_value(jnp.sum(jnp.square(x)))
+        self.size.set_value(jnp.max(x))
+        return super().__call__(x, key=key, cache=cache)
+
+
+@pytest.mark.parametrize("policy", ["save_nothing", "save_everything"])
+def test_statistics_losses_and_summaries_come_out_of_scan_and_remat(policy):
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(5, DIMS)), jnp.float32)
+    pattern = functools.partial(
+        StackedTransformer, [Observing, Block], 2, remat=True, checkpoint_policy="save_nothing"
+    )
+    results = []
+    params = drawn(NnxModel(lambda rngs: Repeat(pattern, NUM_LAYERS, rngs=rngs)))
+    for unroll in (False, True):
+        model = NnxModel(
+            lambda rngs, unroll=unroll: Repeat(
+                pattern, NUM_LAYERS, unroll=unroll, checkpoint_policy=policy, rngs=rngs
+            )
+        )
+        weights = unrolled_params({"stack": params}, "stack")["stack"] if unroll else params
+        zeros = jax.tree.map(
+            lambda s: jnp.zeros(s.shape), model.weight_specs()["non_trainable"],
+            is_leaf=lambda x: hasattr(x, "split_dims_mapping"),
+        )
+
+        def objective(weights, model=model, zeros=zeros):
+            module = model.module({"params": weights, "non_trainable": zeros})
+            y = module(x)[0]
+            losses = intermediates(module, AuxLoss)
+            reported = jax.tree.leaves((losses, intermediates(module, Summary)))
+            kept = mdl_vars_of(module)["non_trainable"]
+            return jnp.sum(y) + sum(map(jnp.sum, losses.values())), (reported, kept)
+
+        grads, (reported, kept) = jax.jit(jax.grad(objective, has_aux=True))(weights)
+        if not unroll:
+            kept = unrolled_params({"stack": kept}, "stack")["stack"]
+            grads = unrolled_params({"stack": grads}, "stack")["stack"]
+            assert [one.shape for one in reported] == [(NUM_LAYERS,)] * 2
+        else:
+            reported = [jnp.stack(reported[:NUM_LAYERS]), jnp.stack(reported[NUM_LAYERS:])]
+        results.append({"reported": reported, "kept": kept, "grads": grads})
+    assert_trees_close(*results, rtol=1e-4, atol=1e-6)
+    means = jax.tree.leaves(results[0]["kept"])
+    np.testing.assert_allclose(means[0], 0.1 * x.mean(axis=0), rtol=1e-5, atol=1e-7)
+    assert np.abs(means[1] - means[0]).max() > 1e-3  # Each layer saw its own inputs.
+
+
+def test_stochastic_depth_grows_along_a_stack():
+    probs = []
+
+    def block(*, rngs, residual_droppath_prob=0.0):
+        probs.append(residual_droppath_prob)
+        return Block(rngs=rngs)
+
+    StackedTransformer(block, 4, residual_droppath_prob=0.2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(probs, [0.0, 0.05, 0.1, 0.15])
+
+
+def test_a_stack_drops_its_inputs_only_in_training():
+    stack = StackedTransformer(Block, 1, input_dropout_prob=0.5, rngs=nnx.Rngs(0))
+    plain = StackedTransformer(Block, 1, rngs=nnx.Rngs(0))
+    x, key = jnp.ones((101, DIMS)), jax.random.key(1)
+    np.testing.assert_array_equal(stack(x)[0], plain(x)[0])
+    assert np.abs(stack(x, key=key)[0] - plain(x, key=key)[0]).max() > 0.1

@@ -10,6 +10,10 @@ from praxis_lite import layers
 from praxis_lite.errors import ConfigError
 
 LM = functools.partial(layers.TransformerLm, 11, 8, 12, 2, 2)
+ROTARY_BLOCK = functools.partial(
+    layers.Transformer,
+    tr_atten_tpl=functools.partial(layers.DotProductAttention, use_rotary_position_emb=True),
+)
 WRONG = {
     r"Linear\.output_dims is 0": lambda r: layers.Linear(3, 0, rngs=r),
     r"Linear\.input_dims is 2\.5": lambda r: layers.Linear(2.5, 3, rngs=r),
@@ -37,15 +41,67 @@ WRONG = {
         layers.DotProductAttention(8, 3, rngs=r)
     ),
     r"DotProductAttention\.num_heads is 0": lambda r: layers.DotProductAttention(8, 0, rngs=r),
+    r"DotProductAttention: 3 heads do not divide the 10 hidden": lambda r: (
+        layers.DotProductAttention(9, 3, hidden_dim=10, rngs=r)
+    ),
+    r"num_kv_heads is 3, which does not divide the 4 heads.*\[1, 2, 4\]": lambda r: (
+        layers.DotProductAttention(8, 4, num_kv_heads=3, rngs=r)
+    ),
+    r"DotProductAttention\.window is 0": lambda r: (
+        layers.DotProductAttention(8, 4, window=0, rngs=r)
+    ),
+    r"DotProductAttention\.right_context is 2": lambda r: (
+        layers.DotProductAttention(8, 4, right_context=2, rngs=r)
+    ),
+    r"atten_kernel is 'einsun'.*Did you mean einsum": lambda r: (
+        layers.DotProductAttention(8, 4, atten_kernel="einsun", rngs=r)
+    ),
+    r"atten_kernel is 'splash', which cannot do relative_bias_tpl.*'einsum'": lambda r: (
+        layers.DotProductAttention(
+            8, 4, atten_kernel="splash", relative_bias_tpl=layers.RelativeBias, rngs=r
+        )
+    ),
+    r"embedding_dims is 3.*dim_per_head": lambda r: layers.DotProductAttention(
+        8, 2, dim_per_head=3, use_rotary_position_emb=True, rngs=r
+    ),
+    r"combine_qkv needs .*num_kv_heads": lambda r: (
+        layers.DotProductAttention(8, 4, combine_qkv=True, num_kv_heads=2, rngs=r)
+    ),
+    r"is_cross_attention=True attends to another": lambda r: (
+        layers.DotProductAttention(8, 4, is_cross_attention=True, window=3, rngs=r)
+    ),
+    r"input_dim has the keys \['query'\]": lambda r: (
+        layers.DotProductAttention({"query": 8}, 4, rngs=r)
+    ),
+    r"atten_logit_cap is -1\.0": lambda r: (
+        layers.DotProductAttention(8, 4, atten_logit_cap=-1.0, rngs=r)
+    ),
+    r"queries are scaled by hidden_dim / num_heads": lambda r: layers.DotProductAttention(
+        3, 4, dim_per_head=2, internal_enable_per_dim_scale=False, rngs=r
+    ),
+    r"attention_combine_dims takes no bias": lambda r: (
+        layers.AttentionProjection(8, 2, 4, attention_combine_dims=True, rngs=r)
+    ),
+    r"relative_attention_num_buckets is 3; wanted is at least 4": lambda r: (
+        layers.RelativeBias(2, relative_attention_num_buckets=3, bidirectional=True, rngs=r)
+    ),
+    r"relative_attention_max_distance is 4": lambda r: layers.RelativeBias(
+        2, relative_attention_num_buckets=8, relative_attention_max_distance=4, rngs=r
+    ),
     r"TransformerFeedForward\.hidden_dims is 0": lambda r: layers.TransformerFeedForward(
         3, 0, rngs=r
+    ),
+    r"Pipeline\.num_stages is 0": lambda r: layers.Pipeline(
+        lambda rngs: None, 2, num_stages=0, num_microbatches=2, rngs=r
     ),
     r"Repeat\.num_layers is 0": lambda r: layers.Repeat(lambda rngs: None, 0, rngs=r),
     r"TransformerLm\.vocab_size is 0": lambda r: layers.TransformerLm(0, 8, 12, 2, 2, rngs=r),
     r"TransformerFeedForward\.hidden_dims is 0.*": lambda r: layers.TransformerLm(
         11, 8, 0, 2, 2, rngs=r
     ),
-    r"RotaryPositionalEmbedding\.embedding_dims is 5": lambda r: LM(dim_per_head=5, rngs=r),
+    r"RotaryPositionalEmbedding\.embedding_dims is 5": lambda r: LM(
+        dim_per_head=5, transformer_layer_tpl=ROTARY_BLOCK, rngs=r
+    ),
     r"max_seq_length is 5, but a sequence has up to 6": lambda r: LM(max_seq_length=5, rngs=r)(
         jnp.zeros((1, 6), jnp.int32)
     ),

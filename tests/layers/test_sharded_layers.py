@@ -40,6 +40,8 @@ HEADS = (BATCH, None, "mdl", None)
 ATTENTION = functools.partial(
     layers.DotProductAttention,
     use_bias=True,
+    # Without it the gradient of the keys' biases is nothing but rounding.
+    use_rotary_position_emb=True,
     weight_split_dims_mapping=("data", "mdl", None),
     activation_split_dims_mapping=HEADS,
     output_split_dims_mapping=RESIDUAL,
@@ -94,6 +96,14 @@ def cases(s: Sizes) -> dict[str, tuple[Any, Any]]:
         "linear": (partial(layers.Linear, s.model, s.hidden, **split), of_x),
         "bias": (partial(layers.Bias, s.model, **per_dim), of_x),
         "feed_forward": (partial(layers.FeedForward, s.model, s.hidden, **split), of_x),
+        "einsum": (
+            partial(
+                layers.Einsum, "...d,dnk->...nk", (s.model, s.heads, 4), has_bias=True,
+                weight_split_dims_mapping=("data", "mdl", None),
+                activation_split_dims_mapping=HEADS,
+            ),
+            of_x,
+        ),
         "mlp": (
             partial(
                 layers.Mlp, s.model, (s.hidden, s.vocab), s.heads,
@@ -104,6 +114,11 @@ def cases(s: Sizes) -> dict[str, tuple[Any, Any]]:
         ),
         "embedding": (
             partial(layers.Embedding, s.vocab, s.model, **split | {
+                "weight_split_dims_mapping": ("mdl", "data")}),
+            of_ids,
+        ),
+        "embedding_matmul": (
+            partial(layers.Embedding, s.vocab, s.model, lookup_style="matmul", **split | {
                 "weight_split_dims_mapping": ("mdl", "data")}),
             of_ids,
         ),

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from experiments.classify import Spirals, spirals
+from experiments.vision import DigitsResNet, DigitsViT, digits
 from praxis_lite.learner import Learner
 from praxis_lite.metrics import WeightedMean
 from praxis_lite.partitioner import Partitioner
@@ -30,23 +31,70 @@ def test_loss_and_accuracy_are_means_over_weighted_examples():
         assert float(weight) == 4.5
 
 
+def test_a_model_that_takes_a_key_gets_it_in_training_and_none_in_evaluation():
+    task = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1))
+    batch = {"inputs": jnp.eye(3), "labels": jnp.arange(3), "weights": jnp.ones(3)}
+    seen = []
+
+    def model(x, *, key=None):
+        seen.append(key)
+        return x
+
+    key = jax.random.key(3)
+    task.compute_loss(model, batch, key)
+    task.compute_loss(model, batch, None)
+    assert seen == [key, None]
+
+
+def test_the_digits_are_split_once_and_for_all():
+    train, test = digits("train"), digits("heldout")
+    assert train["inputs"].shape == (1438, 8, 8, 1) and test["inputs"].shape == (359, 8, 8, 1)
+    assert train["inputs"].min() == 0.0 and train["inputs"].max() == 1.0
+    images = [{image.tobytes() for image in split["inputs"]} for split in (train, test)]
+    assert [len(split) for split in images] == [1438, 359]
+    assert not images[0] & images[1]  # No held-out image is trained on.
+    assert np.bincount(test["labels"]).min() > 20
+    np.testing.assert_array_equal(digits("heldout")["labels"], test["labels"])
+
+
+def heldout(job, partitioner, num_steps: int) -> WeightedMean:
+    """Returns the held-out metrics after some steps of training."""
+    state, key = partitioner.init(partitioner.key(0)), partitioner.key(0)
+    batches = job.datasets["train"].batches()
+    for _ in range(num_steps):
+        state, _ = partitioner.train_step(state, partitioner.global_batch(next(batches)), key)
+    mean = WeightedMean()
+    for inputs in job.datasets["heldout"].batches():
+        metrics = partitioner.eval_step(state.mdl_vars, partitioner.global_batch(inputs))
+        mean.add(jax.device_get(metrics))
+    return mean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "num_steps", "accuracy"), [(DigitsResNet, 60, 0.95), (DigitsViT, 40, 0.5)]
+)
+def test_the_digits_are_learned_on_a_mesh_that_divides_nothing(experiment, num_steps, accuracy):
+    """With a shorter schedule: the experiments reach 0.99 (ResNet) and 0.97 (ViT)."""
+    config = experiment().config()
+    config.task.learner.learning_rate.decay_steps = num_steps
+    job = fdl.build(config)
+    partitioner = Partitioner(job.task, make_mesh(job.mesh))
+    assert sum(leaf.padding_share > 0 for leaf in partitioner.layout.leaves()) > 10
+    mean = heldout(job, partitioner, num_steps)
+    assert mean.weights()["accuracy"] == 359
+    assert mean.result()["accuracy"] > accuracy
+
+
 def test_the_spirals_are_learned_on_a_mesh_that_divides_no_width():
     job = fdl.build(Spirals().config())
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
     padding = {leaf.path: leaf.padding_share for leaf in partitioner.layout.leaves()}
     assert padding["mdl_vars/params/hidden/1/linear/w"] > 0  # 61 over 2.
-    state, key = partitioner.init(partitioner.key(0)), partitioner.key(0)
-    batches = job.datasets["train"].batches()
-    for _ in range(job.run.num_train_steps):
-        batch = partitioner.global_batch(next(batches))
-        state, _ = partitioner.train_step(state, batch, key)
-    mean = WeightedMean()
-    for inputs in job.datasets["heldout"].batches():
-        metrics = partitioner.eval_step(state.mdl_vars, partitioner.global_batch(inputs))
-        mean.add(jax.device_get(metrics))
+    mean = heldout(job, partitioner, job.run.num_train_steps)
     assert mean.weights()["accuracy"] == 501
     assert mean.result()["accuracy"] > 0.95
     # A straight line would not do: the classes are no better than chance to a linear model.
-    train, heldout = spirals(4000, 0), spirals(501, 1)
+    train, test = spirals(4000, 0), spirals(501, 1)
     linear = np.linalg.lstsq(train["inputs"], np.eye(3)[train["labels"]], rcond=None)[0]
-    assert ((heldout["inputs"] @ linear).argmax(-1) == heldout["labels"]).mean() < 0.6
+    assert ((test["inputs"] @ linear).argmax(-1) == test["labels"]).mean() < 0.6

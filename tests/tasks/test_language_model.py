@@ -7,8 +7,10 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite.decode import Sample
 from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
+from praxis_lite.weights import AuxLoss, BaseLayer, Summary
 from tasks.language_model import LanguageModelTask
 
 RNG = np.random.default_rng(15)
@@ -65,9 +67,11 @@ def test_records_hold_the_text_of_true_rows_only():
         "weights": np.asarray([1.0, 1.0, 0.0]),
     }
     outputs = {
-        "output_ids": np.asarray([[*b"cd", eos, 0], [*b"wxyz"], [0, 0, 0, 0]], np.int32),
-        "decode_lengths": np.asarray([3, 4, 0]),
-        "log_probs": np.asarray([-1.5, -2.5, 0.0], np.float32),
+        "output_ids": np.asarray([[*b"cd", eos, 0], [*b"wxyz"], [0, 0, 0, 0]], np.int32)[:, None],
+        "decode_lengths": np.asarray([3, 4, 0])[:, None],
+        "logprobs": np.asarray(
+            [[-1, -0.25, -0.25, 0], [-0.5, -0.5, -0.5, -1], [0, 0, 0, 0]], np.float32
+        )[:, None],
     }
     assert task().decode_to_records(inputs, outputs) == [
         {
@@ -88,9 +92,24 @@ def test_a_missing_input_names_the_key_the_dataset_and_what_there_is():
         lm.check_inputs(spec, lm.required_inputs, "datasets.train")
 
 
-def test_decoding_nothing_is_an_error():
-    with pytest.raises(ConfigError, match=r"max_decode_steps is 0"):
-        task(max_decode_steps=0)
+def test_each_hypothesis_has_a_record_and_its_text_ends_before_a_stop_string():
+    inputs = {
+        "ids": np.asarray([list(b"ab")]), "prefix_lengths": np.asarray([2]),
+        "weights": np.asarray([1.0]),
+    }
+    outputs = {
+        "output_ids": np.asarray([[[*b"c--d"], [*b"e-f", 256]]], np.int32),
+        "decode_lengths": np.asarray([[4, 4]]),
+        "logprobs": np.full((1, 2, 4), -0.5, np.float32),
+        "scores": np.asarray([[-2.0, -2.5]], np.float32),
+    }
+    decoder = Sample(num_samples=2, stop_strings=("--",), max_decode_steps=4)
+    lm = task(decoder=decoder)
+    assert lm.decoder.stop_sequences == ((45, 45),) and lm.decoder.eos_ids == (256,)
+    first, second = lm.decode_to_records(inputs, outputs)
+    assert (first["continuation"], first["sample"], first["score"]) == ("c", 0, -2.0)
+    assert (second["continuation"], second["sample"], second["score"]) == ("e-f", 1, -2.5)
+    assert first["ended"] and second["ended"]
 
 
 def test_a_task_that_does_not_decode_says_so():
@@ -99,3 +118,38 @@ def test_a_task_that_does_not_decode_says_so():
     classifier = ClassificationTask(lambda rngs: None, Learner(functools.partial(optax.sgd), 0.1))
     with pytest.raises(ConfigError, match="ClassificationTask does not decode"):
         classifier.decode(None, {}, None)
+
+
+class Reporting(BaseLayer):
+    """A model with a loss of its own, whose layers add to it and report."""
+
+    def __init__(self):
+        self.first, self.second = (_Layer(weight) for weight in (1.0, 3.0))
+
+    def compute_loss(self, ids, labels, weights, *, key=None, positions, segment_ids):
+        assert positions is segment_ids
+        for layer in (self.first, self.second):
+            layer.router_loss.set_value(0.25 * layer.weight)
+            layer.dropped.set_value(layer.weight)
+        return {
+            "total_loss": jnp.float32(2.0), "avg_xent": jnp.float32(1.0),
+            "aux_loss": jnp.float32(1.0), "accuracy": jnp.float32(0.5),
+            "total_weight": jnp.sum(weights),
+        }
+
+
+class _Layer(BaseLayer):
+    def __init__(self, weight):
+        self.weight = weight
+        self.router_loss, self.dropped = AuxLoss(jnp.zeros(())), Summary(jnp.zeros((2,)))
+
+
+def test_what_layers_add_to_the_loss_and_report_are_metrics_too():
+    batch = {**BATCH, "segment_ids": BATCH["ids"], "segment_pos": BATCH["ids"], "other": None}
+    metrics = task().compute_loss(Reporting(), batch, None)
+    assert {name: float(value) for name, (value, _) in metrics.items()} == {
+        # To be minimised is the loss with what the layers add; bits are of the text alone.
+        "loss": 2.0, "bits_per_byte": pytest.approx(1.0 / np.log(2)), "accuracy": 0.5,
+        "aux_loss": 1.0, "dropped": 2.0,
+    }
+    assert {float(weight) for _, weight in metrics.values()} == {7.5}

@@ -1,0 +1,69 @@
+"""Language models whose layers lie on stages of the mesh and are trained as a pipeline."""
+
+import fiddle as fdl
+
+from experiments import lm
+from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite.layers import Pipeline, set_sharding_params
+
+# Embedding and softmax are outside the pipeline: there the stages share the batch.
+BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
+
+
+def mesh():
+    """Returns the config of two stages of two data-parallel, two model-parallel devices."""
+    axis_names = ("stage", "data", "mdl")
+    return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2), axis_names=axis_names)
+
+
+def pipelined(task, **settings):
+    """Returns a language model's task config with a Pipeline for its stack, split for `mesh`."""
+    model = task.model
+    model.stacked_transformer_tpl = fdl.Partial(
+        Pipeline, num_stages=2, activation_split_dims_mapping=(BATCH_OF_STAGE, None, None),
+        **settings,
+    )
+    # Weights are whole along "data": split there, each tick would gather them again.
+    set_sharding_params(model, batch_axes=BATCH_OF_STAGE, data_axis=None)
+    model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
+    model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)
+    task.inputs_split_mapping = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}
+    return task
+
+
+@register
+class PyDocs(lm.PyDocs):
+    """lm.PyDocs on two stages, of which each microbatch sees each twice; decoded from them, too.
+
+    Four microbatches: 1/9 of the stages' ticks are idle. 145 model dims and 5 heads over two
+    devices, two rows of a microbatch on each.
+    """
+
+    def mesh(self):
+        return mesh()
+
+    def task(self):
+        task = super().task()
+        task.learner.learning_rate.decay_steps = 300
+        return pipelined(task, num_microbatches=4, circular_repeat=2)
+
+    def datasets(self):
+        datasets = super().datasets()
+        datasets["heldout"].batch_size = 48  # A multiple of the microbatches.
+        return datasets
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=240, checkpoint_every_steps=240, eval_every_steps=240
+        )
+
+
+@register
+class Synthetic(lm.Synthetic):
+    """lm.Synthetic on two stages (GPipe): starts fast, learns in seconds."""
+
+    def mesh(self):
+        return mesh()
+
+    def task(self):
+        return pipelined(super().task(), num_microbatches=4)

@@ -1,0 +1,189 @@
+"""Beam search as Pax's: hypotheses that go on, and beside them the best that have ended."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.decode.cache_rows import batch_dims, repeat_rows, take_hyps
+from praxis_lite.decode.decoder import Decoder, Outputs
+from praxis_lite.decode.prefill import prefill
+from praxis_lite.weights import rebuilt
+
+# B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
+
+# Pax's score of what is no hypothesis; a score below half of it means an empty place.
+NEVER = -1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch(Decoder):
+    """Finds the likely continuations among those that end in an end of text.
+
+    At each step every hypothesis is also ended, and the beam_size best ended ones are kept: what
+    comes back all ends in an end of text, within max_decode_steps. Scores are sums of log-probs
+    divided by ((5 + new tokens) / 5) ** alpha, the length normalisation of Wu et al. 2016
+    (arXiv:1609.08144) but for their divisor of 6.
+
+    Attributes:
+      beam_size: K. A place for which there is no hypothesis has length 0 and a score of -1e8 or
+        less.
+      tokens_per_beam: N; None: beam_size.
+      length_norm_alpha: 0: longer texts have no handicap against their log-probs.
+      early_exit: Pax's: an end of text also takes a place among the hypotheses that go on, and
+        the search ends when it has one in all of them.
+    """
+
+    beam_size: int = 1
+    tokens_per_beam: int | None = None
+    length_norm_alpha: float = 0.8
+    early_exit: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._require("beam_size", self.beam_size >= 1, "1 or more")
+        self._require(
+            "tokens_per_beam",
+            self.tokens_per_beam is None or self.tokens_per_beam >= 1,
+            "None (beam_size), or 1 or more",
+        )
+        self._require("length_norm_alpha", math.isfinite(self.length_norm_alpha), "finite")
+
+    @property
+    def num_hyps(self) -> int:
+        return self.beam_size
+
+    def __call__(
+        self,
+        model: Any,
+        ids: jax.Array,
+        prefix_lengths: jax.Array,
+        keys: jax.Array,
+        *,
+        temperature: jax.Array | None = None,
+        per_example_max_decode_steps: jax.Array | None = None,
+    ) -> Outputs:
+        """See Decoder; nothing is drawn, so keys and temperature do nothing."""
+        self._require("eos_id", bool(self.eos_ids), "set: hypotheses end in nothing else")
+        del keys, temperature
+        prefix = prefill(self, model, ids, prefix_lengths, per_example_max_decode_steps)
+        num_rows, num_hyps, num_steps = ids.shape[0], self.beam_size, self.max_decode_steps
+        dims = batch_dims(model.init_cache)
+        shape = (num_rows, num_hyps)
+        nothing = {
+            "output_ids": jnp.zeros((*shape, num_steps), jnp.int32),
+            "logprobs": jnp.zeros((*shape, num_steps), jnp.float32),
+        }
+        carry = {
+            "step": jnp.zeros((), jnp.int32),
+            "cache": repeat_rows(prefix.cache, dims, num_hyps),
+            "logits": jnp.repeat(prefix.logits[:, None], num_hyps, axis=1),
+            # All hypotheses are the prompt; only the first may go on.
+            "scores": jnp.broadcast_to(NEVER * jnp.arange(num_hyps, dtype=jnp.float32), shape),
+            "done": jnp.zeros(shape, bool),
+            "going": nothing,
+            "ended": {
+                **nothing,
+                "decode_lengths": jnp.zeros(shape, jnp.int32),
+                "scores": jnp.full(shape, NEVER, jnp.float32),
+            },
+        }
+
+        def goes_on(carry: dict[str, Any]) -> jax.Array:
+            within = carry["step"] < jnp.max(prefix.max_steps, initial=0)
+            return within & ~jnp.all(carry["done"]) if self.early_exit else within
+
+        def step(carry: dict[str, Any]) -> dict[str, Any]:
+            t = carry["step"]
+            logprobs_BKV = self._logprobs(carry["logits"], t)
+            is_open_B = t < prefix.max_steps
+            ended = self._with_ended(carry, logprobs_BKV, is_open_B)
+            scores, hyps_BK, new_ids = self._best(carry["scores"], logprobs_BKV)
+            done = jnp.take_along_axis(carry["done"], hyps_BK, axis=1)
+            going = _take(carry["going"], hyps_BK)
+            new_logprobs = jnp.take_along_axis(
+                _take(logprobs_BKV, hyps_BK), new_ids[..., None], axis=2
+            )[..., 0]
+            going = {
+                "output_ids": going["output_ids"].at[..., t].set(new_ids),
+                "logprobs": going["logprobs"].at[..., t].set(new_logprobs),
+            }
+            positions = jnp.repeat(prefix_lengths + t, num_hyps)
+            logits, cache = rebuilt(model)(
+                new_ids.reshape(-1, 1),
+                positions=positions[:, None],
+                cache=take_hyps(carry["cache"], dims, hyps_BK),
+            )
+            return {
+                "step": t + 1,
+                "cache": cache,
+                "logits": logits.astype(jnp.float32).reshape(carry["logits"].shape),
+                "scores": scores,
+                "done": done | self._is_eos(new_ids) | ~is_open_B[:, None],
+                "going": going,
+                "ended": ended,
+            }
+
+        ended = jax.lax.while_loop(goes_on, step, carry)["ended"]
+        if prefix.logprobs is not None:
+            ended["prefix_logprobs"] = prefix.logprobs
+        return ended
+
+    def _logprobs(self, logits_BKV: jax.Array, t: jax.Array) -> jax.Array:
+        """Returns log-probs in which no end of text comes before min_decode_steps."""
+        logprobs_BKV = jax.nn.log_softmax(logits_BKV, axis=-1)
+        if not self.min_decode_steps:
+            return logprobs_BKV
+        is_eos_V = self._is_eos(jnp.arange(logits_BKV.shape[-1]))
+        return jnp.where(is_eos_V & (t < self.min_decode_steps), -1e20, logprobs_BKV)
+
+    def _with_ended(
+        self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the best ended hypotheses, after each that goes on was ended here too."""
+        t, going = carry["step"], carry["going"]
+        eos_ids = jnp.asarray(self.eos_ids, jnp.int32)
+        eos_logprobs_BKE = logprobs_BKV[..., eos_ids]
+        best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
+        eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
+        scores = jnp.maximum(carry["scores"] + eos_logprobs_BK, NEVER)
+        # A float, to Pax's precision: ((5 + n) / 5) ** alpha of n tokens.
+        norm = ((t + 6).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
+        scores = jnp.where(is_open_B[:, None], scores / norm, -jnp.inf)
+        new = {
+            "output_ids": going["output_ids"].at[..., t].set(eos_ids[best_BK1[..., 0]]),
+            "logprobs": going["logprobs"].at[..., t].set(eos_logprobs_BK),
+            "decode_lengths": jnp.full(scores.shape, t + 1, jnp.int32),
+            "scores": scores,
+        }
+        is_none = scores < NEVER / 2
+        for name in ("output_ids", "logprobs", "decode_lengths"):
+            empty = is_none[..., None] if new[name].ndim == 3 else is_none
+            new[name] = jnp.where(empty, 0, new[name]).astype(new[name].dtype)
+        both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), carry["ended"], new)
+        return _take(both, jax.lax.top_k(both["scores"], self.beam_size)[1])
+
+    def _best(
+        self, scores_BK: jax.Array, logprobs_BKV: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the scores of the K best hypotheses that go on, whose they are, and new ids."""
+        num_classes = logprobs_BKV.shape[-1]
+        num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
+        logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)
+        candidates_BKN = logprobs_BKN + scores_BK[..., None]
+        if not self.early_exit:
+            candidates_BKN += NEVER * self._is_eos(ids_BKN)
+        flat = candidates_BKN.reshape(scores_BK.shape[0], -1)
+        scores, places_BK = jax.lax.top_k(flat, self.beam_size)
+        new_ids = jnp.take_along_axis(ids_BKN.reshape(flat.shape), places_BK, axis=1)
+        return scores, places_BK // num_tokens, new_ids
+
+    def _is_eos(self, ids: jax.Array) -> jax.Array:
+        return jnp.isin(ids, jnp.asarray(self.eos_ids, jnp.int32))
+
+
+def _take(tree: Any, hyps_BK: jax.Array) -> Any:
+    """Returns each array [B, any, ...] with the entries `hyps_BK` of its second dim."""
+    return jax.tree.map(lambda x: jax.vmap(lambda row, hyps: row[hyps])(x, hyps_BK), tree)

@@ -1,0 +1,66 @@
+"""Rows of a cache, whatever its layout: repeated, reordered, and put into another cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# B batch, K hypotheses per row.
+PyTree = Any
+
+
+def batch_dims(init_cache: Callable[[int, int], PyTree]) -> PyTree:
+    """Returns the batch dim of each leaf of a cache; -1 for one that all rows share.
+
+    Found by asking for caches of two batch sizes: a scanned stack has its layers first, a
+    recurrent state no time, and no layer has to say so.
+    """
+    two, three = (jax.eval_shape(lambda num=num: init_cache(num, 1)) for num in (2, 3))
+
+    def batch_dim(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
+        differing = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
+        assert len(differing) <= 1, f"a cache leaf {a.shape} has several dims of the batch"
+        return differing[0] if differing else -1
+
+    return jax.tree.map(batch_dim, two, three)
+
+
+def repeat_rows(cache: PyTree, dims: PyTree, repeats: int) -> PyTree:
+    """Returns the cache with each row `repeats` times: a, a, b, b, ..."""
+    if repeats == 1:
+        return cache
+    return jax.tree.map(
+        lambda x, dim: x if dim < 0 else jnp.repeat(x, repeats, axis=dim), cache, dims
+    )
+
+
+def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
+    """Returns the cache of B x K rows in which each row b has its hypotheses `hyps_BK[b]`.
+
+    A gather within each b, so that a batch split over devices moves nothing between them.
+    """
+    num_rows, num_hyps = hyps_BK.shape
+
+    def take(x: jax.Array, dim: int) -> jax.Array:
+        if dim < 0:
+            return x
+        split = x.reshape(*x.shape[:dim], num_rows, num_hyps, *x.shape[dim + 1 :])
+        taken = jax.vmap(
+            lambda row, hyps: jnp.take(row, hyps, axis=dim), in_axes=(dim, 0), out_axes=dim
+        )(split, hyps_BK)
+        return taken.reshape(x.shape)
+
+    return jax.tree.map(take, cache, dims)
+
+
+def put_row(cache: PyTree, dims: PyTree, new: PyTree, row: jax.Array) -> PyTree:
+    """Returns the cache with the one row of `new` at `row`; what all rows share comes from there.
+    """
+
+    def put(x: jax.Array, one: jax.Array, dim: int) -> jax.Array:
+        if dim < 0:
+            return one
+        return jax.lax.dynamic_update_slice_in_dim(x, one.astype(x.dtype), row, axis=dim)
+
+    return jax.tree.map(put, cache, new, dims)

@@ -1,0 +1,65 @@
+"""Decoded outputs as Pax gives them: prompt and continuation in one row, 1.0 where unused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.decode.decoder import Decoder
+
+# B batch, S samples or beams, P longest prompt, M new tokens, T tokens of a whole row.
+
+
+def pax_outputs(
+    decoder: Decoder,
+    ids: np.ndarray,
+    prefix_lengths: np.ndarray,
+    outputs: Mapping[str, Any],
+    *,
+    seqlen: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the outputs of a Decoder under Pax's names and with Pax's meaning (NumPy).
+
+    output_ids int32 [B, S, T]: the prompt and what follows it; decode_lengths int32 [B, S]: both
+    together; logprobs float32 [B, S, T]: 1.0 for the prompt and after the end; prefix_lengths and
+    original_lengths int32 [B, S], prefix_ids int32 [B, S, P], scores float32 [B, S].
+
+    After a forward pass T is P + M, and Pax, which moves each row left to its beginning, shows 0.0
+    in the places that come in from the right. Prompts that went a token at a time have their own
+    log-probs from the second token on, T is `seqlen`, and a row that neither ended nor came to its
+    max_decode_steps has the length `seqlen`. (There Pax counts the prompt in max_decode_steps: what
+    it calls max_decode_steps=7, seqlen=12 is a Decoder of seqlen=8, and `seqlen=12` here.)
+    """
+    ids, lengths_B = np.asarray(ids), np.asarray(prefix_lengths)
+    new_ids, new_lengths_BS = np.asarray(outputs["output_ids"]), outputs["decode_lengths"]
+    new_lengths_BS = np.asarray(new_lengths_BS)
+    new_logprobs, scores = np.asarray(outputs["logprobs"]), np.asarray(outputs["scores"])
+    B, S, M = new_ids.shape
+    P = ids.shape[1]
+    T = P + M if seqlen is None else seqlen
+    output_ids = np.zeros((B, S, T), np.int32)
+    logprobs = np.ones((B, S, T), np.float32)
+    decode_lengths = np.repeat(lengths_B[:, None], S, axis=1) + new_lengths_BS
+    for b, length in enumerate(lengths_B):
+        output_ids[b, :, :length] = ids[b, :length]
+        if decoder.fprop_for_prefix:
+            logprobs[b, :, T - (P - length) :] = 0.0
+        else:
+            logprobs[b, :, 1:length] = np.asarray(outputs["prefix_logprobs"])[b, 1:length]
+        for s in range(S):
+            new = slice(length, length + new_lengths_BS[b, s])
+            output_ids[b, s, new] = new_ids[b, s, : new_lengths_BS[b, s]]
+            logprobs[b, s, new] = new_logprobs[b, s, : new_lengths_BS[b, s]]
+            ended = new_lengths_BS[b, s] and output_ids[b, s, new][-1] in decoder.eos_ids
+            if not (decoder.fprop_for_prefix or ended or new_lengths_BS[b, s] == M):
+                decode_lengths[b, s] = T
+    whole_lengths = np.repeat(lengths_B[:, None], S, axis=1)
+    return {
+        "output_ids": output_ids,
+        "decode_lengths": decode_lengths,
+        "logprobs": logprobs,
+        "prefix_lengths": whole_lengths,
+        "original_lengths": whole_lengths,
+        "prefix_ids": np.repeat(np.where(np.arange(P) < lengths_B[:, None], ids, 0)[:, None], S, 1),
+        "scores": scores,
+    }

@@ -1,0 +1,91 @@
+"""The prompt's way into the cache: one forward pass, or a token at a time."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.decode.decoder import Decoder
+from praxis_lite.weights import rebuilt
+
+# B batch, P longest prompt, V classes.
+
+
+class Prefix(NamedTuple):
+    """What a model knows after its prompts.
+
+    Attributes:
+      logits: float32 [B, V], of the token after each prompt.
+      cache: with room for the new tokens.
+      logprobs: float32 [B, P] of the prompts' own tokens, 0 for the first and for padding; None
+        after a forward pass, which would need [B, P, V] for it.
+      max_steps: int32 [B], the most new tokens of each row.
+    """
+
+    logits: jax.Array
+    cache: Any
+    logprobs: jax.Array | None
+    max_steps: jax.Array
+
+
+def cache_length(decoder: Decoder, prompt_length: int) -> int:
+    """Returns how many tokens a row of the cache must hold."""
+    wanted = prompt_length + decoder.max_decode_steps
+    return wanted if decoder.seqlen is None else max(prompt_length, min(wanted, decoder.seqlen))
+
+
+def prefill(
+    decoder: Decoder,
+    model: Any,
+    ids: jax.Array,
+    prefix_lengths: jax.Array,
+    per_example_max_decode_steps: jax.Array | None = None,
+) -> Prefix:
+    """Returns the state of the model after right-padded prompts [B, P] of these lengths.
+
+    What padding leaves in an attention's cache is overwritten before anything attends to it,
+    since a row's new tokens go to the positions right after its prompt; a recurrent layer skips
+    it by `paddings`.
+    """
+    num_rows, prompt_length = ids.shape
+    cache = model.init_cache(num_rows, cache_length(decoder, prompt_length))
+    is_padding = jnp.arange(prompt_length)[None, :] >= prefix_lengths[:, None]
+    paddings = is_padding.astype(jnp.float32)
+    last = jnp.maximum(prefix_lengths - 1, 0)
+    if decoder.fprop_for_prefix:
+        logits, cache = model(ids, paddings=paddings, cache=cache)
+        logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
+    else:
+        logits, cache, logprobs = _step_by_step(model, ids, paddings, last, cache)
+    limits = jnp.full_like(prefix_lengths, decoder.max_decode_steps)
+    if per_example_max_decode_steps is not None:
+        limits = jnp.minimum(limits, per_example_max_decode_steps)
+    if decoder.seqlen is not None:
+        limits = jnp.minimum(limits, decoder.seqlen - prefix_lengths)
+    return Prefix(logits, cache, logprobs, jnp.where(prefix_lengths > 0, limits, 0))
+
+
+def _step_by_step(
+    model: Any, ids: jax.Array, paddings: jax.Array, last: jax.Array, cache: Any
+) -> tuple[jax.Array, Any, jax.Array]:
+    """Returns logits after each row's last token, the cache, and the prompts' log-probs."""
+    rows = jnp.arange(ids.shape[0])
+
+    def step(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array]:
+        logits, cache = carry
+        logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, t]]
+        new, cache = rebuilt(model)(
+            ids[:, t][:, None],
+            positions=jnp.full((ids.shape[0], 1), t, jnp.int32),
+            paddings=paddings[:, t][:, None],
+            cache=cache,
+        )
+        # A row whose prompt is over keeps the logits of its last token.
+        logits = jnp.where((t <= last)[:, None], new[:, 0].astype(jnp.float32), logits)
+        return (logits, cache), logprobs
+
+    one = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
+    carry = (jnp.zeros((one.shape[0], one.shape[-1]), jnp.float32), cache)
+    (logits, cache), logprobs = jax.lax.scan(step, carry, jnp.arange(ids.shape[1]))
+    has_logprob = (paddings == 0) & (jnp.arange(ids.shape[1]) > 0)[None, :]
+    return logits, cache, jnp.where(has_logprob, logprobs.T, 0.0)

@@ -1,0 +1,42 @@
+"""Texts that end a continuation: as token sequences on the devices, and cut off on the host."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.decode.decoder import Decoder
+from praxis_lite.decode.sampling import Greedy
+
+
+def for_tokenizer(decoder: Decoder, tokenizer: Any) -> Decoder:
+    """Returns the decoder with its end of text and stop strings as this tokenizer's tokens.
+
+    Args:
+      tokenizer: has `eos_id`, which an eos_id of None stands for, and `encode(text) -> ids`.
+    """
+    if decoder.eos_id is None:
+        decoder = dataclasses.replace(decoder, eos_id=tokenizer.eos_id)
+    if isinstance(decoder, Greedy) and decoder.stop_strings:
+        encoded = tuple(tuple(map(int, tokenizer.encode(text))) for text in decoder.stop_strings)
+        sequences = tuple(dict.fromkeys((*decoder.stop_sequences, *encoded)))
+        decoder = dataclasses.replace(decoder, stop_sequences=sequences)
+    return decoder
+
+
+def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
+    """Returns the text before the first stop string, and whether there was one."""
+    places = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def stops_in_text(
+    tokenizer: Any, stop_strings: Sequence[str]
+) -> Callable[[int, np.ndarray], bool]:
+    """Returns the question, for `Slots.stream`, whether a prompt's new tokens have spelled a stop.
+
+    Args:
+      tokenizer: has `decode(ids) -> text`.
+    """
+    return lambda index, ids: cut_at_stop(tokenizer.decode(ids), stop_strings)[1]

@@ -1,0 +1,225 @@
+"""Initial values of weights by method and scale. Methods, fans and draws are Pax's WeightInit."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+def _gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.uniform(key, shape, dtype, minval=-1.0, maxval=1.0)
+
+
+def _truncated_gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # Not rescaled: its standard deviation is 0.8796.
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
+
+
+def _constant(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def _delta_orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An orthogonal matrix in the middle of a kernel of zeros (arXiv:1806.05393)."""
+    if len(shape) < 2:
+        return _gaussian(key, shape, dtype)
+    gain = max(math.sqrt(shape[-2] / shape[-1]), 1.0)
+    matrix = jax.nn.initializers.orthogonal(gain, column_axis=-1)(key, shape[-2:], dtype)
+    middle = tuple((size - 1) // 2 for size in shape[:-2])
+    return jnp.zeros(shape, dtype).at[middle].set(matrix)
+
+
+# What is drawn, and what it is multiplied by besides the scale: of dim 0, or of the fans.
+_METHODS: dict[str, tuple[Draw, str]] = {
+    "gaussian": (_gaussian, "one"),
+    "gaussian_sqrt_dim": (_gaussian, "dim"),
+    "gaussian_sqrt_fanin": (_gaussian, "fan_in"),
+    "gaussian_sqrt_fanout": (_gaussian, "fan_out"),
+    "gaussian_sqrt_fanavg": (_gaussian, "fan_avg"),
+    "truncated_gaussian": (_truncated_gaussian, "one"),
+    "truncated_gaussian_sqrt_dim": (_truncated_gaussian, "dim"),
+    "truncated_gaussian_sqrt_fanin": (_truncated_gaussian, "fan_in"),
+    "truncated_gaussian_sqrt_fanout": (_truncated_gaussian, "fan_out"),
+    "uniform": (_uniform, "one"),
+    "uniform_sqrt_dim": (_uniform, "dim"),
+    "uniform_sqrt_fanavg": (_uniform, "three_fan_avg"),
+    "uniform_unit_scaling": (_uniform, "unit"),
+    "xavier": (_uniform, "three_fan_avg"),
+    "constant": (_constant, "one"),
+    "delta_orthogonal": (_delta_orthogonal, "one"),
+}
+
+
+def fans(
+    shape: Sequence[int],
+    fan_in_axes: Sequence[int] | None = None,
+    fan_out_axes: Sequence[int] | None = None,
+) -> tuple[int, int]:
+    """Returns how many inputs an output has, and how many outputs an input.
+
+    The last two dims are those of the inputs and the outputs, and the others, as a convolution's
+    window, multiply both; a vector is both. With axes given, the fans are the products of those
+    dims alone.
+    """
+    if (fan_in_axes is None) != (fan_out_axes is None):
+        raise ConfigError(
+            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}; wanted is both, or "
+            "neither."
+        )
+    if len(shape) < 2:
+        return math.prod(shape), math.prod(shape)
+    if fan_in_axes is not None:
+        return (
+            math.prod(shape[axis] for axis in fan_in_axes),
+            math.prod(shape[axis] for axis in fan_out_axes),
+        )
+    window = math.prod(shape[:-2])
+    return window * shape[-2], window * shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInit:
+    """A function of (key, shape, dtype) that returns a weight's first value.
+
+    `WeightInit("gaussian", 0.02)` and `WeightInit.Gaussian(0.02)` are the same; in an experiment,
+    `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
+
+    Attributes:
+      method: Pax's name, such as "gaussian_sqrt_fanin"; the functions below say what it draws.
+      scale: multiplies what is drawn.
+      fan_in_axes, fan_out_axes: dims that make the fans, see `fans`.
+
+    Raises:
+      ConfigError: there is no such method, or one of the fans' axes is given without the other.
+    """
+
+    method: str
+    scale: float = 1.0
+    fan_in_axes: tuple[int, ...] | None = None
+    fan_out_axes: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if self.method not in _METHODS:
+            raise ConfigError(
+                f"WeightInit.method is {self.method!r}; wanted is one of {sorted(_METHODS)}."
+                f"{did_you_mean(str(self.method), _METHODS)}"
+            )
+        fans((1, 1), self.fan_in_axes and (0,), self.fan_out_axes and (1,))
+
+    def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+        draw, factor = _METHODS[self.method]
+        shape = tuple(shape)
+        scale = self.scale
+        if self.method == "delta_orthogonal" and len(shape) > 1:
+            scale = 1.0  # As in Pax, where the matrix has its own.
+        scale *= _FACTORS[factor](shape, *fans(shape, self.fan_in_axes, self.fan_out_axes))
+        return jnp.asarray(scale, dtype) * draw(key, shape, dtype)
+
+    @staticmethod
+    def Gaussian(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation `scale`."""
+        return WeightInit("gaussian", scale)
+
+    @staticmethod
+    def GaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale / sqrt(dim 0)."""
+        return WeightInit("gaussian_sqrt_dim", scale)
+
+    @staticmethod
+    def GaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale / sqrt(fan in)."""
+        return WeightInit("gaussian_sqrt_fanin", scale)
+
+    @staticmethod
+    def GaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale / sqrt(fan out)."""
+        return WeightInit("gaussian_sqrt_fanout", scale)
+
+    @staticmethod
+    def GaussianSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale * sqrt(2 / (fan in + fan out))."""
+        return WeightInit("gaussian_sqrt_fanavg", scale)
+
+    @staticmethod
+    def TruncatedGaussian(scale: float = 1.0) -> "WeightInit":
+        """`scale` times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian", scale)
+
+    @staticmethod
+    def TruncatedGaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
+        """scale / sqrt(dim 0) times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian_sqrt_dim", scale)
+
+    @staticmethod
+    def TruncatedGaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
+        """scale / sqrt(fan in) times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian_sqrt_fanin", scale)
+
+    @staticmethod
+    def TruncatedGaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
+        """scale / sqrt(fan out) times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian_sqrt_fanout", scale)
+
+    @staticmethod
+    def Uniform(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale."""
+        return WeightInit("uniform", scale)
+
+    @staticmethod
+    def UniformSqrtDim(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale / sqrt(dim 0)."""
+        return WeightInit("uniform_sqrt_dim", scale)
+
+    @staticmethod
+    def UniformSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale * sqrt(6 / (fan in + fan out))."""
+        return WeightInit("uniform_sqrt_fanavg", scale)
+
+    @staticmethod
+    def UniformUnitScaling(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale * sqrt(3 / product of all dims but the last)."""
+        return WeightInit("uniform_unit_scaling", scale)
+
+    @staticmethod
+    def Xavier(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale * sqrt(6 / (fan in + fan out)); with scale 1 Pax's default."""
+        return WeightInit("xavier", scale)
+
+    @staticmethod
+    def XavierWithFixupParams(
+        scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
+    ) -> "WeightInit":
+        """Xavier, times depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
+        return WeightInit("xavier", scale * depth ** (-0.5 / layers_per_residual_block))
+
+    @staticmethod
+    def Constant(scale: float = 1.0) -> "WeightInit":
+        """`scale` everywhere."""
+        return WeightInit("constant", scale)
+
+    @staticmethod
+    def ScaledDeltaOrthogonal(scale: float = 1.0) -> "WeightInit":
+        """Orthogonal of the last two dims, in the middle of the others; of a vector, Gaussian."""
+        return WeightInit("delta_orthogonal", scale)
+
+
+_FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {
+    "one": lambda shape, fan_in, fan_out: 1.0,
+    "dim": lambda shape, fan_in, fan_out: math.prod(shape[:1]) ** -0.5,
+    "fan_in": lambda shape, fan_in, fan_out: fan_in**-0.5,
+    "fan_out": lambda shape, fan_in, fan_out: fan_out**-0.5,
+    "fan_avg": lambda shape, fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)),
+    "three_fan_avg": lambda shape, fan_in, fan_out: math.sqrt(6.0 / (fan_in + fan_out)),
+    "unit": lambda shape, fan_in, fan_out: math.sqrt(3.0 / math.prod(shape[:-1])),
+}

@@ -1,0 +1,1 @@
+"""Weights of other systems as this library's, and back."""

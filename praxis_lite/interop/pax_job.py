@@ -1,0 +1,116 @@
+"""Begins a job with the weights of a Pax checkpoint, from which `main.py` then goes on.
+
+    python -m praxis_lite.interop.pax_job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
+
+Afterwards the job is as one whose step 0 was saved: train, evaluate or decode it with `main.py`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+
+from praxis_lite import registry
+from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.config.overrides import apply_overrides, check_required
+from praxis_lite.config.text import config_lines, dump_config
+from praxis_lite.errors import ConfigError
+from praxis_lite.interop.pax import mdl_vars_from_pax
+from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+from praxis_lite.job_dir import JobDir, open_for_training
+from praxis_lite.models.nnx_model import MdlVars
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh, simulate_devices
+from praxis_lite.train_state import TrainState
+from praxis_lite.trainer import TRAIN
+
+
+def begin_job(
+    experiment: str,
+    pax_directory: str | Path,
+    job_log_dir: str | Path,
+    *,
+    step: int | None = None,
+    settings: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    new: Sequence[str] = (),
+) -> JobDir:
+    """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.
+
+    The optimizer's slots are new, made from these weights, and the training data starts at its
+    first batch.
+
+    Args:
+      experiment: its name, as for `--exp`.
+      pax_directory, step: see `read_pax_checkpoint`.
+      job_log_dir: a new or an empty directory.
+      settings: "path=value", as for `--set`.
+      ignore, new: see `mdl_vars_from_pax`; what is new is drawn with the run's seed.
+
+    Raises:
+      ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
+    """
+    experiment_class = registry.get_experiment(experiment)
+    config = experiment_class().config()
+    apply_overrides(config, settings)
+    check_required(config)
+    job = fdl.build(config)
+    name = registry.full_name(experiment_class)
+    job_dir = open_for_training(job_log_dir, name)
+    simulate_devices(job.mesh.num_devices)
+    partitioner = Partitioner(job.task, make_mesh(job.mesh))
+    weights = read_pax_checkpoint(pax_directory, step)
+    key = jax.random.key(job.run.seed)
+    mdl_vars = mdl_vars_from_pax(job.task.model, weights, ignore=ignore, new=new, key=key)
+    with Checkpoints(job_dir.checkpoints, max_to_keep=1) as saved:
+        if saved.latest_step() is not None:
+            raise ConfigError(
+                f"{job_dir.path} has a checkpoint of step {saved.latest_step()} already. Name a "
+                "new directory."
+            )
+        data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
+        saved.save(0, _first_state(partitioner, mdl_vars), partitioner.layout, data)
+    job_dir.write_config(dump_config(config, name, settings), config_lines(config))
+    return job_dir
+
+
+def _first_state(partitioner: Partitioner, mdl_vars: MdlVars) -> TrainState:
+    """Returns the state of step 0, each array in its shards."""
+    learner, layout = partitioner.task.learner, partitioner.layout
+    specs = partitioner.task.model.weight_specs()["params"]
+
+    def state_of(mdl_vars: MdlVars) -> TrainState:
+        slots = learner.init(mdl_vars["params"], specs)
+        return layout.pad(TrainState(jnp.zeros((), jnp.int32), mdl_vars, slots))
+
+    return jax.jit(state_of, out_shardings=layout.shardings(partitioner.mesh))(mdl_vars)
+
+
+def _main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Begins a job with the weights of a Pax job.")
+    parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
+    parser.add_argument("--pax", metavar="DIR", required=True, help="Pax's job_log_dir")
+    parser.add_argument("--pax_step", metavar="N", type=int, help="default: the newest")
+    parser.add_argument("--job_log_dir", metavar="DIR", required=True, help="a new directory")
+    parser.add_argument("--ignore", metavar="PATTERN", nargs="+", default=[],
+                        help="variables of Pax's that are not wanted")
+    parser.add_argument("--new", metavar="PATTERN", nargs="+", default=[],
+                        help="weights of the model that Pax has nothing for")
+    parser.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
+                        action="extend", default=[], help="as of main.py")
+    args = parser.parse_args(argv)
+    try:
+        job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
+                        settings=args.settings, ignore=args.ignore, new=args.new)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"began {job.path}: go on with main.py --exp={args.exp} --job_log_dir={job.path}")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,59 @@
+"""Activation functions by name. Functions and names are Pax's."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+ActivationFn = Callable[[jax.Array], jax.Array]
+
+# By Pax's class names in lower case, underscores where they help; and the exact GELU, Pax's
+# GELU(approximate=False).
+ACTIVATIONS: dict[str, ActivationFn] = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "cubed_relu": lambda x: jax.nn.relu(x) ** 3,
+    "sine_relu": lambda x: jnp.sin(jax.nn.relu(x)),
+    "leaky_relu": lambda x: jax.nn.leaky_relu(x, negative_slope=0.01),
+    "elu": jax.nn.elu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "softplus": jax.nn.softplus,
+    "exp": jnp.exp,
+    "identity": lambda x: x,
+}
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+_BY_FOLDED_NAME = {_folded(name): function for name, function in ACTIVATIONS.items()}
+
+
+def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn:
+    """Returns the function that a layer's `activation` stands for.
+
+    Args:
+      activation: a name of ACTIVATIONS, as Pax whatever its case and underscores ("SquaredReLU");
+        or a function of an array, such as a leaky ReLU with another slope.
+      layer: whose setting it is.
+
+    Raises:
+      ConfigError: no activation has that name; names the layer's class and the choices.
+    """
+    if callable(activation):
+        return activation
+    if not isinstance(activation, str) or _folded(activation) not in _BY_FOLDED_NAME:
+        raise ConfigError(
+            f"{type(layer).__name__}.activation is {activation!r}; wanted is a function or one of "
+            f"{sorted(ACTIVATIONS)}.{did_you_mean(str(activation), ACTIVATIONS)}"
+        )
+    return _BY_FOLDED_NAME[_folded(activation)]

@@ -1,0 +1,124 @@
+"""Which keys a query sees: a description that every kernel reads, and Pax's additive masks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# B batch, T queries, S keys.
+
+# What stands for "unseen" among float32 logits: Pax's, finite, so that a query that sees nothing
+# gets an average and not NaN.
+LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """A query at index t sees the key at index s where all of what is set allows it.
+
+    Attributes:
+      left_context: t - s < left_context: its own index and the `left_context - 1` before it.
+      right_context: s - t <= right_context; 0: causal.
+      q_index_BT: int [B or 1, T], the queries' indices among the keys; None: 0 to T - 1.
+      q_segments_BT, kv_segments_BS: int; equal ones see each other.
+      kv_visible_BS: bool [B, S]; False hides a key from every query.
+    """
+
+    left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
+    right_context: int | None = dataclasses.field(default=None, metadata={"static": True})
+    q_index_BT: jax.Array | None = None
+    q_segments_BT: jax.Array | None = None
+    kv_segments_BS: jax.Array | None = None
+    kv_visible_BS: jax.Array | None = None
+
+    def visible(self, num_queries: int, num_keys: int) -> jax.Array | None:
+        """Returns bool [B or 1, T, S]; None: every query sees every key."""
+        index_S = jnp.arange(num_keys, dtype=jnp.int32)
+        return self.visible_at(self.q_index(num_queries), index_S)
+
+    def q_index(self, num_queries: int) -> jax.Array:
+        """Returns int [B or 1, T], the queries' indices among the keys."""
+        if self.q_index_BT is None:
+            return jnp.arange(num_queries, dtype=jnp.int32)[None, :]
+        return self.q_index_BT
+
+    def visible_at(self, q_index_BT: jax.Array, kv_index_S: jax.Array) -> jax.Array | None:
+        """As `visible`, where self has a part of the queries and keys, which has these indices."""
+        conditions = []
+        distance_BTS = q_index_BT[:, :, None] - kv_index_S[None, None, :]
+        if self.left_context is not None:
+            conditions.append(distance_BTS < self.left_context)
+        if self.right_context is not None:
+            conditions.append(distance_BTS >= -self.right_context)
+        if self.q_segments_BT is not None:
+            conditions.append(self.q_segments_BT[:, :, None] == self.kv_segments_BS[:, None, :])
+        if self.kv_visible_BS is not None:
+            conditions.append(self.kv_visible_BS[:, None, :])
+        if not conditions:
+            return None
+        shape = jnp.broadcast_shapes(*(condition.shape for condition in conditions))
+        visible_BTS = jnp.broadcast_to(conditions[0], shape)
+        for condition in conditions[1:]:
+            visible_BTS &= jnp.broadcast_to(condition, shape)
+        return visible_BTS
+
+
+def cross_attention_mask(
+    segment_ids: jax.Array | None,
+    encoded_paddings: jax.Array | None,
+    encoded_segment_ids: jax.Array | None,
+) -> AttentionMask:
+    """Returns what of `encoded` is seen: keys of the query's segment, or of any but 0 (padding).
+
+    Args:
+      segment_ids: int [B, T] of the queries, or None.
+      encoded_paddings: [B, S], 1.0 is padding, or None.
+      encoded_segment_ids: int [B, S], or None.
+    """
+    visible_BS = is_true(encoded_paddings)
+    if encoded_segment_ids is not None and segment_ids is None:
+        there_BS = encoded_segment_ids != 0
+        visible_BS = there_BS if visible_BS is None else visible_BS & there_BS
+        encoded_segment_ids = None
+    return AttentionMask(
+        q_segments_BT=None if encoded_segment_ids is None else segment_ids,
+        kv_segments_BS=encoded_segment_ids,
+        kv_visible_BS=visible_BS,
+    )
+
+
+def is_true(paddings: jax.Array | None) -> jax.Array | None:
+    """Returns bool, False where paddings are 1.0."""
+    return None if paddings is None else paddings < 0.5
+
+
+def _additive(hidden: jax.Array) -> jax.Array:
+    return jnp.where(hidden, jnp.float32(LARGE_NEGATIVE), jnp.float32(0.0))
+
+
+def causal_mask(length: int) -> jax.Array:
+    """Returns float [1, 1, T, T] to add to logits: a large negative number above the diagonal."""
+    index_T = jnp.arange(length)
+    return _additive(index_T[:, None] < index_T[None, :])[None, None]
+
+
+def segment_mask(segment_ids: jax.Array, source_segment_ids: jax.Array | None = None) -> jax.Array:
+    """Returns float [B, 1, T, S] to add to logits: large negative between different segments.
+
+    Args:
+      segment_ids: int [B, T].
+      source_segment_ids: int [B, S]; None: the same.
+    """
+    source = segment_ids if source_segment_ids is None else source_segment_ids
+    return _additive(segment_ids[:, :, None] != source[:, None, :])[:, None]
+
+
+def causal_segment_mask(segment_ids: jax.Array) -> jax.Array:
+    """Returns float [B, 1, T, T]: tokens see earlier ones of their own segment."""
+    return jnp.minimum(segment_mask(segment_ids), causal_mask(segment_ids.shape[1]))
+
+
+def convert_paddings_to_mask(paddings: jax.Array) -> jax.Array:
+    """Returns float [B, 1, 1, S] of paddings [B, S] (1.0 is padding): no token sees padding."""
+    return _additive(paddings > 0.5)[:, None, None, :]

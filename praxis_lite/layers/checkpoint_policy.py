@@ -1,0 +1,60 @@
+"""What the backward pass keeps of a block's forward pass, by Pax's names of the policies."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+_POLICIES = jax.checkpoint_policies
+
+# Activations are named where they are computed, by `jax.ad_checkpoint.checkpoint_name`.
+_QKV = ("combined_qkv_proj", "query_proj", "value_proj", "key_proj")
+SAVED_NAMES: dict[str, tuple[str, ...]] = {
+    "save_qkv_out_proj": ("combined_qkv_proj", "out_proj"),
+    "save_qkv_out_proj_separate": ("query_proj", "value_proj", "key_proj", "out_proj"),
+    "save_context": ("context",),
+    "save_out_proj": ("out_proj",),
+    "save_encoded_and_out_proj": ("context", "out_proj"),
+    "save_dot_for_mlperf_200b": (*_QKV, "context", "out_proj"),
+    "save_dot_except_logits_ffn1": (*_QKV, "context", "out_proj", "ffn2"),
+    "save_dot_except_logits": (*_QKV, "context", "out_proj", "ffn1", "ffn2"),
+    "save_quantized": (
+        "context", "out_proj", "combined_qkv_proj", "qlhs", "qrhs", "lhs_scale", "rhs_scale"
+    ),
+    "save_iteration_input": ("iteration_input",),
+    "save_transformer_layer_output": ("transformer_layer_out",),
+    "save_unet_conv": ("conv_out",),
+    "save_unet_all_conv": ("conv_0", "conv_1", "conv_out"),
+}
+
+# Pax's AutodiffCheckpointType.
+CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
+    "save_everything": _POLICIES.everything_saveable,
+    "save_nothing": _POLICIES.nothing_saveable,
+    "save_dot_only": _POLICIES.checkpoint_dots,
+    "save_dot_with_no_batch_dims": _POLICIES.checkpoint_dots_with_no_batch_dims,
+    **{name: _POLICIES.save_only_these_names(*saved) for name, saved in SAVED_NAMES.items()},
+}
+
+
+def remat(step: Callable[..., Any], checkpoint_policy: str) -> Callable[..., Any]:
+    """Returns `step`, of which the backward pass computes again what the policy does not keep."""
+    if checkpoint_policy == "save_everything":
+        return step
+    return jax.checkpoint(step, policy=CHECKPOINT_POLICIES[checkpoint_policy])
+
+
+def check_policy(checkpoint_policy: str, layer: object) -> None:
+    """Checks the name of a policy.
+
+    Raises:
+      ConfigError: there is none of that name; names the layer's class and the nearest.
+    """
+    if checkpoint_policy not in CHECKPOINT_POLICIES:
+        raise ConfigError(
+            f"{type(layer).__name__}.checkpoint_policy is {checkpoint_policy!r}; wanted is one of "
+            f"{sorted(CHECKPOINT_POLICIES)}."
+            f"{did_you_mean(str(checkpoint_policy), CHECKPOINT_POLICIES)}"
+        )

@@ -1,0 +1,37 @@
+"""A classifier: a network that makes features, and a softmax over classes. Names are Pax's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.weights import BaseLayer
+
+
+class ClassificationModel(BaseLayer):
+    """Returns float32 class logits [B, V] of inputs [B, ...].
+
+    Args:
+      network_tpl: called with (rngs=), then with inputs and `key=`; returns features [B, D].
+      softmax_tpl: called with (rngs=), then with features; returns logits [B, V].
+      fprop_dtype: of inputs and activations; weights stay float32.
+    """
+
+    def __init__(
+        self,
+        network_tpl: Callable[..., Any],
+        softmax_tpl: Callable[..., Any],
+        *,
+        fprop_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.network = network_tpl(rngs=rngs)
+        self.softmax = softmax_tpl(rngs=rngs)
+        self.fprop_dtype = fprop_dtype
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """A key means a training pass."""
+        features = self.network(inputs.astype(self.fprop_dtype), key=key)
+        return self.softmax(features).astype(jnp.float32)

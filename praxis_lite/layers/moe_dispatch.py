@@ -1,0 +1,96 @@
+"""Tokens moved into the slots of experts and back, with a capacity: pure functions of arrays."""
+
+import jax
+import jax.numpy as jnp
+
+# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an
+# expert for a group, N = E x C slots of a group.
+
+
+def slots_of(
+    experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
+) -> jax.Array:
+    """Returns the slot [G, S, K] of each choice, expert x C + place; N where it gets none.
+
+    An expert takes first choices before second ones, and among equals the earlier token; what is
+    beyond its capacity is dropped.
+    """
+    num_groups, group_size, num_chosen = experts_GSK.shape
+    # One row per choice, all first choices before the second ones.
+    rows = (num_groups, num_chosen * group_size)
+    expert = experts_GSK.swapaxes(1, 2).reshape(rows)
+    is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
+    goes_to = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32) * is_routed[..., None]
+    place = jnp.sum((jnp.cumsum(goes_to, axis=1) - goes_to) * goes_to, axis=-1)
+    slot = jnp.where(
+        is_routed & (place < capacity), expert * capacity + place, num_experts * capacity
+    )
+    return slot.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
+
+
+def dispatch(x_GSD: jax.Array, slots_GSK: jax.Array, num_slots: int) -> jax.Array:
+    """Returns the token in each slot, [G, N, D]; zeros in an empty one."""
+    choice_GN = _choice_in_slot(slots_GSK, num_slots)
+    return _rows(x_GSD, choice_GN // slots_GSK.shape[-1], slots_GSK)
+
+
+def combine(y_GND: jax.Array, slots_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
+    """Returns for each token the gated sum of its slots' rows, [G, S, D]."""
+    num_groups, group_size, num_chosen = slots_GSK.shape
+    choice_GN = _choice_in_slot(slots_GSK, y_GND.shape[1])
+    y = _rows(y_GND, slots_GSK.reshape(num_groups, -1), choice_GN[..., None])
+    y_GSKD = y.reshape(num_groups, group_size, num_chosen, -1)
+    return jnp.einsum("gskd,gsk->gsd", y_GSKD, gates_GSK.astype(y_GND.dtype))
+
+
+def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
+    """Returns which choice, token x K + k, has each slot, [G, N]; S x K where none has."""
+
+    def of_group(slots_SK: jax.Array) -> jax.Array:
+        empty = jnp.full(num_slots, slots_SK.size, jnp.int32)
+        choices = jnp.arange(slots_SK.size, dtype=jnp.int32)
+        return empty.at[slots_SK.reshape(-1)].set(choices, mode="drop")
+
+    return jax.vmap(of_group)(slots_GSK)
+
+
+@jax.custom_vjp
+def _rows(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> jax.Array:
+    """Returns x's rows at an index, [G, M, D]; zeros where it is R or more.
+
+    `index_back` says at which M each of x's rows went, at most J times. With it the gradient is a
+    sum of J gathers rather than a scatter, which is slow and adds up in no fixed order.
+    """
+    del index_back_GRJ
+    return jnp.take_along_axis(x_GRD, index_GM[..., None], axis=1, mode="fill", fill_value=0)
+
+
+def _rows_forward(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> tuple:
+    return _rows(x_GRD, index_GM, index_back_GRJ), index_back_GRJ
+
+
+def _rows_backward(index_back_GRJ: jax.Array, grad_GMD: jax.Array) -> tuple:
+    grads = (
+        jnp.take_along_axis(grad_GMD, index[..., None], axis=1, mode="fill", fill_value=0)
+        for index in jnp.moveaxis(index_back_GRJ, -1, 0)
+    )
+    return sum(grads), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def dispatch_chosen(x_GSD: jax.Array, tokens_GN: jax.Array) -> jax.Array:
+    """Returns the tokens that experts chose, [G, N, D]."""
+    return jnp.take_along_axis(x_GSD, tokens_GN[..., None], axis=1)
+
+
+def combine_chosen(
+    y_GND: jax.Array, tokens_GN: jax.Array, gates_GN: jax.Array, group_size: int
+) -> jax.Array:
+    """Returns for each token the gated sum of the rows of the slots that it is in, [G, S, D]."""
+
+    def of_group(y_ND: jax.Array, tokens_N: jax.Array) -> jax.Array:
+        return jnp.zeros((group_size, y_ND.shape[-1]), y_ND.dtype).at[tokens_N].add(y_ND)
+
+    return jax.vmap(of_group)(y_GND * gates_GN[..., None].astype(y_GND.dtype), tokens_GN)

@@ -1,0 +1,99 @@
+"""What experts compute of the tokens that they are given, and where these and they are."""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
+from praxis_lite.sharding.split_dims import DimSplit
+
+# G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
+Weights = Mapping[str, jax.Array]
+Function = Callable[[jax.Array], jax.Array]
+
+
+def through_experts(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    weights: Weights,
+    activation: Function,
+    on_hidden: Function,
+) -> jax.Array:
+    """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
+
+    Args:
+      product: multiplies tokens by the weight, [E, in, out], of the expert that they are with.
+      x: tokens by expert, [..., D].
+      weights: wi_0 [E, D, F], wo_0 [E, F, D]; if there is a wi_gate_0, the hidden activations are
+        multiplied by that projection, which alone is then activated.
+      on_hidden: states the layout of the hidden activations, drops some.
+    """
+    hidden = product(x, weights["wi_0"])
+    if "wi_gate_0" in weights:
+        hidden = hidden * activation(product(x, weights["wi_gate_0"]))
+    else:
+        hidden = activation(hidden)
+    return product(on_hidden(hidden), weights["wo_0"])
+
+
+def at_experts(
+    x_GECD: jax.Array,
+    weights: Weights,
+    activation: Function,
+    dropout: Function,
+    *,
+    tokens_split: SplitDims,
+    weights_split: SplitDims,
+    dispatch_split: SplitDims,
+    hidden_split: SplitDims,
+) -> jax.Array:
+    """Returns the experts' outputs of the tokens in their slots, [G, E, C, D]: there and back.
+
+    Args:
+      tokens_split: whose first entry is how G splits where the tokens come from.
+      weights_split: of wi_0, [E, D, F].
+      dispatch_split, hidden_split: at the experts, of [G, E, C, D] and [G, E, C, F]; None: E and F
+        as the weights' and G over the rest of its axes.
+    """
+    split_E, _, split_F = weights_split
+    if dispatch_split is None:
+        dispatch_split = _groups_and_experts_split(tokens_split, split_E)
+    if hidden_split is None:
+        hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
+    # Two layouts, one after the other: XLA makes one all-to-all of the change, and of its reverse,
+    # in the backward pass too.
+    x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
+    y_GECD = through_experts(
+        functools.partial(jnp.einsum, "gecd,edf->gecf"),
+        x_GECD,
+        weights,
+        activation,
+        lambda hidden_GECF: dropout(constrain(hidden_GECF, hidden_split)),
+    )
+    return constrain(constrain(y_GECD, dispatch_split), first_dim(tokens_split))
+
+
+def first_dim(split: SplitDims) -> SplitDims:
+    """Returns the mapping of the first dim alone, the others whole; None for None."""
+    return None if split is None else tuple(split)[:1]
+
+
+def axes_of(split: SplitDims) -> tuple[str, ...]:
+    """Returns the axes, of the mesh at hand, that split the first dim of a mapping."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not split:
+        return ()
+    axes = to_partition_spec(first_dim(split), mesh.axis_names)[0] or ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
+    """Returns how [G, E, ...] split at the experts: an axis of both goes from G to E.
+
+    That makes an all-to-all of the move there.
+    """
+    expert_axes = axes_of((split_E,))
+    rest = tuple(axis for axis in axes_of(tokens_split) if axis not in expert_axes)
+    return (rest or None, expert_axes or None)

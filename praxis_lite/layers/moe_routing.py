@@ -1,0 +1,174 @@
+"""Which experts a token goes to, and the losses that teach a router: pure functions of arrays.
+
+Tokens are routed in groups, each by itself. GShard, arXiv:2006.16668; Switch, arXiv:2101.03961;
+ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are Pax's.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# G groups, S tokens of a group, E experts, K experts of a token, C slots of an expert for a group.
+
+
+def expert_capacity(
+    group_size: int, num_experts: int, capacity_factor: float, capacity_dim: int
+) -> int:
+    """Returns C: how many tokens of a group an expert takes.
+
+    Pax's: the larger of `capacity_dim` and of factor x S / E, the latter rounded up to a multiple
+    of 4. But at least 1, where Pax would route nothing, and at most S, for a token goes to an
+    expert once.
+    """
+    automatic = int(group_size * capacity_factor / num_experts)
+    if automatic > capacity_dim:
+        capacity_dim = -(-automatic // 4) * 4
+    return min(max(capacity_dim, 1), group_size)
+
+
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """Returns logits within +-cap by a tanh; as they are for a cap of 0."""
+    return cap * jnp.tanh(logits / cap) if cap > 0.0 else logits
+
+
+def choose_experts(
+    logits_GSE: jax.Array,
+    is_token_GS: jax.Array,
+    key: jax.Array | None,
+    num_chosen: int,
+    second_expert_policy: str,
+    second_expert_threshold: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns experts, gates and whether a choice is used, each [G, S, K].
+
+    Args:
+      is_token_GS: False for padding, which is not routed.
+      key: of a training pass; without one the most probable experts are taken.
+      second_expert_policy: Pax's "all", "sampling" or "random".
+    """
+    probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+    if key is not None and second_expert_policy == "sampling":
+        experts_GSK, gates_GSK = sampled_second_expert(logits_GSE, probs_GSE, is_token_GS, key)
+    else:
+        experts_GSK, gates_GSK = top_k_experts(probs_GSE, is_token_GS, num_chosen)
+    is_routed_GSK = jnp.broadcast_to(is_token_GS[..., None], gates_GSK.shape)
+    if key is not None and second_expert_policy == "random":
+        is_routed_GSK &= is_second_expert_used(gates_GSK, second_expert_threshold, key)
+    return experts_GSK, gates_GSK, is_routed_GSK
+
+
+def top_k_experts(
+    probs_GSE: jax.Array, is_token_GS: jax.Array, num_chosen: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns int32 experts [G, S, K], most probable first, and their gates [G, S, K].
+
+    The gates of a token add up to 1, but for K = 1, where the gate is the probability (as Switch
+    has it: else the router would have no gradient). Those of what is no token are 0.
+    """
+    rest_GSE, experts, gates = probs_GSE, [], []
+    # Not jax.lax.top_k, a sort that not every backend partitions; K is small.
+    for _ in range(num_chosen):
+        expert_GS, gate_GS, rest_GSE = _best(probs_GSE, rest_GSE)
+        experts.append(expert_GS)
+        gates.append(gate_GS)
+    return jnp.stack(experts, -1), _normalised(jnp.stack(gates, -1), is_token_GS)
+
+
+def sampled_second_expert(
+    logits_GSE: jax.Array, probs_GSE: jax.Array, is_token_GS: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns experts and gates as `top_k_experts` for two, the second drawn from the rest.
+
+    By the Gumbel-max trick; Pax's second_expert_policy "sampling".
+    """
+    first_GS, gate_GS, rest_GSE = _best(probs_GSE, probs_GSE)
+    noised_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape, logits_GSE.dtype)
+    second_GS, second_gate_GS, _ = _best(
+        probs_GSE, jnp.where(rest_GSE < 0.0, -jnp.inf, noised_GSE)
+    )
+    gates_GSK = jnp.stack([gate_GS, second_gate_GS], -1)
+    return jnp.stack([first_GS, second_GS], -1), _normalised(gates_GSK, is_token_GS)
+
+
+def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the best expert [G, S], its probability, and the scores with that expert's at -1."""
+    expert_GS = jnp.argmax(scores_GSE, axis=-1).astype(jnp.int32)
+    is_it_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
+    gate_GS = jnp.sum(jnp.where(is_it_GSE, probs_GSE, 0.0), axis=-1)
+    return expert_GS, gate_GS, jnp.where(is_it_GSE, -1.0, scores_GSE)
+
+
+def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
+    if gates_GSK.shape[-1] > 1:
+        gates_GSK /= jnp.sum(gates_GSK, axis=-1, keepdims=True) + 1e-9
+    return jnp.where(is_token_GS[..., None], gates_GSK, 0.0)
+
+
+def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array) -> jax.Array:
+    """Returns bool [G, S, 2]: true, and true in a share min(1, gate / threshold) of second experts.
+
+    Pax's second_expert_policy "random", whose threshold is 0: nearly all of them.
+    """
+    gate_GS = gates_GSK[..., 1]
+    used_GS = jax.random.uniform(key, gate_GS.shape) < gate_GS / max(threshold, 1e-9)
+    return jnp.stack([jnp.ones_like(used_GS), used_GS], -1)
+
+
+def top_two_gates(probs_GSE: jax.Array) -> jax.Array:
+    """Returns gates [G, S, E] that add up to 1, those of all but the two likeliest experts 0."""
+    best = jnp.max(probs_GSE, axis=-1, keepdims=True)
+    second = jnp.max(jnp.where(probs_GSE < best, probs_GSE, 0.0), axis=-1, keepdims=True)
+    gates_GSE = jnp.where(probs_GSE >= second, probs_GSE, 0.0)
+    return gates_GSE / (jnp.sum(gates_GSE, axis=-1, keepdims=True) + 1e-12)
+
+
+def tokens_by_expert_choice(scores_GSE: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the C tokens [G, E, C] of highest score that each expert takes, and their scores."""
+    scores_GEC, tokens_GEC = jax.lax.top_k(scores_GSE.swapaxes(1, 2), capacity)
+    return tokens_GEC, scores_GEC
+
+
+def load_balance_loss(
+    probs_GSE: jax.Array, first_expert_GS: jax.Array, is_token_GS: jax.Array
+) -> jax.Array:
+    """Returns E x sum over experts of (share of first choices x mean probability), of the groups.
+
+    1 where both are uniform (arXiv:2101.03961, eq. 4); means are over a group's S, padding too, as
+    in Pax.
+    """
+    num_experts = probs_GSE.shape[-1]
+    is_token = is_token_GS[..., None].astype(jnp.float32)
+    share_GE = jnp.mean(jax.nn.one_hot(first_expert_GS, num_experts) * is_token, axis=1)
+    prob_GE = jnp.mean(probs_GSE * is_token, axis=1)
+    return jnp.mean(share_GE * prob_GE) * num_experts**2
+
+
+def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
+    """Returns the mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906, eq. 5)."""
+    z_GS = jnp.square(jax.nn.logsumexp(logits_GSE, axis=-1))
+    is_token = is_token_GS.astype(jnp.float32)
+    return jnp.sum(z_GS * is_token) / jnp.maximum(jnp.sum(is_token), 1.0)
+
+
+def expert_load(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
+    """Returns how many times the mean number of choices each expert got, [E]."""
+    one_hot = jax.nn.one_hot(experts_GSK, num_experts) * is_routed_GSK[..., None]
+    choices_E = jnp.sum(one_hot, axis=(0, 1, 2))
+    return choices_E * num_experts / jnp.maximum(jnp.sum(choices_E), 1.0)
+
+
+def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    """Returns at each token the mean of its segment, [B, T, D]; 0 at tokens of segment 0.
+
+    Without segments a row is one. arXiv:2110.03742, section 3.1; segment ids are below T.
+    """
+    if segment_ids_BT is None:
+        mean = jnp.mean(inputs_BTD, axis=1, keepdims=True)
+        return jnp.broadcast_to(mean, inputs_BTD.shape)
+
+    def of_row(x_TD: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
+        total = jax.ops.segment_sum(x_TD, segment_ids_T, num_segments=x_TD.shape[0])
+        count = jnp.bincount(segment_ids_T, length=x_TD.shape[0])[:, None]
+        mean = total / jnp.maximum(count, 1).astype(total.dtype)
+        return jnp.where(segment_ids_T[:, None] == 0, 0, mean[segment_ids_T])
+
+    return jax.vmap(of_row)(inputs_BTD, segment_ids_BT)

@@ -1,0 +1,70 @@
+"""Which microbatch and which of its layers each stage of a pipeline works on at each tick.
+
+Pure arithmetic on Python ints, NumPy or traced arrays. GPipe (arXiv:1811.06965) is the schedule of
+one repeat; with more, a microbatch goes round all stages once per repeat (the circular schedule of
+arXiv:2104.04473 and of Pax), which divides the bubbles' share by about the repeats.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+# S stages, M microbatches, R repeats.
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The ticks of a pipeline.
+
+    At tick t, stage s continues what stage s - 1 did at tick t - 1, stage 0 what came out of the
+    last stage, once all microbatches have begun their repeat.
+
+    Attributes:
+      num_stages: S.
+      num_microbatches: M.
+      circular_repeat: R, how often a microbatch goes round the stages.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    circular_repeat: int = 1
+
+    @property
+    def period(self) -> int:
+        """Ticks from a microbatch's entering stage 0 to its doing so again."""
+        # With fewer microbatches than stages stage 0 waits for the first to come round.
+        return max(self.num_microbatches, self.num_stages)
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks until the last microbatch is through: R M + S - 1 where M >= S or R = 1."""
+        last_start = (self.circular_repeat - 1) * self.period + self.num_microbatches - 1
+        return last_start + self.num_stages
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of the stages' ticks that are idle.
+
+        (S - 1) / (M + S - 1) of GPipe, (S - 1) / (R M + S - 1) of the circular schedule.
+        """
+        return 1.0 - self.circular_repeat * self.num_microbatches / self.num_ticks
+
+    def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
+        """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, ints or arrays of them.
+
+        Of an idle stage is_valid is False, and microbatch and repeat are ones that there are.
+        """
+        since = tick - stage
+        repeat, microbatch = since // self.period, since % self.period
+        is_valid = (since >= 0) & (repeat < self.circular_repeat)
+        is_valid = is_valid & (microbatch < self.num_microbatches)
+        repeat = repeat.clip(0, self.circular_repeat - 1)
+        return microbatch % self.num_microbatches, repeat, is_valid
+
+    def table(self) -> np.ndarray:
+        """Returns int [num_ticks, S, 2]: (microbatch, repeat), -1 for an idle stage."""
+        ticks, stages = np.ogrid[: self.num_ticks, : self.num_stages]
+        microbatch, repeat, is_valid = self.work(ticks, stages)
+        work = np.stack([microbatch, repeat], axis=-1)
+        return np.where(is_valid[..., None], work, -1)

@@ -1,0 +1,145 @@
+"""Targets from inputs: translation and the like, with an encoder-decoder."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from praxis_lite.decode import Decoder, Greedy
+from praxis_lite.decode.prefill import cache_length
+from praxis_lite.decode.stop_strings import for_tokenizer
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.text import ByteTokenizer
+from praxis_lite.learner import Learner
+from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.weights import AuxLoss, intermediates
+
+# B batch, S time of the source, T time of the target, P longest prompt of a target.
+
+# What a batch may have besides, and what the model calls it.
+OPTIONAL_INPUTS = {
+    "src_segment_ids": "input_segment_ids",
+    "src_segment_pos": "input_segment_pos",
+    "paddings": "target_paddings",
+    "segment_ids": "target_segment_ids",
+    "segment_pos": "target_segment_pos",
+}
+
+
+class SequenceToSequenceTask(Task):
+    """Trains a TransformerEncoderDecoder on the next tokens of targets; decodes targets.
+
+    Reads `src_ids` int32 [B, S] and `src_paddings` float32 [B, S] (1.0 for padding); `ids`,
+    `labels` int32 [B, T] and `weights` float32 [B, T] of the targets, and where a batch has them
+    `paddings` and, of packed rows, `segment_ids`, `segment_pos`, `src_segment_ids`,
+    `src_segment_pos`. To decode: the source, and `ids` int32 [B, P], `prefix_lengths` int32 [B],
+    how the targets begin, and `weights` float32 [B] (0 for a filler row); `labels` int32 [B, T],
+    if there, are what should come, 0 after the end.
+
+    Args:
+      model, learner, inputs_split_mapping: see Task.
+      tokenizer: for the text of what is decoded; None: records have tokens alone.
+      decoder: how targets are found; None: greedily.
+
+    Raises:
+      ConfigError: the decoder keeps rows of several batches at a time, of other sources.
+    """
+
+    weight_unit = "tokens"
+    required_inputs = ("src_ids", "src_paddings", "ids", "labels", "weights")
+    required_decode_inputs = ("src_ids", "src_paddings", "ids", "prefix_lengths", "weights")
+
+    def __init__(
+        self,
+        model: Callable[..., nnx.Module],
+        learner: Learner,
+        *,
+        inputs_split_mapping: Mapping[str, Any] | None = None,
+        tokenizer: ByteTokenizer | None = None,
+        decoder: Decoder | None = None,
+    ):
+        super().__init__(model, learner, inputs_split_mapping=inputs_split_mapping)
+        self.tokenizer = tokenizer
+        decoder = decoder or Greedy()
+        if getattr(decoder, "num_cache_slots", 0):
+            raise ConfigError(
+                "SequenceToSequenceTask.decoder has num_cache_slots set, but the rows of a batch "
+                "have sources of their own. Set num_cache_slots=0."
+            )
+        self.decoder = decoder if tokenizer is None else for_tokenizer(decoder, tokenizer)
+
+    def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
+        """Also checks that the model has a position for each token that is decoded."""
+        super().check_inputs(inputs, required, what)
+        if required == self.required_decode_inputs:
+            model, length = self.model.abstract_module(), inputs["ids"].shape[1]
+            length, encoded_length = cache_length(self.decoder, length), inputs["src_ids"].shape[1]
+            jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
+
+    def compute_loss(
+        self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    ) -> WeightedScalars:
+        """Returns metrics.
+
+        loss (nats per token, and what the layers add to it: aux_loss, then a metric too),
+        accuracy; exact_match: the share of the rows whose every token is predicted, given the
+        true ones before it.
+        """
+        given = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
+        labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
+        outputs = model.compute_loss(
+            inputs["src_ids"], inputs["ids"], labels, weights,
+            input_paddings=inputs["src_paddings"], key=key, **given,
+        )
+        num_tokens = outputs["total_weight"]
+        is_wrong = (outputs["per_example_argmax"] != labels) & (weights > 0)
+        is_row = jnp.any(weights > 0, axis=1)
+        num_rows = jnp.sum(is_row.astype(jnp.float32))
+        num_right = jnp.sum((is_row & ~jnp.any(is_wrong, axis=1)).astype(jnp.float32))
+        metrics = {
+            "loss": (outputs["total_loss"], num_tokens),
+            "accuracy": (outputs["accuracy"], num_tokens),
+            "exact_match": (num_right / jnp.maximum(num_rows, 1.0), num_rows),
+        }
+        if intermediates(model, AuxLoss):
+            metrics["aux_loss"] = (outputs["aux_loss"], num_tokens)
+        return metrics
+
+    def decode(
+        self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns what `Decoder.__call__` does; `key` is folded with the row."""
+        lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(lengths)))
+        conditioned = model.given(inputs["src_ids"], input_paddings=inputs["src_paddings"])
+        return self.decoder(conditioned, inputs["ids"], lengths, keys)
+
+    def decode_to_records(
+        self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
+    ) -> list[dict[str, Any]]:
+        """Returns a record per true row and hypothesis, the best first.
+
+        Fields: source_ids and output_ids (the end of text included), with a tokenizer source and
+        output; log_prob; with labels target_ids and is_match; where a source has several
+        hypotheses "sample", its place, and its score.
+        """
+        records = []
+        for row in np.flatnonzero(inputs["weights"] > 0):
+            source = inputs["src_ids"][row][inputs["src_paddings"][row] < 0.5]
+            for hyp in range(self.decoder.num_hyps):
+                new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
+                record = {"source_ids": source.tolist(), "output_ids": new_ids.tolist()}
+                if self.tokenizer is not None:
+                    decoded = {"source": source, "output": new_ids}
+                    record |= {name: self.tokenizer.decode(ids) for name, ids in decoded.items()}
+                record["log_prob"] = float(np.sum(outputs["logprobs"][row, hyp]))
+                if "labels" in inputs:
+                    target = np.trim_zeros(inputs["labels"][row], "b").tolist()
+                    record |= {"target_ids": target, "is_match": target == record["output_ids"]}
+                if self.decoder.num_hyps > 1:
+                    record |= {"sample": hyp, "score": float(outputs["scores"][row, hyp])}
+                records.append(record)
+        return records

@@ -1,0 +1,131 @@
+"""Beam search against enumeration of every text, and its limits."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from praxis_lite.decode import BeamSearch, Greedy
+from praxis_lite.errors import ConfigError
+from tests.decode.toy_models import Recurrent, logprobs_after, row_keys
+
+V, M, EOS = 5, 3, 2
+MODEL = Recurrent(V, seed=3, scale=1.3)
+PROMPTS = np.asarray([[3, 1, 4], [4, 9, 9], [9, 9, 9], [1, 0, 9]], np.int32) % V
+LENGTHS = np.asarray([3, 1, 0, 2], np.int32)
+
+
+def decoded(decoder, rows=slice(None), **per_row):
+    run = jax.jit(lambda ids, lengths, keys: decoder(MODEL, ids, lengths, keys, **per_row))
+    return jax.device_get(run(PROMPTS[rows], LENGTHS[rows], row_keys(len(LENGTHS[rows]))))
+
+
+def search(**settings):
+    return decoded(BeamSearch(**{"max_decode_steps": M, "eos_id": EOS, **settings}))
+
+
+def all_texts(prompt, alpha, eos_ids=(EOS,), min_steps=0, num_steps=M):
+    """Returns (score, tokens, log-probs) of every text that ends within `num_steps`, best first."""
+    others = [token for token in range(V) if token not in eos_ids]
+    texts = []
+    for length in range(min_steps, num_steps):
+        for words in itertools.product(others, repeat=length):
+            for eos in eos_ids:
+                tokens = (*words, eos)
+                logprobs = [
+                    logprobs_after(MODEL, (*prompt, *tokens[:i]))[token]
+                    for i, token in enumerate(tokens)
+                ]
+                norm = ((len(tokens) + 5) / 5) ** alpha
+                texts.append((sum(logprobs) / norm, tokens, logprobs))
+    return sorted(texts, key=lambda text: -text[0])
+
+
+WIDE = {
+    "alpha 0.8": {"length_norm_alpha": 0.8},
+    "alpha 0": {"length_norm_alpha": 0.0},
+    "alpha 1": {"length_norm_alpha": 1.0},
+    "minimum": {"min_decode_steps": 2, "length_norm_alpha": 0.8},
+    "step by step": {"fprop_for_prefix": False, "length_norm_alpha": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_beam_as_wide_as_all_there_is_finds_what_enumeration_finds(name):
+    settings = WIDE[name]
+    # Hypotheses that go on: at most 4 x 4; the beam holds them all.
+    found = search(beam_size=17, tokens_per_beam=V, **settings)
+    for row in np.flatnonzero(LENGTHS):
+        prompt = PROMPTS[row, : LENGTHS[row]]
+        min_steps = settings.get("min_decode_steps", 0)
+        wanted = all_texts(prompt, settings["length_norm_alpha"], min_steps=min_steps)[:17]
+        for hyp, (score, tokens, logprobs) in enumerate(wanted):
+            length = found["decode_lengths"][row, hyp]
+            assert tuple(found["output_ids"][row, hyp, :length]) == tokens
+            assert not found["output_ids"][row, hyp, length:].any()
+            np.testing.assert_allclose(found["logprobs"][row, hyp, :length], logprobs, atol=1e-5)
+            assert found["scores"][row, hyp] == pytest.approx(score, abs=1e-5)
+        # Where there are fewer texts than places, the others are empty.
+        for hyp in range(len(wanted), 17):
+            assert found["decode_lengths"][row, hyp] == 0 and found["scores"][row, hyp] < -1e8
+
+
+def test_two_ends_of_text_keep_the_likelier_of_each_hypothesis():
+    found = search(beam_size=10, tokens_per_beam=V, eos_id=(EOS, 4), length_norm_alpha=0.0)
+    for row in np.flatnonzero(LENGTHS):
+        texts = all_texts(PROMPTS[row, : LENGTHS[row]], 0.0, eos_ids=(EOS, 4))
+        best = {}
+        for score, tokens, _ in texts:
+            best.setdefault(tokens[:-1], (score, tokens))
+        wanted = [tokens for _, tokens in sorted(best.values(), key=lambda one: -one[0])]
+        ids = zip(found["output_ids"][row], found["decode_lengths"][row], strict=True)
+        assert [tuple(tokens[:length]) for tokens, length in ids] == wanted[:10]
+
+
+def test_the_empty_row_is_empty_and_the_others_need_no_company():
+    found = search(beam_size=3)
+    empty = list(LENGTHS).index(0)
+    assert not found["output_ids"][empty].any() and not found["decode_lengths"][empty].any()
+    decoder = BeamSearch(max_decode_steps=M, eos_id=EOS, beam_size=3)
+    for row in (1, 3):
+        alone = decoded(decoder, slice(row, row + 1))
+        np.testing.assert_array_equal(alone["output_ids"][0], found["output_ids"][row])
+        np.testing.assert_allclose(alone["scores"][0], found["scores"][row], rtol=1e-5)
+
+
+def test_a_rows_own_limits_end_its_texts():
+    limits = np.asarray([1, 2, 3, 3], np.int32)
+    decoder = BeamSearch(max_decode_steps=M, eos_id=EOS, beam_size=17, tokens_per_beam=V, seqlen=4)
+    found = decoded(decoder, per_example_max_decode_steps=limits)
+    for row, num_steps in ((0, 1), (1, 2), (3, 2)):
+        wanted = all_texts(PROMPTS[row, : LENGTHS[row]], 0.8, num_steps=num_steps)[:17]
+        lengths = np.asarray(found["decode_lengths"][row])
+        assert (lengths > 0).sum() == len(wanted)
+        for hyp, (_, tokens, _) in enumerate(wanted):
+            assert tuple(found["output_ids"][row, hyp, : lengths[hyp]].tolist()) == tokens
+
+
+def test_early_exit_with_one_hypothesis_stops_where_greedy_does():
+    decoder = BeamSearch(max_decode_steps=9, eos_id=EOS, beam_size=1, early_exit=True)
+    wanted = decoded(Greedy(max_decode_steps=9, eos_id=EOS))["decode_lengths"]
+    assert 0 < wanted.max() < 9
+    found = decoded(decoder)
+    assert (found["decode_lengths"][:, 0] <= wanted.max()).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"beam_size": 0}, r"BeamSearch\.beam_size is 0"),
+        ({"tokens_per_beam": 0}, r"BeamSearch\.tokens_per_beam is 0"),
+        ({"length_norm_alpha": float("nan")}, r"BeamSearch\.length_norm_alpha is nan"),
+        ({"min_decode_steps": 3}, r"BeamSearch\.min_decode_steps is 3; wanted .* max_decode_steps"),
+        ({"max_decode_steps": 0}, r"BeamSearch\.max_decode_steps is 0"),
+        ({"seqlen": 0}, r"BeamSearch\.seqlen is 0"),
+        ({"eos_id": None}, r"BeamSearch\.eos_id is None"),
+    ],
+)
+def test_ill_formed_settings_are_errors_that_name_them(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        search(**settings)

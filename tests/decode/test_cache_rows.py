@@ -1,0 +1,64 @@
+"""Rows of caches of any layout, against NumPy indexing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.decode.cache_rows import batch_dims, put_row, repeat_rows, take_hyps
+
+L, S, D = 3, 5, 7
+
+
+def init_cache(num_rows, length):
+    """Layers first, batch first, batch last; one that all rows share; none for a layer."""
+    return {
+        "scanned": jnp.zeros((L, num_rows, length, D)),
+        "plain": jnp.zeros((num_rows, D)),
+        "last": jnp.zeros((D, num_rows), jnp.int32),
+        "shared": jnp.zeros((2, 2)),
+        "none": None,
+    }
+
+
+def filled(num_rows, seed=0):
+    rng = np.random.default_rng(seed)
+    cache = init_cache(num_rows, S)
+    return jax.tree.map(lambda x: rng.integers(0, 99, x.shape).astype(x.dtype), cache)
+
+
+DIMS = {"scanned": 1, "plain": 0, "last": 1, "shared": -1, "none": None}
+ROWS = {
+    "scanned": lambda x, rows: x[:, rows], "plain": lambda x, rows: x[rows],
+    "last": lambda x, rows: x[:, rows], "shared": lambda x, rows: x, "none": lambda x, rows: x,
+}
+
+
+def assert_rows(found, cache, rows):
+    for name, take in ROWS.items():
+        np.testing.assert_array_equal(found[name], take(cache[name], rows), name)
+
+
+def test_the_dim_of_the_batch_is_found_and_none_where_rows_share():
+    assert batch_dims(init_cache) == DIMS
+
+
+def test_repeated_rows_stand_beside_each_other():
+    assert_rows(repeat_rows(filled(4), DIMS, 3), filled(4), np.repeat(np.arange(4), 3))
+
+
+def test_hypotheses_are_taken_within_their_row():
+    hyps = np.asarray([[2, 0, 0], [1, 1, 2]])
+    found = take_hyps(filled(6), DIMS, jnp.asarray(hyps))
+    assert_rows(found, filled(6), (hyps + np.asarray([[0], [3]])).reshape(-1))
+
+
+def test_a_row_is_put_and_the_others_stay():
+    cache, new = filled(4), filled(1, seed=1)
+    found = put_row(cache, DIMS, new, jnp.asarray(2))
+    rows = np.asarray([0, 1, 3])
+    for name in ("scanned", "plain", "last"):
+        np.testing.assert_array_equal(ROWS[name](found[name], rows), ROWS[name](cache[name], rows))
+        np.testing.assert_array_equal(
+            ROWS[name](found[name], np.asarray([2])), ROWS[name](new[name], np.asarray([0]))
+        )
+    np.testing.assert_array_equal(found["shared"], new["shared"])

@@ -1,0 +1,174 @@
+"""Decoding against the real Pax: the goldens, and more settings in pax_options/decode.npz."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite import layers
+from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample, pax_outputs
+from praxis_lite.interop.pax import mdl_vars_from_pax
+from praxis_lite.models import NnxModel
+from tests.goldens import GOLDENS, golden
+
+OPTIONS = Path(__file__).parent / "pax_options/decode.npz"
+LONGEST = 12  # Tokens of a row in every case after a forward pass.
+
+
+@functools.cache
+def lm(rotary: bool = False) -> NnxModel:
+    """Returns the language model of the goldens."""
+    atten = functools.partial(
+        layers.DotProductAttention, combine_qkv=True, use_bias=False, atten_logit_cap=50.0,
+        use_rotary_position_emb=rotary,
+    )
+    return NnxModel(
+        functools.partial(
+            layers.TransformerLm, 13, 8, 12, num_heads=2, num_layers=2,
+            position_emb_tpl=None if rotary else layers.PositionalEmbedding,
+            softmax_tpl=functools.partial(
+                layers.SharedEmbeddingSoftmax, scale_sqrt_depth=True, soft_cap_logits=30.0
+            ),
+            transformer_layer_tpl=functools.partial(layers.Transformer, tr_atten_tpl=atten),
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaxSample(Sample):
+    """Draws with Pax's noise: one draw for all rows of a step, from the step's key."""
+
+    noise: Any = dataclasses.field(hash=False, compare=False)  # [steps, R, C]
+
+    def gumbel(self, rows, shape):
+        # Pax's steps begin where the prompt ends, or at the first token.
+        step = rows.decode_lengths if self.fprop_for_prefix else rows.positions - 1
+        noise = jnp.asarray(self.noise)
+        return noise[jnp.clip(step, 0, len(noise) - 1), jnp.arange(shape[0])]
+
+
+def noise_of(keys: np.ndarray, num_rows: int, num_candidates: int) -> np.ndarray:
+    with jax.threefry_partitionable(False):
+        shape = (num_rows, num_candidates)
+        draw = functools.partial(jax.random.gumbel, shape=shape)
+        return np.stack([draw(jax.random.wrap_key_data(key)) for key in keys])
+
+
+def decoder_of(
+    name: str, hparams: Mapping[str, Any], num_rows: int, keys: np.ndarray
+) -> tuple[Decoder, int]:
+    """Returns our decoder for Pax's settings, and how long Pax's rows are."""
+    ours = BeamSearch if name.startswith("Beam") else Sample
+    known = {field.name for field in dataclasses.fields(ours)}
+    settings = {key: value for key, value in hparams.items() if key in known}
+    settings = {"max_decode_steps": 7, "eos_id": 2, "fprop_for_prefix": True} | settings
+    seqlen = settings.pop("seqlen", LONGEST)
+    if not settings["fprop_for_prefix"]:
+        # Pax counts the prompt's steps, but for the first token's, in max_decode_steps.
+        settings["seqlen"] = min(seqlen, settings["max_decode_steps"] + 1)
+    if ours is BeamSearch:
+        return BeamSearch(**settings), seqlen
+    settings.pop("min_decode_steps", None)  # Pax's do not heed it.
+    if name.startswith("Greedy"):
+        return Greedy(**settings), seqlen
+    num_rows *= settings.get("num_samples", 1)
+    num_candidates = settings["k"] or 13
+    return PaxSample(**settings, noise=noise_of(keys, num_rows, num_candidates)), seqlen
+
+
+def decode(model, weights, decoder, ids, lengths, inputs=None):
+    mdl_vars = mdl_vars_from_pax(model, {f"params/{path}": w for path, w in weights.items()})
+
+    @jax.jit
+    def run(mdl_vars, ids, lengths, keys):
+        return decoder(model.module(mdl_vars), ids, lengths, keys, **(inputs or {}))
+
+    keys = jax.random.split(jax.random.key(0), len(ids))
+    return jax.device_get(run(mdl_vars, ids, lengths, keys))
+
+
+def assert_equals_pax(found, wanted, what):
+    for name in ("output_ids", "decode_lengths", "prefix_lengths", "original_lengths"):
+        if name in wanted:
+            np.testing.assert_array_equal(found[name], wanted[name], f"{what} {name}")
+    for name in ("logprobs", "scores"):
+        if name in wanted:
+            np.testing.assert_allclose(
+                found[name], wanted[name], atol=1e-4, rtol=1e-4, err_msg=f"{what} {name}"
+            )
+
+
+def loaded(file: Any) -> dict[str, dict[str, np.ndarray]]:
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    for path in file.files:
+        kind, _, rest = path.partition("/")
+        arrays.setdefault(kind, {})[rest] = file[path]
+    return arrays
+
+
+@functools.cache
+def options() -> dict[str, dict[str, np.ndarray]]:
+    with np.load(OPTIONS) as file:
+        return loaded(file)
+
+
+GOLDEN_CASES = (
+    "decode_greedy", "decode_greedy_fprop", "decode_greedy_rotary", "decode_beam",
+    "decode_sample_k1", "decode_sample_topk",
+)
+
+
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+def test_the_goldens_hold(name):
+    case = golden("pax/cases.json")["cases"][name]
+    with np.load(GOLDENS / f"pax/{name}.npz") as file:
+        arrays = loaded(file)
+    ids, wanted = arrays["in"]["ids"], arrays["out"]
+    lengths = (1 - arrays["in"]["paddings"]).sum(axis=1).astype(np.int32)
+    # The keys of the steps are the same in every program of Pax's.
+    keys = options()["keys"][""]
+    decoder, seqlen = decoder_of(case["decoder"], case["hparams"], len(ids), keys)
+    model = lm(rotary=case["flags"].get("rotary", False))
+    outputs = decode(model, arrays["w"], decoder, ids, lengths)
+    length = None if decoder.fprop_for_prefix else seqlen
+    found = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
+    assert_equals_pax(found, wanted, name)
+    prefix_ids = wanted["prefix_ids"][:, :, : ids.shape[1]]
+    np.testing.assert_array_equal(found["prefix_ids"][:, : prefix_ids.shape[1]], prefix_ids)
+    assert not wanted["prefix_ids"][:, :, ids.shape[1] :].any()
+
+
+CASES = json.loads(str(options()["cases"][""]))
+# Nearly another one: run where time does not matter.
+SLOW = (
+    "greedy_stepwise_short", "sample_two_eos", "sample_temperature_0", "beam_1",
+    "beam_many_tokens", "beam_early_exit_two_eos",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
+def test_further_settings_give_what_pax_gives(name):
+    case, arrays = CASES[name], options()
+    ids, lengths = arrays["in"]["ids"], arrays["in"]["prefix_lengths"]
+    decoder, seqlen = decoder_of(
+        case["decoder"], case["hparams"], len(ids), arrays["keys"][""]
+    )
+    inputs = {key: jnp.asarray(value) for key, value in case["inputs"].items()}
+    outputs = decode(lm(), arrays["w"], decoder, ids, lengths, inputs)
+    length = None if decoder.fprop_for_prefix else seqlen
+    found = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
+    wanted = {
+        key.removeprefix(f"{name}/"): value for key, value in arrays["out"].items()
+        if key.startswith(f"{name}/")
+    }
+    assert set(wanted) >= {"output_ids", "decode_lengths", "logprobs"}
+    assert_equals_pax(found, wanted, name)

@@ -1,0 +1,186 @@
+"""Slots: each prompt gets the tokens it would get alone, in the fewest steps."""
+
+import functools
+import heapq
+
+import jax
+import numpy as np
+import pytest
+
+from praxis_lite.decode import BeamSearch, Greedy, Sample
+from praxis_lite.decode.loop import sample_keys
+from praxis_lite.decode.slots import Prompt, Slots
+from praxis_lite.errors import ConfigError
+from tests.decode.toy_models import Recurrent, num_compiled, row_keys
+
+V, P, M, EOS, NUM_PROMPTS, NUM_SLOTS = 23, 4, 20, 0, 17, 3
+RNG = np.random.default_rng(5)
+LENGTHS = RNG.integers(1, P + 1, NUM_PROMPTS).astype(np.int32)
+PROMPTS = np.where(
+    np.arange(P) < LENGTHS[:, None], RNG.integers(1, V, (NUM_PROMPTS, P)), 9
+).astype(np.int32)
+# The token after t is t - 1: a prompt that ends in t goes on for t steps, down to the end, 0.
+COUNTDOWN = Recurrent(V, table=9.0 * np.roll(np.eye(V), -1, axis=1).astype(np.float32))
+RECURRENT = Recurrent(V, dims=7, seed=1)
+
+
+@functools.cache
+def slots_of(model, decoder):
+    """Returns slots, their programs compiled by whichever test is first."""
+    return Slots(decoder, lambda mdl_vars: model, NUM_SLOTS, P)
+
+
+def queue(decoder, **settings):
+    keys = sample_keys(row_keys(NUM_PROMPTS), decoder.num_hyps)
+    for row in range(NUM_PROMPTS):
+        for sample in range(decoder.num_hyps):
+            one = {name: x[row] for name, x in settings.items()}
+            yield Prompt(PROMPTS[row], LENGTHS[row], keys[row * decoder.num_hyps + sample], **one)
+
+
+def gathered(stream, num_rows):
+    """Returns ids and log-probs of each prompt, all its pieces together."""
+    ids, logprobs, done = ([[] for _ in range(num_rows)] for _ in range(3))
+    for new in stream:
+        assert not done[new.index], "tokens after the end"
+        ids[new.index] += new.ids.tolist()
+        logprobs[new.index] += new.logprobs.tolist()
+        done[new.index] += [True] * new.done
+    assert all(map(bool, done))
+    return ids, logprobs
+
+
+DECODERS = {
+    "greedy": Greedy(max_decode_steps=M, eos_id=EOS),
+    "sample": Sample(max_decode_steps=M, eos_id=EOS, k=5, temperature=1.3, num_samples=2,
+                     sort_samples=False),
+    "penalties": Sample(max_decode_steps=M, eos_id=EOS, k=0, p=0.9, repetition_penalty=1.7,
+                        presence_penalty=0.4),
+    "short and stepwise": Greedy(
+        max_decode_steps=M, eos_id=EOS, seqlen=11, fprop_for_prefix=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_prompt_gets_the_tokens_that_a_batch_gives_it(name):
+    decoder = DECODERS[name]
+    run = jax.jit(lambda ids, lengths, keys: decoder(RECURRENT, ids, lengths, keys))
+    wanted = jax.device_get(run(PROMPTS, LENGTHS, row_keys(NUM_PROMPTS)))
+    num_rows = NUM_PROMPTS * decoder.num_hyps
+    slots = slots_of(RECURRENT, decoder)
+    ids, logprobs = gathered(slots.stream(None, queue(decoder)), num_rows)
+    lengths = wanted["decode_lengths"].reshape(-1)
+    assert len(set(lengths)) > 2, "all rows are of one length"
+    for row in range(num_rows):
+        sequence = wanted["output_ids"].reshape(num_rows, M)[row, : lengths[row]]
+        np.testing.assert_array_equal(ids[row], sequence)
+        np.testing.assert_allclose(
+            logprobs[row], wanted["logprobs"].reshape(num_rows, M)[row, : lengths[row]], atol=1e-5
+        )
+
+
+def test_whatever_comes_later_compiles_nothing():
+    slots, num_rows = slots_of(RECURRENT, DECODERS["sample"]), 2 * NUM_PROMPTS
+    gathered(slots.stream(None, queue(DECODERS["sample"])), num_rows)
+    before = num_compiled()
+    for steps in (None, 1, 3):
+        gathered(slots.stream(None, queue(DECODERS["sample"]), num_steps=steps), num_rows)
+    assert num_compiled() == before
+
+
+def test_the_state_is_donated():
+    slots = slots_of(RECURRENT, DECODERS["greedy"])
+    rows = slots._empty(None)
+    insert, advance = slots._compiled(rows)
+    new = insert(None, rows, *slots._inserted(1, next(queue(DECODERS["greedy"]))))
+    # But for the scalar that all rows share, which nothing reads.
+    assert all(x.is_deleted() for x in jax.tree.leaves(rows) if x.ndim)
+    advance(None, new, np.int32(2), np.bool_(False), np.ones(NUM_SLOTS, bool))
+    assert all(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+def steps_of_slots(lengths, num_slots):
+    """Returns when the last of the jobs ends, if each goes to the slot that is free first."""
+    free_at = [0] * num_slots
+    for length in lengths:
+        heapq.heapreplace(free_at, free_at[0] + length)
+    return max(free_at)
+
+
+def test_skewed_lengths_take_the_steps_of_list_scheduling_and_fewer_than_batches():
+    decoder = DECODERS["greedy"]
+    slots = slots_of(COUNTDOWN, decoder)
+    ids, _ = gathered(slots.stream(None, queue(decoder)), NUM_PROMPTS)
+    wanted = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
+    assert [len(row) for row in ids] == wanted.tolist()
+    of_batches = sum(
+        wanted[i : i + NUM_SLOTS].max() for i in range(0, NUM_PROMPTS, NUM_SLOTS)
+    )
+    assert slots.num_steps == steps_of_slots(wanted, NUM_SLOTS)
+    assert slots.num_steps < of_batches
+    assert slots.num_prefills == NUM_PROMPTS
+
+
+def test_tokens_come_in_pieces_of_at_most_so_many_steps():
+    decoder = DECODERS["greedy"]
+    slots = slots_of(COUNTDOWN, decoder)
+    pieces = list(slots.stream(None, queue(decoder), num_steps=4))
+    assert max(len(piece.ids) for piece in pieces) == 4
+    whole, _ = gathered(pieces, NUM_PROMPTS)
+    wanted, _ = gathered(slots.stream(None, queue(decoder)), NUM_PROMPTS)
+    assert whole == wanted
+    # As they come: prompts do not wait for each other.
+    first_done = next(i for i, piece in enumerate(pieces) if piece.done)
+    assert any(piece.index > pieces[first_done].index for piece in pieces[first_done:])
+
+
+def test_a_prompt_that_is_told_to_stop_leaves_its_slot_to_the_next():
+    decoder = DECODERS["greedy"]
+    slots = slots_of(COUNTDOWN, decoder)
+
+    def should_stop(index, ids):
+        return index % 2 == 0 and len(ids) >= 3
+
+    stream = slots.stream(None, queue(decoder), num_steps=1, should_stop=should_stop)
+    ids, _ = gathered(stream, NUM_PROMPTS)
+    wanted = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
+    wanted[::2] = np.minimum(wanted[::2], 3)
+    assert [len(row) for row in ids] == wanted.tolist()
+    assert slots.num_steps == steps_of_slots(wanted, NUM_SLOTS)
+
+
+def test_a_stopped_row_keeps_no_step_going():
+    slots, key = slots_of(COUNTDOWN, DECODERS["greedy"]), row_keys(1)[0]
+    prompts = [Prompt(np.asarray([token, 9, 9, 9]), 1, key) for token in (20, 6)]
+    stream = slots.stream(None, prompts, num_steps=4, should_stop=lambda index, ids: index == 0)
+    ids, _ = gathered(stream, 2)
+    assert [len(row) for row in ids] == [4, 6]
+    assert slots.num_steps == 6
+
+
+def test_each_prompt_has_its_own_temperature_and_limit():
+    decoder = Sample(max_decode_steps=M, eos_id=EOS, k=0)
+    temperature = np.linspace(0, 2, NUM_PROMPTS).astype(np.float32)
+    limits = RNG.integers(0, M, NUM_PROMPTS).astype(np.int32)
+    settings = {"temperature": temperature, "per_example_max_decode_steps": limits}
+    run = jax.jit(lambda ids, lengths, keys: decoder(RECURRENT, ids, lengths, keys, **settings))
+    wanted = jax.device_get(run(PROMPTS, LENGTHS, row_keys(NUM_PROMPTS)))
+    ids, _ = gathered(
+        slots_of(RECURRENT, decoder).stream(None, queue(decoder, **settings)), NUM_PROMPTS
+    )
+    for row, found in enumerate(ids):
+        length = wanted["decode_lengths"][row, 0]
+        assert length <= limits[row]
+        np.testing.assert_array_equal(found, wanted["output_ids"][row, 0, :length])
+
+
+def test_a_prompt_that_is_not_padded_is_an_error():
+    slots = slots_of(COUNTDOWN, DECODERS["greedy"])
+    with pytest.raises(ConfigError, match=r"shape \(3,\), but .* padded to 4 tokens"):
+        next(slots.stream(None, [Prompt(np.asarray([1, 2, 3]), 3, row_keys(1)[0])]))
+
+
+def test_beams_do_not_fit_into_slots():
+    with pytest.raises(ConfigError, match="BeamSearch cannot decode in slots.* Use Greedy"):
+        slots_of(RECURRENT, BeamSearch(eos_id=EOS))

@@ -1,0 +1,232 @@
+"""Every attention kernel equals the einsum, in outputs and gradients; which one runs, and why."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from praxis_lite import layers
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers import attention_fused, attention_kernels
+from praxis_lite.layers.attention_chunks import chunked_attention
+from praxis_lite.layers.attention_einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention_kernels import Place, choose_kernel
+from praxis_lite.layers.attention_masks import AttentionMask
+
+B, N, G, K = 2, 6, 3, 5
+rng = np.random.default_rng(0)
+SEGMENTS = np.sort(rng.integers(0, 3, (B, 13)))
+# By name: the mask, options of the logits, queries, keys.
+MASKS = {
+    "none": (AttentionMask(), {}, 13, 17),
+    "causal": (AttentionMask(None, 0), {"cap": 1.5}, 13, 13),
+    "window": (AttentionMask(3, 0), {"cap": 2.0, "scale": 0.5}, 13, 13),
+    "both_sides": (AttentionMask(4, 2), {}, 13, 13),
+    "segments": (
+        AttentionMask(None, 0, q_segments_BT=SEGMENTS, kv_segments_BS=SEGMENTS),
+        {"extra": 0.3},
+        13,
+        13,
+    ),
+    "paddings": (
+        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[11], [17]])), {}, 13, 17
+    ),
+    "nothing_visible": (
+        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])),
+        {"zero_fully_masked": True},
+        13,
+        17,
+    ),
+    "positions": (AttentionMask(4, 0, q_index_BT=np.array([[3], [9]]) + np.arange(5)), {}, 5, 17),
+}
+
+
+def answers(kernel, mask, options, T, S, heads=(N, G, K)):
+    """Returns outputs and gradients of q, k, v by a kernel."""
+    N, G, K = heads
+    q, k, v, weights = (
+        np.random.default_rng(i).normal(size=(B, *shape)).astype(np.float32)
+        for i, shape in enumerate(((T, N, K), (S, G, K), (S, G, K), (T, N, K)))
+    )
+
+    def objective(q, k, v):
+        y = kernel(q, k, v, mask, LogitOptions(**options))
+        return jnp.sum(y * weights), y
+
+    return jax.grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+
+def assert_equal(found, wanted, name, atol=5e-6):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=atol, err_msg=name)
+
+
+@functools.cache
+def all_answers() -> dict:
+    """Returns the answers of each kernel for each of MASKS: one program."""
+    kernels = {
+        "einsum": einsum_attention,
+        "chunks_of_4": functools.partial(chunked_attention, chunk_size=4),
+        "dot_product": attention_fused.dot_product_attention,
+    }
+
+    def run():
+        found = {
+            name: {
+                kernel: answers(fn, *case)
+                for kernel, fn in kernels.items()
+                # It knows of no option that changes logits.
+                if kernel != "dot_product" or not case[1]
+            }
+            for name, case in MASKS.items()
+        }
+        one_chunk = functools.partial(chunked_attention, chunk_size=64)
+        found["window"]["one_chunk"] = answers(one_chunk, *MASKS["window"])
+        return found
+
+    return jax.device_get(jax.jit(run)())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_kernels_equal_the_einsum(name):
+    found = all_answers()[name]
+    for kernel, one in found.items():
+        assert_equal(one, found["einsum"], kernel)
+
+
+def test_einsum_equals_numpy_with_heads_that_share_keys():
+    q, k, v = (rng.normal(size=(1, 4, heads, 3)).astype(np.float32) for heads in (4, 2, 2))
+    found = einsum_attention(q, k, v, AttentionMask(2, 0), LogitOptions(cap=1.5, extra=0.2))
+    for head in range(4):
+        logits = q[0, :, head].astype(np.float64) @ k[0, :, head // 2].T
+        weights = np.exp(1.5 * np.tanh(logits / 1.5))
+        distance = np.subtract.outer(np.arange(4), np.arange(4))
+        weights *= (distance >= 0) & (distance < 2)
+        probs = weights / (weights.sum(-1, keepdims=True) + np.exp(0.2))
+        np.testing.assert_allclose(found[0, :, head], probs @ v[0, :, head // 2], atol=1e-6)
+
+
+def test_a_bias_is_added_before_logits_are_scaled():
+    q, k, v = (rng.normal(size=(1, 4, 2, 3)).astype(np.float32) for _ in range(3))
+    bias = rng.normal(size=(1, 2, 4, 4)).astype(np.float32)
+    mask, options = AttentionMask(None, 0), LogitOptions(scale=0.5)
+    for head in range(2):
+        weights = np.tril(np.exp(0.5 * (q[0, :, head] @ k[0, :, head].T + bias[0, head])))
+        wanted = weights / weights.sum(-1, keepdims=True) @ v[0, :, head]
+        for kernel in (einsum_attention, attention_fused.dot_product_attention):
+            found = kernel(q, k, v, mask, options, bias=bias)
+            np.testing.assert_allclose(found[0, :, head], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
+    T = 150  # Filled up to 256.
+    segments = np.sort(np.random.default_rng(3).integers(1, 3, (B, T)))
+    # Padded in front, where others would see it.
+    visible = np.arange(T) >= np.array([[11], [0]])
+    mask = AttentionMask(40, 0, None, segments, segments, visible)
+    case = (mask, {"cap": 2.0, "scale": 0.5}, T, T, (3, 3, 8))
+
+    def hide_padding(kernel):
+        # What a padded query gets is nobody's concern, and not the same.
+        return lambda *args: kernel(*args) * visible[:, :, None, None]
+
+    wanted = jax.jit(lambda: answers(hide_padding(einsum_attention), *case))()
+    for mesh in (None, mesh_of(1, 2, 2)):
+        kernel = functools.partial(
+            attention_fused.splash_attention, interpret=True,
+            split=(("replica", "data"), None, "mdl", None),
+        )
+        with jax.set_mesh(mesh) if mesh else jax.default_device(jax.devices()[0]):
+            found = jax.jit(lambda kernel=kernel: answers(hide_padding(kernel), *case))()
+        assert_equal(found, wanted, str(mesh), atol=2e-5)
+
+
+def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Place:
+    return Place(platform, dtype, queries, keys, dim)
+
+
+CHOICES = [
+    # setting, needs, place, wanted kernel, words of the reason
+    ("auto", (), on(), "einsum", "no kernel is the cpu's own"),
+    ("auto", ("window", "num_kv_heads"), on("gpu"), "cudnn", "gpu's own"),
+    ("auto", (), on("gpu", jnp.float32), "einsum", "cudnn takes bfloat16 or float16, not float32"),
+    ("auto", (), on("gpu", dim=20), "einsum", "multiple of 8 up to 128 dims, not 20"),
+    ("auto", ("segment_ids",), on("gpu", queries=8192, keys=8192), "chunked", "cannot do segment"),
+    ("auto", ("segment_ids", "atten_logit_cap"), on("tpu"), "splash", "tpu's own"),
+    ("auto", ("relative_bias_tpl",), on("tpu"), "einsum", "splash cannot do relative_bias_tpl"),
+    ("auto", ("atten_mask",), on(queries=8192, keys=8192), "einsum", "chunked cannot do atten_m"),
+    ("auto", ("cache",), on("tpu", queries=1), "einsum", "splash cannot do cache"),
+    ("splash", ("cache",), on("tpu", queries=1), "einsum", "splash cannot do cache"),
+    ("chunked", ("cache", "window"), on(), "chunked", "it is set"),
+    ("dot_product", ("segment_ids",), on(), "dot_product", "it is set"),
+]
+
+
+@pytest.mark.parametrize(("setting", "needs", "place", "kernel", "reason"), CHOICES)
+def test_the_choice_and_its_reason(setting, needs, place, kernel, reason):
+    name, why = choose_kernel(setting, needs, place)
+    assert name == kernel
+    assert reason in why
+
+
+REFUSED = [
+    ("flash", (), on(), r"atten_kernel is 'flash'; wanted is one of \['auto'.*Did you mean splash"),
+    ("cudnn", (), on("cpu"), r"cudnn runs on a GPU, not on cpu. Choose one of \['einsum'"),
+    ("cudnn", ("segment_ids",), on("gpu"), r"'cudnn', which cannot do segment_ids.*'splash'"),
+    ("chunked", ("atten_dropout_prob",), on(), r"cannot do atten_dropout_prob.*\['einsum'\]"),
+]
+
+
+@pytest.mark.parametrize(("setting", "needs", "place", "message"), REFUSED)
+def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
+    setting, needs, place, message
+):
+    with pytest.raises(ConfigError, match=message):
+        choose_kernel(setting, needs, place)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("auto", "einsum kernel: no kernel is the cpu's own"),
+        ("einsum", "einsum kernel: it is set"),
+        ("dot_product", "dot_product kernel: it is set"),
+        ("splash", "splash kernel: it is set"),
+        ("chunked", "chunked kernel: it is set"),
+    ],
+)
+def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(setting, message, caplog):
+    attention_kernels._log_once.cache_clear()
+    layer = layers.DotProductAttention(4, 2, atten_kernel=setting, window=2, rngs=nnx.Rngs(0))
+    with caplog.at_level(logging.INFO, logger="praxis_lite"):
+        for _ in range(2):
+            assert jax.eval_shape(layer, jnp.ones((1, 3, 4)))[0].shape == (1, 3, 4)
+    assert [record.getMessage() for record in caplog.records] == [f"attention by the {message}"]
+
+
+def test_a_kernel_of_other_hardware_is_an_error_when_called():
+    layer = layers.DotProductAttention(4, 2, atten_kernel="cudnn", rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="cudnn runs on a GPU, not on cpu"):
+        jax.eval_shape(layer, jnp.ones((1, 3, 4)))
+
+
+def temp_bytes(kernel, T: int) -> int:
+    shape = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
+
+    def loss(q, k, v):
+        return jnp.sum(kernel(q, k, v, AttentionMask(None, 0), LogitOptions()) ** 2)
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    return step.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_chunks_take_memory_that_grows_with_length_and_the_einsum_with_its_square():
+    chunked = functools.partial(chunked_attention, chunk_size=32)
+    ratio = temp_bytes(chunked, 2048) / temp_bytes(chunked, 1024)
+    assert 1.5 < ratio < 2.2
+    assert 3.8 < temp_bytes(einsum_attention, 1024) / temp_bytes(einsum_attention, 512) < 4.2
+    assert temp_bytes(chunked, 1024) < temp_bytes(einsum_attention, 1024) / 20

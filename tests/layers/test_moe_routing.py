@@ -1,0 +1,148 @@
+"""Routing against loops in NumPy: choices, slots, the moves there and back, losses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite.layers import moe_routing
+from praxis_lite.layers.moe_dispatch import combine, dispatch, slots_of
+
+G, S, D, E, K = 3, 13, 5, 7, 3
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(scale=1.5, size=(G, S, E)).astype(np.float32)
+PROBS = np.asarray(jax.nn.softmax(LOGITS, axis=-1))
+IS_TOKEN = RNG.uniform(size=(G, S)) > 0.2
+
+
+def by_loops(probs, is_token, num_chosen, capacity):
+    """Returns experts, gates and slots, token by token."""
+    experts = np.zeros((G, S, num_chosen), int)
+    gates, slots = np.zeros(experts.shape), np.full(experts.shape, E * capacity)
+    for g in range(G):
+        for s in range(S):
+            experts[g, s] = np.argsort(-probs[g, s])[:num_chosen]
+            if is_token[g, s]:
+                chosen = probs[g, s, experts[g, s]].astype(np.float64)
+                gates[g, s] = chosen / chosen.sum() if num_chosen > 1 else chosen
+        taken = [0] * E
+        for k in range(num_chosen):
+            for s in range(S):
+                expert = experts[g, s, k]
+                if is_token[g, s] and taken[expert] < capacity:
+                    slots[g, s, k] = expert * capacity + taken[expert]
+                    taken[expert] += 1
+    return experts, gates, slots
+
+
+def routed(num_chosen, capacity):
+    experts, gates, is_routed = moe_routing.choose_experts(
+        jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN), None, num_chosen, "all", 0.0
+    )
+    return experts, gates, slots_of(experts, is_routed, E, capacity)
+
+
+@pytest.mark.parametrize("num_chosen, capacity", [(1, 2), (2, 3), (3, 4), (E, S)])
+def test_choices_gates_and_slots_are_those_of_a_loop(num_chosen, capacity):
+    found, wanted = routed(num_chosen, capacity), by_loops(PROBS, IS_TOKEN, num_chosen, capacity)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], atol=1e-6)
+    np.testing.assert_array_equal(found[2], wanted[2])
+    has_dropped = (wanted[2][IS_TOKEN] == E * capacity).any()
+    assert has_dropped == (capacity < S)
+    assert (wanted[2][~IS_TOKEN] == E * capacity).all()
+
+
+def test_tokens_go_to_their_slots_and_come_back_gated():
+    """Values and gradients, against one-hot matrices that JAX differentiates by itself."""
+    capacity = 3
+    _, gates, slots = routed(K, capacity)
+    num_slots = E * capacity
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(G, S, D)).astype(np.float32)
+    scale = rng.normal(size=(G, num_slots, D)).astype(np.float32)
+
+    def by_gathers(x, gates):
+        return combine(jnp.sin(dispatch(x, slots, num_slots)) * scale, slots, gates)
+
+    def by_matrices(x, gates):
+        is_in_GSKN = jax.nn.one_hot(slots, num_slots)  # All zeros for a slot of num_slots.
+        y = jnp.sin(jnp.einsum("gsd,gskn->gnd", x, is_in_GSKN)) * scale
+        return jnp.einsum("gnd,gskn,gsk->gsd", y, is_in_GSKN, gates)
+
+    weights = rng.normal(size=x.shape).astype(np.float32)
+    for function in (lambda f: f(x, gates), lambda f: jax.grad(
+        lambda *args: jnp.sum(f(*args) * weights), argnums=(0, 1)
+    )(x, gates)):
+        found, wanted = function(by_gathers), function(by_matrices)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "group_size, num_experts, factor, capacity_dim, wanted",
+    [
+        (64, 8, 2.0, 0, 16),  # 64 x 2 / 8.
+        (64, 7, 1.0, 0, 12),  # 9, rounded up to a multiple of 4.
+        (64, 7, 1.0, 10, 10),  # capacity_dim is enough, and is not rounded.
+        (64, 8, 0.0, 3, 3),
+        (1, 8, 2.0, 0, 1),  # 0, but a token of a decode step must go somewhere.
+        (5, 2, 2.0, 0, 5),  # 8: more than there are.
+    ],
+)
+def test_capacity(group_size, num_experts, factor, capacity_dim, wanted):
+    assert moe_routing.expert_capacity(group_size, num_experts, factor, capacity_dim) == wanted
+
+
+def test_load_balance_loss_is_that_of_a_loop_and_1_when_balanced():
+    first = PROBS.argmax(-1)
+    wanted = np.mean([
+        E * sum(
+            np.mean((first[g] == e) & IS_TOKEN[g]) * np.mean(PROBS[g, :, e] * IS_TOKEN[g])
+            for e in range(E)
+        )
+        for g in range(G)
+    ])
+    found = moe_routing.load_balance_loss(
+        jnp.asarray(PROBS), jnp.asarray(first), jnp.asarray(IS_TOKEN)
+    )
+    assert float(found) == pytest.approx(wanted, rel=1e-5)
+    balanced = moe_routing.load_balance_loss(
+        jnp.full((1, E, E), 1 / E), jnp.arange(E)[None], jnp.ones((1, E), bool)
+    )
+    assert float(balanced) == pytest.approx(1.0)
+
+
+def test_router_z_loss_is_the_mean_over_tokens():
+    z = np.log(np.exp(LOGITS.astype(np.float64)).sum(-1)) ** 2
+    found = moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN))
+    assert float(found) == pytest.approx(z[IS_TOKEN].mean(), rel=1e-5)
+    assert float(moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.zeros((G, S), bool))) == 0.0
+
+
+def test_a_sampled_second_expert_is_drawn_from_the_rest():
+    num = 4001
+    logits = jnp.broadcast_to(jnp.asarray([2.0, 1.0, 0.0, -1.0]), (1, num, 4))
+    experts, gates = moe_routing.sampled_second_expert(
+        logits, jax.nn.softmax(logits), jnp.ones((1, num), bool), jax.random.key(3)
+    )
+    assert (experts[..., 0] == 0).all()
+    np.testing.assert_allclose(np.sum(gates, -1), 1.0, atol=1e-6)
+    share = np.bincount(np.asarray(experts[0, :, 1]), minlength=4) / num
+    wanted = np.exp([1.0, 0.0, -1.0])
+    np.testing.assert_allclose(share, [0, *wanted / wanted.sum()], atol=0.03)
+
+
+def test_a_random_second_expert_is_used_in_proportion_to_its_gate():
+    gates = jnp.broadcast_to(jnp.asarray([0.8, 0.2]), (1, 4001, 2))
+    used = moe_routing.is_second_expert_used(gates, 0.5, jax.random.key(1))
+    assert used[..., 0].all()
+    assert float(used[..., 1].mean()) == pytest.approx(0.4, abs=0.03)
+    assert moe_routing.is_second_expert_used(gates, 0.0, jax.random.key(1)).all()
+
+
+def test_expert_load_is_relative_to_the_mean():
+    experts, gates, _ = routed(K, S)
+    load = moe_routing.expert_load(experts, gates > 0, E)
+    count = np.bincount(np.asarray(experts)[IS_TOKEN].reshape(-1), minlength=E)
+    np.testing.assert_allclose(load, count / count.mean(), rtol=1e-6)

@@ -1,0 +1,631 @@
+"""A pipeline computes what a Repeat computes: outputs, gradients, training, on every mesh."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments import lm
+from experiments import pipelined as pipelined_experiments
+from praxis_lite import hlo, hlo_text
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers import Repeat, Transformer, TransformerFeedForwardMoe
+from praxis_lite.layers.pipeline_schedules import Schedule
+from praxis_lite.layers.pipelines import Pipeline, from_repeated, to_repeated
+from praxis_lite.learner import Learner
+from praxis_lite.models import NnxModel
+from praxis_lite.models.nnx_model import mdl_vars_of
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig, constrain, make_mesh
+from praxis_lite.weights import AuxLoss, BaseLayer, Summary, intermediates, zeros
+
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches.
+
+
+class Block(BaseLayer):
+    """A residual block that uses every kind of input: per row, for all rows, none, dropout."""
+
+    def __init__(self, dims, hidden_dims, *, rngs):
+        self.w = self.weight((dims, hidden_dims), (None, "mdl"), rngs=rngs)
+        self.b = self.weight((hidden_dims,), ("mdl",), init=zeros, rngs=rngs)
+        self.out = self.weight((hidden_dims, dims), ("mdl", None), rngs=rngs)
+
+    def __call__(self, x, *, key=None, cache=None, positions=None, encoded=None, scale=1.0, **_):
+        hidden = x @ self.w[...].astype(x.dtype) + self.b[...].astype(x.dtype)[None]
+        hidden = constrain(hidden, ("data", "mdl"))
+        if positions is not None:
+            hidden += jnp.sin(positions.astype(x.dtype))
+        if encoded is not None:
+            hidden *= jnp.mean(jnp.cos(encoded), axis=1).astype(x.dtype)
+        if key is not None:
+            hidden *= jax.random.bernoulli(key, 0.5, hidden.shape).astype(x.dtype)
+        out = jnp.tanh(hidden) @ self.out[...].astype(x.dtype)
+        return constrain(x + scale * out, ("data", None)), cache
+
+
+# name: R, S, P, M, rows, dims, hidden dims. Two data and two mdl devices divide the even sizes.
+CASES = {
+    "gpipe": (1, 2, 2, 4, 16, 8, 12),
+    "gpipe_fewer_microbatches_than_stages": (1, 4, 1, 2, 8, 8, 12),
+    "gpipe_uneven": (1, 3, 2, 5, 15, 7, 11),
+    "circular": (2, 2, 1, 2, 8, 8, 12),
+    "circular_waiting": (2, 2, 2, 4, 16, 8, 12),
+    "circular_uneven": (3, 3, 1, 7, 21, 7, 11),
+}
+# The others are run on a mesh.
+IN_TICKS = [
+    "gpipe", "gpipe_fewer_microbatches_than_stages", "circular", "circular_uneven",
+]
+
+
+def settings(case, **changed):
+    repeats, stages, _, microbatches, *_ = CASES[case]
+    given = dict(num_stages=stages, num_microbatches=microbatches, circular_repeat=repeats)
+    return dict(given, activation_split_dims_mapping=("data", None), pipelined=True) | changed
+
+
+def sizes(case):
+    repeats, stages, per_stage, _, rows, dims, hidden_dims = CASES[case]
+    return repeats * stages * per_stage, rows, dims, hidden_dims
+
+
+def repeat_model(case):
+    num_layers, _, dims, hidden_dims = sizes(case)
+    block = functools.partial(Block, dims, hidden_dims)
+    return NnxModel(lambda rngs: Repeat(block, num_layers, rngs=rngs))
+
+
+def pipeline_model(case, **changed):
+    num_layers, _, dims, hidden_dims = sizes(case)
+    block = functools.partial(Block, dims, hidden_dims)
+    return NnxModel(
+        lambda rngs: Pipeline(block, num_layers, **settings(case, **changed), rngs=rngs)
+    )
+
+
+def drawn(model, seed=1):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda w: jnp.asarray(rng.normal(scale=0.4, size=w.shape), jnp.float32),
+        jax.eval_shape(model.init, jax.random.key(0))["params"],
+    )
+
+
+def data(case, dtype=jnp.float32):
+    _, rows, dims, hidden_dims = sizes(case)
+    rng = np.random.default_rng(2)
+    return {
+        "x": jnp.asarray(rng.normal(size=(rows, dims)), dtype),
+        "encoded": jnp.asarray(rng.normal(size=(rows, 3, hidden_dims)), dtype),
+        "positions": jnp.asarray(rng.integers(0, 9, (rows, 1)), jnp.int32),
+    }
+
+
+def program(model, key=None, mesh=None):
+    """Returns a function of (params, data) that gives outputs and gradients."""
+
+    def objective(params, given):
+        given = dict(given)
+        x = given.pop("x")
+        module = model.module({"params": params, "non_trainable": {}})
+        outputs = module(x, key=key, **given, scale=0.7, paddings=None)[0]
+        return jnp.sum(jnp.sin(outputs.astype(jnp.float32))), outputs
+
+    def run(params, given):
+        ints = {"positions": given["positions"]}
+        floats = {name: a for name, a in given.items() if name not in ints}
+        grads, outputs = jax.grad(
+            lambda params, floats: objective(params, {**floats, **ints}),
+            argnums=(0, 1), has_aux=True,
+        )(params, floats)
+        return {"outputs": outputs, "params": grads[0], "inputs": grads[1]}
+
+    if mesh is None:
+        return run
+
+    def run_on_mesh(params, given):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return run(params, given)
+
+    return run_on_mesh
+
+
+def from_case(params, case):
+    repeats, stages, *_ = CASES[case]
+    return from_repeated(params, num_stages=stages, circular_repeat=repeats)
+
+
+@functools.cache
+def repeated(case):
+    """Returns the parameters, [L, ...], and what a Repeat makes of them."""
+    model = repeat_model(case)
+    params = drawn(model)
+    return params, jax.jit(program(model))(params, data(case))
+
+
+@functools.cache
+def pipelined(case, **changed):
+    params = from_case(repeated(case)[0], case)
+    found = jax.jit(program(pipeline_model(case, **changed)))(params, data(case))
+    return {**found, "params": to_repeated(found["params"])}
+
+
+def assert_trees_close(found, wanted, **tolerance):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), **tolerance
+        )
+
+
+@pytest.mark.parametrize("case", IN_TICKS)
+def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
+    assert_trees_close(pipelined(case), repeated(case)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gpipe", "circular"])
+def test_streamed_microbatches_give_the_same(case):
+    found = pipelined(case, stream_io=True)
+    assert_trees_close(found, repeated(case)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_row_gives_the_same():
+    found = pipelined("circular_waiting", pipelined=False)
+    assert_trees_close(found, repeated("circular_waiting")[1], rtol=1e-4, atol=1e-5)
+
+
+MESH_AXES = ("stage", "data", "mdl")
+
+
+def replicated(mesh, tree):
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+@functools.cache
+def on_mesh(case, **changed):
+    """Returns what the pipeline on a (2, 2, 2) mesh gives, and its compiled program."""
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=MESH_AXES))
+    model = pipeline_model(case, pipelined=None, **changed)
+    run = program(model, mesh=mesh)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec.partition_spec(MESH_AXES, "")),
+        model.weight_specs()["params"],
+        is_leaf=lambda x: hasattr(x, "stack_shape"),
+    )
+
+    @jax.jit
+    def placed(params, given):
+        # Inside: uneven sizes cannot be placed from outside.
+        params = jax.lax.with_sharding_constraint(params, shardings)
+        found = run(params, given)
+        params = jax.lax.with_sharding_constraint(found["params"], shardings)
+        return {**found, "params": to_repeated(params)}
+
+    params, given = from_case(repeated(case)[0], case), data(case)
+    given = replicated(mesh, given)
+    compiled = placed.lower(params, given).compile()
+    return placed(params, given), compiled
+
+
+# "gpipe_uneven" has three stages on two devices, 5 rows of a microbatch, 7 dims, 11 hidden dims.
+ON_MESH = {
+    "gpipe": {}, "gpipe_uneven": {}, "circular_waiting": {},
+    "circular_waiting streamed": {"stream_io": True},
+}
+
+
+@pytest.mark.parametrize("name", ON_MESH)
+def test_on_a_mesh_it_gives_the_same(name):
+    case = name.split()[0]
+    found, _ = on_mesh(case, **ON_MESH[name])
+    assert_trees_close(found, repeated(case)[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in ON_MESH if "uneven" not in name])
+def test_stages_hand_on_by_one_collective_permute_per_tick_and_direction(name):
+    case = name.split()[0]
+    repeats, stages, _, microbatches, *_ = CASES[case]
+    num_ticks = Schedule(stages, microbatches, repeats).num_ticks
+    assert num_ticks == repeats * microbatches + stages - 1
+    _, compiled = on_mesh(case, **ON_MESH[name])
+    in_loops = [one for one in hlo.collectives(compiled) if one.count > 1]
+    permutes = [one.count for one in in_loops if one.kind == "collective-permute"]
+    # Forward and backward; a stream of microbatches moves by another.
+    assert permutes == [num_ticks] * (4 if "streamed" in name else 2)
+    # Nothing is brought together: weights, inputs and microbatches stay on their stages.
+    assert {one.kind for one in in_loops} == {"collective-permute", "all-reduce"}
+    assert all(one.group_size == 2 for one in in_loops if one.kind == "all-reduce")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "circular_waiting"])
+def test_the_compiled_loops_run_as_many_ticks_as_the_formula_says(name):
+    repeats, stages, per_stage, microbatches, *_ = CASES[name]
+    parsed = hlo_text.parse(on_mesh(name)[1])
+    trips = {
+        hlo_text.trip_count(parsed, site.computation, site.instruction)
+        for site in hlo_text.executed(parsed)
+        if site.instruction.opcode == "while" and not site.scope
+    }
+    assert trips == {repeats * microbatches + stages - 1}
+
+
+@pytest.mark.parametrize("policy", ["save_everything", "save_dot_only"])
+def test_what_is_computed_again_changes_nothing(policy):
+    found = pipelined("circular", checkpoint_policy=policy)
+    assert_trees_close(found, pipelined("circular"), rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_is_near_float32():
+    params = from_case(repeated("circular")[0], "circular")
+    found = jax.jit(program(pipeline_model("circular")))(params, data("circular", jnp.bfloat16))
+    assert found["outputs"].dtype == jnp.bfloat16
+    wanted = repeated("circular")[1]["outputs"]
+    np.testing.assert_allclose(found["outputs"].astype(jnp.float32), wanted, atol=0.06)
+
+
+def test_dropout_is_the_same_in_ticks_and_in_a_row_and_another_per_layer_and_microbatch():
+    case, key = "circular_waiting", jax.random.key(5)
+    params = from_case(repeated(case)[0], case)
+    # Equal layers and equal rows: only the masks differ.
+    params = jax.tree.map(lambda w: jnp.broadcast_to(w[:1, :1, :1], w.shape), params)
+    given = {name: jnp.broadcast_to(a[:1], a.shape) for name, a in data(case).items()}
+    ticks = jax.jit(program(pipeline_model(case), key=key))(params, given)
+    module = pipeline_model(case, pipelined=False).module({"params": params, "non_trainable": {}})
+    given["scale"] = 0.7
+    row = jax.jit(lambda module, given: module(**given, key=key)[0])(module, given)
+    np.testing.assert_allclose(ticks["outputs"], row, rtol=1e-4, atol=1e-5)
+    assert len({one.tobytes() for one in np.asarray(row)}) == len(row)
+    grads = np.asarray(to_repeated(ticks["params"])["blocks"]["w"])
+    assert len({layer.tobytes() for layer in grads}) == len(grads)
+
+
+class InOrder(BaseLayer):
+    """A layer that makes NaN, forward and backward, of rows that come to it out of order."""
+
+    def __init__(self, *, rngs):
+        self.index = nnx.BatchStat(jnp.zeros(()))
+        self.w = self.weight((5,), init=zeros, rngs=rngs)
+        self.aux_loss = AuxLoss(jnp.zeros(()))
+
+    def __call__(self, x, *, key=None, cache=None, encoded, **_):
+        # x[:, 0] counts the layers that a row has been through.
+        poison = jnp.where(x[:, :1] == self.index[...], 1.0, jnp.nan)
+        hidden = self.w[...][None] * poison * x * encoded
+        y = x + jnp.tanh(hidden)
+        self.aux_loss.set_value(jnp.mean(y))
+        return y.at[:, 0].set(x[:, 0] + 1), cache
+
+
+IDLE = {
+    "gpipe": (1, {"num_microbatches": 3}),
+    "circular_waiting_streamed": (2, {"num_microbatches": 6, "stream_io": True}),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_idle_stages_compute_reaches_nothing_nan_neither(name):
+    num_repeats, given = IDLE[name]
+    form = functools.partial(from_repeated, num_stages=3, circular_repeat=num_repeats)
+    num_layers = 3 * num_repeats
+    rng = np.random.default_rng(4)
+    x, encoded = jnp.asarray(rng.normal(size=(2, 12, 5)), jnp.float32)
+    floats = {
+        "w": jnp.asarray(rng.normal(size=(num_layers, 5)), jnp.float32),
+        "x": x.at[:, 0].set(0.0), "encoded": encoded,
+    }
+    indices = jnp.arange(num_layers, dtype=jnp.float32)
+
+    def run(pipelined):
+        model = NnxModel(lambda rngs: Pipeline(
+            InOrder, num_layers, num_stages=3, circular_repeat=num_repeats, pipelined=pipelined,
+            **given, rngs=rngs,
+        ))
+
+        def objective(floats):
+            params, order = {"blocks": {"w": floats["w"]}}, {"blocks": {"index": indices}}
+            module = model.module(form({"params": params, "non_trainable": order}))
+            outputs = module(floats["x"], encoded=floats["encoded"])[0]
+            losses = to_repeated(intermediates(module, AuxLoss))["blocks/aux_loss"]
+            return jnp.sum(jnp.sin(outputs)) + 7 * jnp.sum(losses), (outputs, losses)
+
+        return jax.jit(jax.grad(objective, has_aux=True))(floats)
+
+    wanted = run(False)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(wanted))
+    assert_trees_close(run(True), wanted, rtol=1e-4, atol=1e-5)
+
+
+class Statistics(BaseLayer):
+    """Assigns every kind of variable: [layers] of what it sees."""
+
+    def __init__(self, *, rngs):
+        self.w = self.weight((), init=zeros, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros((2,)))
+        self.num_passes = nnx.BatchStat(jnp.zeros((), jnp.int32))
+        self.untouched = nnx.BatchStat(jnp.full((), 0.1))
+        self.spread = AuxLoss(jnp.zeros(()))
+        self.largest = Summary(jnp.zeros(()))
+
+    def __call__(self, x, *, key=None, cache=None, **_):
+        self.mean.set_value(0.9 * self.mean[...] + 0.1 * jnp.mean(x, axis=0))
+        self.num_passes.set_value(self.num_passes[...] + 1)
+        self.spread.set_value(jnp.var(x))
+        self.largest.set_value(jnp.max(x))
+        return x * self.w[...], cache
+
+
+@pytest.mark.parametrize("pipelined", [True, False, "on a mesh"], ids=["ticks", "row", "mesh"])
+def test_assigned_variables_are_the_mean_over_the_microbatches_of_each_layer(pipelined):
+    w, rng = np.array([2.0, -3.0, 0.5, 1.5, -1.0, 3.0], np.float32), np.random.default_rng(6)
+    x, old = rng.normal(size=(9, 2)).astype(np.float32), rng.normal(size=(6, 2)).astype(np.float32)
+    model = NnxModel(lambda rngs: Pipeline(
+        Statistics, 6, num_stages=2, num_microbatches=3, circular_repeat=3,
+        pipelined=None if pipelined == "on a mesh" else pipelined, rngs=rngs,
+    ))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=MESH_AXES))
+
+    @jax.jit
+    def run(w, old, x):
+        stats = {
+            "mean": old, "num_passes": jnp.full(6, 4), "untouched": jnp.full(6, 0.1, jnp.float32)
+        }
+        mdl_vars = {"params": {"blocks": {"w": w}}, "non_trainable": {"blocks": stats}}
+        module = model.module(from_repeated(mdl_vars, num_stages=2, circular_repeat=3))
+        if pipelined == "on a mesh":
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                module(x, key=jax.random.key(0))
+        else:
+            module(x, key=jax.random.key(0))
+        found = mdl_vars_of(module)["non_trainable"]["blocks"]
+        for kind in (AuxLoss, Summary):
+            found |= {p.split("/")[1]: a for p, a in intermediates(module, kind).items()}
+        return to_repeated(found)
+
+    found = run(*replicated(mesh, (w, old, x)) if pipelined == "on a mesh" else (w, old, x))
+    # Microbatch m has the rows m, m + 3, m + 6.
+    x_M = x.reshape(3, 3, 2).swapaxes(0, 1)
+    layer_inputs = np.cumprod([1.0, *w[:-1]])[:, None, None, None] * x_M
+    np.testing.assert_allclose(found["spread"], layer_inputs.var(axis=(2, 3)).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(found["largest"], layer_inputs.max(axis=(2, 3)).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["mean"], 0.9 * old + 0.1 * layer_inputs.mean(axis=(1, 2)), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(found["num_passes"], 5)
+    np.testing.assert_array_equal(found["untouched"], np.float32(0.1))
+
+
+def test_three_steps_of_adafactor_train_it_as_a_repeat():
+    case = "circular"
+    learner = Learner(
+        functools.partial(
+            optax.adafactor, min_dim_size_to_factor=2, multiply_by_parameter_scale=True
+        ),
+        0.03, clip_gradient_norm_to_value=0.5,
+    )
+
+    def train(model, params):
+        specs, run = model.weight_specs()["params"], program(model)
+
+        @jax.jit
+        def step(params, opt_states, step):
+            grads = run(params, data(case))["params"]
+            loss = jnp.zeros(())
+            return learner.update(grads, opt_states, params, specs, loss, step)[:2]
+
+        opt_states = jax.jit(lambda params: learner.init(params, specs))(params)
+        for i in range(3):
+            params, opt_states = step(params, opt_states, i)
+        return params
+
+    first = repeated(case)[0]
+    found = to_repeated(train(pipeline_model(case), from_case(first, case)))
+    wanted = train(repeat_model(case), first)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), wanted, first)
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    assert_trees_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_key_draws_the_layers_of_a_repeat_and_they_lie_on_their_stages():
+    case = "circular_waiting"
+    found, wanted = (
+        jax.jit(lambda key, model=model: model.init(key)["params"])(jax.random.key(3))
+        for model in (pipeline_model(case), repeat_model(case))
+    )
+    assert found["blocks"]["w"].shape == (2, 2, 2, 8, 12)
+    assert_trees_close(to_repeated(found), wanted, rtol=1e-6)
+    assert_trees_close(from_case(wanted, case), found, rtol=1e-6)
+    spec = pipeline_model(case).weight_specs()["params"]["blocks"]["w"]
+    assert spec.partition_spec(MESH_AXES, "w") == PartitionSpec(
+        None, "stage", None, None, "mdl"
+    )
+
+
+@pytest.mark.parametrize("where", ["ticks", "row", "mesh"])
+def test_cached_decoding_equals_the_uncached_forward_pass(where):
+    num_rows, length, dims = 3, 5, 6
+    block = functools.partial(Transformer, dims, 11, 3)
+    model = NnxModel(lambda rngs: Pipeline(
+        block, 4, num_stages=2, num_microbatches=3, circular_repeat=1,
+        pipelined={"ticks": True, "row": False, "mesh": None}[where], rngs=rngs,
+    ))
+    repeat = NnxModel(lambda rngs: Repeat(block, 4, rngs=rngs))
+    params = drawn(repeat)
+    x = jnp.asarray(np.random.default_rng(7).normal(size=(num_rows, length, dims)), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(length), (num_rows, length))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=MESH_AXES))
+
+    @jax.jit
+    def decode(params, x):
+        module = model.module({"params": params, "non_trainable": {}})
+        if where != "mesh":
+            return steps(module, x)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return steps(module, x)
+
+    def steps(module, x):
+        cache, outputs = module.init_cache(num_rows, length, jnp.float32), []
+        for part in (slice(0, 4), slice(4, 5)):
+            y, cache = module(x[:, part], positions=positions[:, part], cache=cache)
+            outputs.append(y)
+        return jnp.concatenate(outputs, axis=1), module(x)[0]
+
+    stages = from_repeated(params, num_stages=2)
+    if where == "mesh":
+        stages, x = replicated(mesh, (stages, x))
+    compiled = decode.lower(stages, x).compile()
+    with_cache, without = compiled(stages, x)
+    if where == "mesh":  # Weights and cache stay on their stages: rows go to them.
+        in_loops = [one.kind for one in hlo.collectives(compiled) if one.count > 1]
+        assert set(in_loops) == {"collective-permute"}
+    x = jax.device_get(x)
+    module = repeat.module({"params": params, "non_trainable": {}})
+    wanted = jax.jit(lambda module, x: module(x)[0])(module, x)
+    np.testing.assert_allclose(without, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(with_cache, wanted, rtol=1e-4, atol=1e-5)
+
+
+WRONG = {
+    r"Pipeline\.num_stages is 0": dict(num_stages=0),
+    r"Pipeline\.num_layers is 6, which num_stages 4 .*multiple of 4": dict(num_stages=4),
+    r"num_stages 3 x circular_repeat 4 .*multiple of 12": dict(circular_repeat=4),
+    r"Pipeline\.num_microbatches is True": dict(num_microbatches=True),
+    r"Pipeline\.microbatch_size is 0": dict(num_microbatches=None, microbatch_size=0),
+    r"num_microbatches is 4 and microbatch_size is 2; wanted is one": dict(microbatch_size=2),
+    r"num_microbatches is None and microbatch_size is None": dict(num_microbatches=None),
+    r"circular_repeat is 2 with 2 microbatches for num_stages 3": dict(
+        circular_repeat=2, num_microbatches=2
+    ),
+    r"stream_io splits the 4 microbatches over num_stages 3": dict(stream_io=True),
+    r"Pipeline\.checkpoint_policy is 'save_nothin'.*save_nothing": dict(
+        checkpoint_policy="save_nothin"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_settings_that_do_not_fit_are_errors(message):
+    given = dict(num_stages=3, num_microbatches=4) | WRONG[message]
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(functools.partial(Block, 3, 5), 6, **given, rngs=nnx.Rngs(0))
+
+
+def test_layers_that_do_not_divide_over_the_stages_cannot_be_brought_to_them():
+    with pytest.raises(ConfigError, match=r"from_repeated: 6 layers .* num_stages 4 .*of 4"):
+        from_repeated({"w": jnp.zeros((6, 2))}, num_stages=4)
+
+
+WRONG_CALLS = {
+    r"num_microbatches is 4, which does not divide the batch's 6 rows": (dict(), {}),
+    r"microbatch_size is 4, .* 6 rows": (dict(num_microbatches=None, microbatch_size=4), {}),
+    r"circular_repeat is 2 with 2 microbatches": (
+        dict(num_microbatches=None, microbatch_size=3, circular_repeat=2), {}
+    ),
+    r"input 'positions' has the shape \(5, 1\); wanted is x's 6 rows, or 1": (
+        dict(num_microbatches=3), {"positions": np.zeros((5, 1))}
+    ),
+    r"Pipeline.stage_axis.*'stage'.*\('data', 'mdl'\)": (
+        dict(num_microbatches=3, pipelined=True), {}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_CALLS)
+def test_batches_and_meshes_that_do_not_fit_are_errors(message):
+    changed, inputs = WRONG_CALLS[message]
+    layer = Pipeline(
+        functools.partial(Block, 3, 5), 6,
+        **dict(num_stages=3, num_microbatches=4) | changed, rngs=nnx.Rngs(0),
+    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2), axis_names=("data", "mdl")))
+    on_mesh = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    with on_mesh, pytest.raises(ConfigError, match=message):
+        jax.eval_shape(lambda: layer(jnp.zeros((6, 3)), **inputs)[0])
+
+
+def test_a_batch_of_another_size_has_other_microbatches_of_the_same_size():
+    layer = Pipeline(
+        functools.partial(Block, 3, 5), 4, num_stages=2, microbatch_size=2, pipelined=True,
+        rngs=nnx.Rngs(0),
+    )
+    x = jnp.asarray(np.random.default_rng(8).normal(size=(6, 3)), jnp.float32)
+    run = jax.jit(lambda layer, x: layer(x)[0])
+    np.testing.assert_allclose(run(layer, x)[:2], run(layer, x[:2]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_registered_lm_trains_and_decodes_on_stages_as_without():
+    """The same key draws the same weights; three steps, then a prompt continued."""
+    def run(experiment):
+        job = fdl.build(experiment.config())
+        partitioner = Partitioner(job.task, make_mesh(job.mesh))
+        key = partitioner.key(0)
+        state, losses = partitioner.init(key), []
+        for _, inputs in zip(range(3), job.datasets["train"].batches(), strict=False):
+            state, outputs = partitioner.train_step(state, partitioner.global_batch(inputs), key)
+            losses.append([outputs["metrics"]["loss"][0], outputs["learner"]["grad_norm"]])
+        prompts = {
+            "ids": inputs["ids"][:4, :5], "prefix_lengths": np.array([5, 3, 1, 4], np.int32),
+            "weights": np.ones(4, np.float32),
+        }
+        batch = partitioner.global_batch(prompts)
+        decoded = partitioner.decode_step(state.mdl_vars, batch, key)
+        stack = state.mdl_vars["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]
+        return losses, decoded["output_ids"], stack["linear"]["w"]
+
+    losses, decoded, w = run(pipelined_experiments.Synthetic())
+    wanted_losses, wanted_decoded, wanted_w = run(lm.Synthetic())
+    assert w.shape[:3] == (1, 2, 1) and w.sharding.spec[:3] == (None, "stage", None)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(w)[0, :, 0], wanted_w, rtol=1e-3, atol=1e-5)
+    np.testing.assert_array_equal(decoded, wanted_decoded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropless", [False, True], ids=["capacity", "dropless"])
+def test_a_mixture_of_experts_is_the_same_on_stages_as_in_a_row(dropless):
+    """Router losses, drops and outputs: experts and stages on axes of their own."""
+    batch = ("expert", None, None)
+    feed_forward = functools.partial(
+        TransformerFeedForwardMoe, num_experts=3, dropless=dropless,
+        weight_split_dims_mapping=("expert", None, "mdl"), activation_split_dims_mapping=batch,
+    )
+    block = functools.partial(Transformer, 6, 10, 2, tr_fflayer_tpl=feed_forward)
+    mesh = make_mesh(
+        MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=("stage", "expert", "mdl"))
+    )
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(12, 5, 6)), jnp.float32)
+
+    def run(where):
+        model = NnxModel(lambda rngs: Pipeline(
+            block, 4, num_stages=2, num_microbatches=3, circular_repeat=2,
+            pipelined=None if where == "mesh" else False,
+            activation_split_dims_mapping=batch, rngs=rngs,
+        ))
+
+        @jax.jit
+        def apply(params, x):
+            def objective(params):
+                module = model.module({"params": params, "non_trainable": {}})
+                outputs = module(x)[0]
+                found = intermediates(module, AuxLoss) | intermediates(module, Summary)
+                aux = sum(jnp.sum(a) for a in intermediates(module, AuxLoss).values())
+                return jnp.sum(jnp.sin(outputs)) + aux, (outputs, found)
+
+            if where == "row":
+                return jax.grad(objective, has_aux=True)(params)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return jax.grad(objective, has_aux=True)(params)
+
+        params = drawn(model)
+        return apply(*(replicated(mesh, (params, x)) if where == "mesh" else (params, x)))
+
+    wanted = run("row")
+    assert wanted[1][1] and all(np.abs(a).max() > 0 for a in jax.tree.leaves(wanted[0]))
+    assert_trees_close(run("mesh"), wanted, rtol=1e-3, atol=1e-4)

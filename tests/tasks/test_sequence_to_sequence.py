@@ -1,0 +1,91 @@
+"""The sequence-to-sequence task: its metrics by hand, what it decodes, what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.seq2seq import END, ReversedWords
+from praxis_lite.decode import BeamSearch, Greedy
+from praxis_lite.errors import ConfigError
+from praxis_lite.learner import Learner
+from tasks.sequence_to_sequence import SequenceToSequenceTask
+
+BATCH = {
+    "src_ids": np.zeros((3, 2), np.int32), "src_paddings": np.zeros((3, 2), np.float32),
+    "ids": np.zeros((3, 4), np.int32),
+    "labels": np.asarray([[5, 6, 1, 0], [7, 1, 0, 0], [0, 0, 0, 0]], np.int32),
+    "weights": np.asarray([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], np.float32),
+}
+
+
+def task(**options):
+    return SequenceToSequenceTask(lambda rngs: None, Learner(optax.sgd, 0.1), **options)
+
+
+class Model:
+    """Predicts the first row but its padding, and one of two tokens of the second."""
+
+    def compute_loss(self, inputs, targets, labels, weights, *, input_paddings, key, **given):
+        assert set(given) == {"target_paddings"}
+        return {
+            "per_example_argmax": jnp.asarray([[5, 6, 1, 9], [7, 2, 0, 0], [3, 3, 3, 3]]),
+            "total_loss": jnp.float32(1.5), "accuracy": jnp.float32(0.8), "total_weight": 5.0,
+        }
+
+
+def test_an_exact_match_is_a_row_whose_every_weighted_token_is_right(monkeypatch):
+    monkeypatch.setattr("tasks.sequence_to_sequence.intermediates", lambda model, kind: {})
+    metrics = task().compute_loss(Model(), {**BATCH, "paddings": BATCH["src_paddings"]}, None)
+    assert {name: tuple(map(float, pair)) for name, pair in metrics.items()} == {
+        "loss": (1.5, 5.0), "accuracy": (pytest.approx(0.8), 5.0), "exact_match": (0.5, 2.0)
+    }
+
+
+def test_records_of_true_rows_say_whether_the_target_was_found():
+    inputs = {
+        "src_ids": np.asarray([[6, 5, 0], [7, 7, 7]]), "labels": np.asarray([[5, 6, 1, 0]] * 2),
+        "src_paddings": np.asarray([[0, 0, 1], [0, 0, 0]]), "weights": np.asarray([1.0, 0.0]),
+    }
+    outputs = {
+        "output_ids": np.asarray([[[5, 6, 1], [5, 1, 0]]] * 2),
+        "decode_lengths": np.asarray([[3, 2]] * 2),
+        "logprobs": np.full((2, 2, 3), -0.5), "scores": np.asarray([[-1.0, -2.0]] * 2),
+    }
+    decoder = BeamSearch(beam_size=2, eos_id=END)
+    assert task(decoder=decoder).decode_to_records(inputs, outputs) == [
+        {
+            "source_ids": [6, 5], "output_ids": [5, 6, 1], "log_prob": -1.5,
+            "target_ids": [5, 6, 1], "is_match": True, "sample": 0, "score": -1.0,
+        },
+        {
+            "source_ids": [6, 5], "output_ids": [5, 1], "log_prob": -1.5,
+            "target_ids": [5, 6, 1], "is_match": False, "sample": 1, "score": -2.0,
+        },
+    ]
+
+
+def test_places_shared_by_rows_of_other_sources_are_refused():
+    with pytest.raises(ConfigError, match="num_cache_slots set.*num_cache_slots=0"):
+        task(decoder=Greedy(num_cache_slots=3))
+
+
+def test_a_made_up_word_is_followed_by_itself_backwards():
+    pipeline = ReversedWords(num_letters=5, max_letters=7, batch_size=11, seed=3)
+    pipeline.check()
+    spec, batch = pipeline.element_spec(), pipeline.rows(2, slice(0, 11))
+    assert {name: x.shape for name, x in spec.items()} == {n: x.shape for n, x in batch.items()}
+    lengths = (1 - batch["src_paddings"]).sum(axis=1).astype(int)
+    assert lengths.min() >= 3 and lengths.max() <= 7 and len(set(lengths)) > 1
+    for row, length in enumerate(lengths):
+        word = batch["src_ids"][row, :length].tolist()
+        assert batch["labels"][row, : length + 1].tolist() == [*word[::-1], END]
+        assert batch["ids"][row, : length + 1].tolist() == [END, *word[::-1]]
+        assert batch["weights"][row].tolist() == [1.0] * (length + 1) + [0.0] * (7 - length)
+    # A host draws its own rows alone, and the same.
+    part = pipeline.rows(2, slice(4, 9))
+    jax.tree.map(np.testing.assert_array_equal, part, {n: x[4:9] for n, x in batch.items()})
+    prompts = ReversedWords(5, 7, 11, seed=3, for_decoding=True).rows(2, slice(0, 11))
+    assert prompts["ids"].tolist() == [[END]] * 11
+    np.testing.assert_array_equal(prompts["labels"], batch["labels"])
