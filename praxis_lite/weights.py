@@ -121,6 +121,12 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
     }
 
 
+def aux_loss(module: nnx.Module) -> jax.Array | None:
+    """Returns the sum of what a pass left in the AuxLoss variables; None where there are none."""
+    losses = intermediates(module, AuxLoss).values()
+    return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
+
+
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
     """Returns by path the value of each variable that a pass may assign: all but the weights.
 

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.weights import aux_loss
 
 
 class ClassificationTask(Task):
@@ -23,7 +24,11 @@ class ClassificationTask(Task):
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns loss (nats per example) and accuracy, weighted by examples."""
+        """Returns metrics, weighted by examples.
+
+        loss: nats per example, and what the layers add to it (aux_loss, then a metric too);
+        accuracy.
+        """
         takes_key = "key" in inspect.signature(model).parameters
         logits = model(inputs["inputs"], **({"key": key} if takes_key else {})).astype(jnp.float32)
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
@@ -31,7 +36,11 @@ class ClassificationTask(Task):
         correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
         num_examples = jnp.sum(weights)
         divisor = jnp.maximum(num_examples, 1e-9)
-        return {
-            "loss": (jnp.sum(xent * weights) / divisor, num_examples),
-            "accuracy": (jnp.sum(correct * weights) / divisor, num_examples),
+        metrics = {
+            "loss": jnp.sum(xent * weights) / divisor,
+            "accuracy": jnp.sum(correct * weights) / divisor,
         }
+        added = aux_loss(model) if isinstance(model, nnx.Module) else None
+        if added is not None:
+            metrics |= {"loss": metrics["loss"] + added, "aux_loss": added}
+        return {name: (value, num_examples) for name, value in metrics.items()}

@@ -16,7 +16,7 @@ from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
 from praxis_lite.inputs.text import ByteTokenizer
 from praxis_lite.learner import Learner
 from praxis_lite.task import Task, WeightedScalars
-from praxis_lite.weights import AuxLoss, Summary, intermediates
+from praxis_lite.weights import Summary, aux_loss, intermediates
 
 # B batch, T time, P longest prompt.
 # What a batch may have besides, and what models call it.
@@ -89,7 +89,7 @@ class LanguageModelTask(Task):
             "accuracy": outputs["accuracy"],
         }
         if isinstance(model, nnx.Module):
-            if intermediates(model, AuxLoss):
+            if aux_loss(model) is not None:
                 metrics["aux_loss"] = outputs["aux_loss"]
             metrics |= _mean_summaries(model)
         return {name: (value, num_tokens) for name, value in metrics.items()}

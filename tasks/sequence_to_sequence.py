@@ -15,7 +15,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.text import ByteTokenizer
 from praxis_lite.learner import Learner
 from praxis_lite.task import Task, WeightedScalars
-from praxis_lite.weights import AuxLoss, intermediates
+from praxis_lite.weights import aux_loss
 
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 
@@ -104,7 +104,7 @@ class SequenceToSequenceTask(Task):
             "accuracy": (outputs["accuracy"], num_tokens),
             "exact_match": (num_right / jnp.maximum(num_rows, 1.0), num_rows),
         }
-        if intermediates(model, AuxLoss):
+        if aux_loss(model) is not None:
             metrics["aux_loss"] = (outputs["aux_loss"], num_tokens)
         return metrics
 

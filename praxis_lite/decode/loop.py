@@ -2,18 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
+from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.decode.rows import Rows
 from praxis_lite.weights import rebuilt
-
-if TYPE_CHECKING:
-    from praxis_lite.decode.sampling import Greedy
 
 # B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes.
 
@@ -26,7 +24,7 @@ def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
 
 
 def start(
-    decoder: "Greedy",
+    decoder: Decoder,
     model: Any,
     ids: jax.Array,
     prefix_lengths: jax.Array,
@@ -77,7 +75,7 @@ def start(
 
 
 def advance(
-    decoder: "Greedy",
+    decoder: Decoder,
     model: Any,
     rows: Rows,
     num_steps: int | jax.Array,
@@ -101,7 +99,7 @@ def advance(
     return jax.lax.while_loop(goes_on, body, (rows, jnp.zeros((), jnp.int32)))
 
 
-def step(decoder: "Greedy", model: Any, rows: Rows) -> Rows:
+def step(decoder: Decoder, model: Any, rows: Rows) -> Rows:
     """Returns the rows with one more token each, but for those that are done."""
     index, goes_on = jnp.arange(rows.done.shape[0]), ~rows.done
     new_ids = jnp.where(goes_on, decoder.choose(decoder.penalized(rows), rows), 0)

@@ -19,7 +19,7 @@ from praxis_lite.layers.repeats import Block, Repeat, StackedTransformer, num_re
 from praxis_lite.layers.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer_sharding import set_sharding_params
 from praxis_lite.layers.transformers import Transformer
-from praxis_lite.weights import AuxLoss, BaseLayer, intermediates, require_positive
+from praxis_lite.weights import BaseLayer, aux_loss, require_positive
 
 __all__ = ["MODEL_TYPES", "TransformerLm", "set_sharding_params"]
 
@@ -260,8 +260,8 @@ def with_total_loss(
     outputs = dict(outputs)
     outputs["per_token_xent"] = outputs["per_example_xent"] * weights
     outputs["per_sequence_xent"] = jnp.sum(outputs["per_token_xent"], axis=-1)
-    aux_losses = intermediates(model, AuxLoss).values()
-    outputs["aux_loss"] = sum((jnp.sum(x) for x in aux_losses), start=jnp.zeros(()))
+    added = aux_loss(model)
+    outputs["aux_loss"] = jnp.zeros(()) if added is None else added
     total = outputs["avg_xent"]
     if entropy_loss_weight is not None:
         log_probs = outputs["log_probs"]
@@ -269,7 +269,7 @@ def with_total_loss(
         mean = jnp.sum(negative_entropy * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
         outputs["avg_entropy_loss"] = mean
         total = total + entropy_loss_weight * mean
-    outputs["total_loss"] = total + outputs["aux_loss"] if aux_losses else total
+    outputs["total_loss"] = total if added is None else total + added
     return outputs
 
 

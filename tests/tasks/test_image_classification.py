@@ -13,6 +13,7 @@ from praxis_lite.learner import Learner
 from praxis_lite.metrics import WeightedMean
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
+from praxis_lite.weights import AuxLoss, BaseLayer
 from tasks.image_classification import ClassificationTask
 
 
@@ -44,6 +45,22 @@ def test_a_model_that_takes_a_key_gets_it_in_training_and_none_in_evaluation():
     task.compute_loss(model, batch, key)
     task.compute_loss(model, batch, None)
     assert seen == [key, None]
+
+
+def test_what_layers_add_to_the_loss_is_trained_on_and_reported():
+    class Regularised(BaseLayer):
+        def __init__(self):
+            self.aux_loss = AuxLoss(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.aux_loss.set_value(jnp.float32(0.25))
+            return x
+
+    task = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1))
+    batch = {"inputs": jnp.eye(3), "labels": jnp.arange(3), "weights": jnp.ones(3)}
+    plain, added = (task.compute_loss(m, batch, None) for m in (lambda x: x, Regularised()))
+    assert float(added["loss"][0] - plain["loss"][0]) == pytest.approx(0.25, abs=1e-6)
+    assert float(added["aux_loss"][0]) == 0.25 and "aux_loss" not in plain
 
 
 def test_the_digits_are_split_once_and_for_all():
