@@ -6,6 +6,7 @@ A layer does not know its own path: its parent gives it a name only once it is b
 import ast
 import contextlib
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -34,17 +35,21 @@ def layer_path(traceback: TracebackType | None) -> str:
 
     For instance "transformer/blocks/self_attention"; "" of the model itself.
     """
-    names: list[str] = []
-    frames = list(_module_frames(traceback))
-    for (frame, position), following in zip(frames, [*frames[1:], None], strict=False):
-        module = frame.f_locals["self"]
-        if frame.f_code.co_name == "__init__":
-            name = _assigned_name(frame, position)
+    # Several frames in a row may be one layer's: Flax's, its constructor, a function in it.
+    per_layer = [list(same) for _, same in itertools.groupby(_module_frames(traceback), _layer_id)]
+    names = []
+    for frames, children in itertools.pairwise(per_layer):
+        constructor = [one for one in frames if one[0].f_code.co_name == "__init__"]
+        (frame, position), (child_frame, _) = (constructor or frames)[0], children[0]
+        if constructor:
+            names.append(_assigned_name(frame, position))
         else:
-            child = following and following[0].f_locals["self"]
-            name = "" if child is None or child is module else _attribute_name(module, child)
-        names += [name] if name else []
-    return "/".join(names)
+            names.append(_attribute_name(frame.f_locals["self"], child_frame.f_locals["self"]))
+    return "/".join(filter(None, names))
+
+
+def _layer_id(frame_and_position: tuple[FrameType, tuple]) -> int:
+    return id(frame_and_position[0].f_locals["self"])
 
 
 def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, tuple]]:

@@ -9,7 +9,14 @@ import pytest
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import FeedForward, Repeat
+from praxis_lite.layers import (
+    DotProductAttention,
+    FeedForward,
+    Repeat,
+    Transformer,
+    TransformerFeedForwardMoe,
+    TransformerLm,
+)
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.partitioner import Partitioner
@@ -85,3 +92,40 @@ def test_an_error_outside_any_layer_is_left_as_it_is():
 
     with pytest.raises(ConfigError, match=r"^no model today(\n|$)"):
         NnxModel(build).weight_specs()
+
+
+IN_A_MODEL = {
+    r"transformer/blocks/self_attention: .*3 heads": functools.partial(
+        TransformerLm, 11, 8, 12, 3, 2
+    ),
+    r"transformer/blocks/self_attention: .*window is 0": functools.partial(
+        TransformerLm, 11, 8, 12, 2, 2,
+        transformer_layer_tpl=functools.partial(
+            Transformer, tr_atten_tpl=functools.partial(DotProductAttention, window=0)
+        ),
+    ),
+    r"transformer/blocks: .*norm_policy is 'psot'.*post": functools.partial(
+        TransformerLm, 11, 8, 12, 2, 2,
+        transformer_layer_tpl=functools.partial(Transformer, norm_policy="psot"),
+    ),
+    r"transformer: .*checkpoint_policy is 'save_nothin'.*save_nothing": functools.partial(
+        TransformerLm, 11, 8, 12, 2, 2,
+        stacked_transformer_tpl=functools.partial(Repeat, checkpoint_policy="save_nothin"),
+    ),
+    r"transformer/blocks/ff_layer: .*num_experts": functools.partial(
+        TransformerLm, 11, 8, 12, 2, 2,
+        transformer_layer_tpl=functools.partial(
+            Transformer,
+            tr_fflayer_tpl=functools.partial(
+                TransformerFeedForwardMoe, num_experts=2, gating_func="top_k",
+                num_experts_per_token=3,
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", IN_A_MODEL)
+def test_an_ill_formed_setting_in_a_model_names_the_path(message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        NnxModel(IN_A_MODEL[message]).weight_specs()
