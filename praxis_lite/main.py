@@ -1,6 +1,7 @@
 """From a command line to a job: experiment, config, mesh, then train, eval, decode or explain."""
 
 import argparse
+import logging
 import os
 import sys
 import textwrap
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # `python main.py` from a folder with a random.py in it must not import that one.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    _print_log()
     try:
         if args.list:
             listed = registry.list_experiments()
@@ -40,6 +42,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(textwrap.fill(f"error: {_own_words(error)}", 100, break_long_words=False,
                             break_on_hyphens=False), file=sys.stderr)
         sys.exit(2)
+
+
+class _Print(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), flush=True)
+
+
+def _print_log() -> None:
+    """Prints what the library logs, such as which attention kernel was chosen and why."""
+    log = logging.getLogger("praxis_lite")
+    if not log.handlers:
+        log.addHandler(_Print())
+        log.setLevel(logging.INFO)
+        log.propagate = False  # Some library's handler of all logs would print it again.
 
 
 def _parser() -> argparse.ArgumentParser:

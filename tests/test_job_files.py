@@ -38,6 +38,8 @@ def test_200_steps_print_at_most_60_lines(ran):
     assert lines[1] == (
         "mesh (replica 1, data 4, mdl 2): 8 simulated CPU devices, for there is no accelerator"
     )
+    kernels = [line for line in lines if line.startswith("attention by the einsum kernel: ")]
+    assert len(kernels) == 1
     assert "\r" not in out and "\x1b" not in out
     progress = [line for line in lines if line.startswith("step ") and "/200" in line]
     assert len(progress) == 20

@@ -125,7 +125,7 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
 
 def _auto(needs: frozenset[str], place: Place) -> tuple[str, str]:
     own = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(place.platform)
-    why_not = f"no kernel is the {place.platform}'s own"
+    why_not = f"the {place.platform} has none of its own"
     if own is not None:
         why_not = _obstacle(own, needs, place)
         if why_not is None:
