@@ -13,7 +13,7 @@ from praxis_lite.weights import aux_loss
 
 
 class ClassificationTask(Task):
-    """Trains a model of (inputs [B, ...]) -> (logits [B, V]).
+    """Trains a model of (inputs [B, ...]) -> (logits [B, V]), or one with a `compute_loss`.
 
     Reads `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. A model whose call takes
     a `key` gets one in training (dropout, the batch's own statistics) and None in evaluation.
@@ -29,17 +29,24 @@ class ClassificationTask(Task):
         loss: nats per example, and what the layers add to it (aux_loss, then a metric too);
         accuracy.
         """
-        takes_key = "key" in inspect.signature(model).parameters
-        logits = model(inputs["inputs"], **({"key": key} if takes_key else {})).astype(jnp.float32)
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
-        xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
         num_examples = jnp.sum(weights)
-        divisor = jnp.maximum(num_examples, 1e-9)
-        metrics = {
-            "loss": jnp.sum(xent * weights) / divisor,
-            "accuracy": jnp.sum(correct * weights) / divisor,
-        }
+        if hasattr(model, "compute_loss"):
+            # With what its softmax is set to: label smoothing, z-loss, chunks.
+            outputs = model.compute_loss(inputs["inputs"], labels, weights, key=key)
+            metrics = {"loss": outputs["avg_xent"], "accuracy": outputs["accuracy"]}
+        else:
+            takes_key = "key" in inspect.signature(model).parameters
+            logits = model(inputs["inputs"], **({"key": key} if takes_key else {}))
+            xent = optax.softmax_cross_entropy_with_integer_labels(
+                logits.astype(jnp.float32), labels
+            )
+            correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+            divisor = jnp.maximum(num_examples, 1e-9)
+            metrics = {
+                "loss": jnp.sum(xent * weights) / divisor,
+                "accuracy": jnp.sum(correct * weights) / divisor,
+            }
         added = aux_loss(model) if isinstance(model, nnx.Module) else None
         if added is not None:
             metrics |= {"loss": metrics["loss"] + added, "aux_loss": added}

@@ -15,7 +15,7 @@ class ClassificationModel(BaseLayer):
 
     Args:
       network_tpl: called with (rngs=), then with inputs and `key=`; returns features [B, D].
-      softmax_tpl: called with (rngs=), then with features; returns logits [B, V].
+      softmax_tpl: called with (rngs=); a FullSoftmax, or what has its calls.
       fprop_dtype: of inputs and activations; weights stay float32.
     """
 
@@ -33,5 +33,18 @@ class ClassificationModel(BaseLayer):
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """A key means a training pass."""
-        features = self.network(inputs.astype(self.fprop_dtype), key=key)
-        return self.softmax(features).astype(jnp.float32)
+        return self.softmax(self._features(inputs, key)).astype(jnp.float32)
+
+    def compute_loss(
+        self,
+        inputs: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
+        *,
+        key: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns what the softmax's `compute_loss` does for labels int [B] and weights [B]."""
+        return self.softmax.compute_loss(self._features(inputs, key), labels, weights, key=key)
+
+    def _features(self, inputs: jax.Array, key: jax.Array | None) -> jax.Array:
+        return self.network(inputs.astype(self.fprop_dtype), key=key)

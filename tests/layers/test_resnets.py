@@ -138,7 +138,7 @@ def test_block_features_are_those_of_each_stage():
 
 def test_training_a_resnet_moves_every_statistic_and_evaluation_none(mesh_of):
     network, _, x = cases("uneven")["trained"]
-    softmax = partial(layers.Linear, 12, 3, weight_split_dims_mapping=("data", "mdl"))
+    softmax = partial(layers.FullSoftmax, 3, 12, weight_split_dims_mapping=("data", "mdl"))
     model = partial(layers.ClassificationModel, network, softmax)
     task = ClassificationTask(model, Learner(partial(optax.sgd), 0.1))
     partitioner = Partitioner(task, mesh_of(1, 4, 2))

@@ -1,14 +1,18 @@
 """The classification task against NumPy, and an MLP that learns on an uneven mesh."""
 
+import functools
+
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from experiments.classify import Spirals, spirals
 from experiments.vision import DigitsResNet, DigitsViT, digits
+from praxis_lite.layers import ClassificationModel, FullSoftmax
 from praxis_lite.learner import Learner
 from praxis_lite.metrics import WeightedMean
 from praxis_lite.partitioner import Partitioner
@@ -61,6 +65,31 @@ def test_what_layers_add_to_the_loss_is_trained_on_and_reported():
     plain, added = (task.compute_loss(m, batch, None) for m in (lambda x: x, Regularised()))
     assert float(added["loss"][0] - plain["loss"][0]) == pytest.approx(0.25, abs=1e-6)
     assert float(added["aux_loss"][0]) == 0.25 and "aux_loss" not in plain
+
+
+def test_what_the_softmax_is_set_to_counts():
+    class Flat(BaseLayer):
+        def __call__(self, x, *, key=None):
+            return x
+
+    softmax = functools.partial(FullSoftmax, 3, 5, label_smoothing_prob=0.1, z_loss_weight=0.5)
+    model = ClassificationModel(lambda rngs: Flat(), softmax, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(17)
+    x, labels = rng.normal(size=(7, 5)).astype(np.float32), rng.integers(0, 3, 7)
+    batch = {"inputs": jnp.asarray(x), "labels": jnp.asarray(labels), "weights": jnp.ones(7)}
+    metrics = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1)).compute_loss(
+        model, batch, None
+    )
+    logits = np.asarray(model(batch["inputs"]), np.float64)
+    log_z = np.log(np.exp(logits).sum(-1))
+    log_probs = logits - log_z[:, None]
+    smooth = np.full((7, 3), 0.1 / 2)
+    smooth[np.arange(7), labels] = 0.9
+    z_loss = 0.5 * np.mean(log_z**2)
+    assert float(metrics["aux_loss"][0]) == pytest.approx(z_loss, rel=1e-5)
+    wanted = -np.mean((smooth * log_probs).sum(-1)) + z_loss
+    assert float(metrics["loss"][0]) == pytest.approx(wanted, rel=1e-5)
+    assert float(metrics["accuracy"][0]) == pytest.approx((logits.argmax(-1) == labels).mean())
 
 
 def test_the_digits_are_split_once_and_for_all():
