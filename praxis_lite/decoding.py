@@ -13,10 +13,10 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import ConfigError
+from praxis_lite.evaluation import host_of
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.trainer import host_of
 
 # A look at the tokens waits for the devices; a row that should have ended goes on until then.
 STEPS_BETWEEN_LOOKS = 8

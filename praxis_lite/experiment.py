@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 
+from praxis_lite.best_checkpoints import BestCheckpoints
+from praxis_lite.checkpoint_loading_rules import CheckpointLoadingRules
+from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +32,14 @@ class RunConfig:
             about 20 lines in a run. `metrics.jsonl` has every step whatever this says.
         max_checkpoints_to_keep: older checkpoints are deleted.
         max_eval_batches: batches of each dataset that an evaluation reads. None: all, one pass.
+        eval_use_ema_states: evaluate with the moving averages of `Learner.ema_decay`.
+        decode_use_ema_states: decode with them.
+        max_skipped_steps_in_a_row: training ends, with an error, after as many steps in a row whose
+            loss or gradient was not finite or too large. None: never.
+        early_stopping: an `EarlyStopping`: training ends when a metric no longer gets better.
+        best_checkpoints: a `BestCheckpoints`: those best by a metric are kept besides the newest.
+        init_from_checkpoint_rules: `CheckpointLoadingRules` by the directory of a job, for weights
+            that do not start at random; of two that name a weight, the first wins.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -41,11 +52,20 @@ class RunConfig:
     log_every_steps: int | None = None
     max_checkpoints_to_keep: int = 3
     max_eval_batches: int | None = None
+    eval_use_ema_states: bool = False
+    decode_use_ema_states: bool = False
+    max_skipped_steps_in_a_row: int | None = 100
+    early_stopping: EarlyStopping | None = None
+    best_checkpoints: BestCheckpoints | None = None
+    init_from_checkpoint_rules: Mapping[str, CheckpointLoadingRules] = dataclasses.field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.default is None:
+            is_number = field.type in (int, int | None)
+            if not is_number or (value is None and field.type is not int):
                 continue
             least = 0 if field.name == "seed" else 1
             # JAX keys take a seed of 32 bits where 64-bit types are off.
@@ -56,7 +76,7 @@ class RunConfig:
                     if field.name == "seed"
                     else "a whole number, 1 or more"
                 )
-                absent = ", or None" if field.default is None else ""
+                absent = "" if field.type is int else ", or None"
                 raise ConfigError(
                     f"run.{field.name}: found {value!r}, wanted {wanted}{absent}. Change it in the "
                     f"experiment's run(), or with --set run.{field.name}=NUMBER."

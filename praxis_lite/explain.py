@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 from praxis_lite import hlo
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.job_checks import TRAIN
 from praxis_lite.layout_table import layout_table, layout_warnings
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.trainer import TRAIN
 
 
 def explain(

@@ -83,14 +83,16 @@ def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
         if kind not in KINDS:
             continue
         channel = re.search(r"channel_id=(\d+)", attributes)
-        if site.fused and channel:
+        shape, scattered = site.instruction.shape, _scattered(site)
+        if scattered is not None:
+            kind, shape = "reduce-scatter", scattered
+        elif site.fused and channel:
             # A TPU spreads an all-gather over fusions (start, steps beside the compute, done),
             # each with a copy of the instruction on the same channel.
             if (site.scope, channel.group(1)) in seen:
                 continue
             seen.add((site.scope, channel.group(1)))
-        shape = site.instruction.shape
-        if opcode != kind and (kind != "all-reduce" or shape.startswith("((")):
+        if opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
             shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
         arrays = arrays_of(shape)
         size, dtypes = sum(a.bytes for a in arrays), tuple(dict.fromkeys(a.dtype for a in arrays))
@@ -99,6 +101,15 @@ def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
         op_name = op_name_of(site.instruction)
         found.append(Collective(kind, size, dtypes, *bounds, group_size, op_name))
     return found
+
+
+def _scattered(site: Site) -> str | None:
+    """Returns the result of a TPU's reduce-scatter: a fusion of an all-reduce and its slices."""
+    if not site.fused or site.instruction.opcode != "all-reduce":
+        return None
+    root = next(one for one in site.computation.values() if one.is_root)
+    results = [site.computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    return root.shape if all(one.opcode == "dynamic-slice" for one in results) else None
 
 
 def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:

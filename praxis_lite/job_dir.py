@@ -33,6 +33,11 @@ class JobDir:
         return self.path / "layout.txt"
 
     @property
+    def init_from_checkpoint_txt(self) -> Path:
+        """Where each variable of a new job came from, if not drawn."""
+        return self.path / "init_from_checkpoint.txt"
+
+    @property
     def metrics_jsonl(self) -> Path:
         """One line per training step."""
         return self.path / "metrics.jsonl"

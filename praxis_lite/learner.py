@@ -1,136 +1,300 @@
-"""How parameters are updated: clipping, an optax optimizer, and the steps that are skipped.
+"""How parameters are updated: what is trained, by which optimizer, which steps are skipped."""
 
-Stacked weights are updated one layer at a time (`jax.vmap` over the stack), so an optimizer that
-looks at whole tensors, such as Adafactor or LAMB, trains a scanned stack as an unrolled one. Pax
-does the same with its vectorized variable prefixes.
-"""
-
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import ScheduleFreeState
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.weights import WeightSpec
+from praxis_lite.gradients import GradientLimits, global_norm
+from praxis_lite.optimizer_groups import (
+    AuxiliaryOptimizer,
+    Group,
+    OptimizerFactory,
+    Schedule,
+    check_choices,
+    check_mask_patterns,
+    grouped,
+    merged,
+    optimizer_names,
+    rate_at,
+    report_lines,
+    select,
+    spec_items,
+)
+from praxis_lite.optimizers import collected_patterns, evaluation_params
+from praxis_lite.optimizers.weight_averages import moving_average
+from praxis_lite.slots import split_as_slots
 
 PyTree = Any
-Schedule = Callable[[jax.Array], jax.Array]
+Patterns = str | Sequence[str]
 
 
 class Learner:
     """Returns updated parameters and slots for gradients.
 
+    Patterns are matched from the start of a weight's path under params (`re.match`), such as
+    `softmax/logits_ffn/linear/w`. To freeze a weight Pax wants the whole path matched: end such a
+    pattern with `$`. A stack is updated one layer at a time, so an optimizer that looks at whole
+    tensors, such as Adafactor or LAMB, trains it as it trains single layers.
+
     Args:
       optimizer: called with `learning_rate`, returns the optax transformation; an
         `fdl.Partial(optax.adamw, b2=0.98)` for instance.
       learning_rate: a number, or a schedule of the number of updates made.
-      clip_gradient_norm_to_value: the most that the global norm of the gradients may be; 0: no
-        clipping.
+      auxiliary_optimizers: other optimizers and rates for the weights that match their patterns.
+      bprop_variable_exclusion: a pattern, or several, of weights that are frozen: they have no
+        gradient, no slots and no average.
+      bprop_variable_inclusion: a pattern, or several, of the weights to train; the rest is frozen.
+      clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
+        skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
+      ema_decay: of an average of the trained weights that the state keeps; 0: none.
+      gradient_accumulation_steps: micro-batches that a step's batch is worked on in.
+      loss_scale: has `init()` and `update(state, is_finite)`, for float16; None: no scaling.
+      variational_noise: what is added to weights while gradients are taken; None: nothing.
+      slot_mesh_axes: mesh axes that slots are split over besides those of their weights (ZeRO-1).
+
+    Raises:
+      ConfigError: a setting is out of range, or two of them exclude each other.
     """
 
     def __init__(
         self,
-        optimizer: Callable[..., optax.GradientTransformation],
+        optimizer: OptimizerFactory,
         learning_rate: float | Schedule,
         *,
+        auxiliary_optimizers: Sequence[AuxiliaryOptimizer] = (),
+        bprop_variable_exclusion: Patterns = (),
+        bprop_variable_inclusion: Patterns = (),
         clip_gradient_norm_to_value: float = 0.0,
+        clip_gradient_single_norm_to_value: float = 0.0,
+        clip_gradient_to_value: float = 0.0,
+        skip_step_gradient_norm_value: float = 0.0,
+        ema_decay: float = 0.0,
+        gradient_accumulation_steps: int = 1,
+        loss_scale: Any = None,
+        variational_noise: Any = None,
+        slot_mesh_axes: Sequence[str] = (),
     ):
-        if clip_gradient_norm_to_value < 0:
+        self.limits = GradientLimits(
+            clip_gradient_norm_to_value,
+            clip_gradient_single_norm_to_value,
+            clip_gradient_to_value,
+            skip_step_gradient_norm_value,
+        )
+        self.auxiliary_optimizers = tuple(auxiliary_optimizers)
+        self._optimizer_names = functools.partial(
+            optimizer_names,
+            auxiliary=self.auxiliary_optimizers,
+            exclusion=_patterns(bprop_variable_exclusion),
+            inclusion=_patterns(bprop_variable_inclusion),
+        )
+        check_choices(**self._optimizer_names.keywords)
+        if not 0 <= ema_decay < 1:
             raise ConfigError(
-                f"Learner.clip_gradient_norm_to_value is {clip_gradient_norm_to_value}; wanted is "
-                "a positive norm, or 0 for no clipping."
+                f"Learner.ema_decay is {ema_decay}; wanted is a number of [0, 1), 0 for none."
             )
+        steps = gradient_accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(
+                f"Learner.gradient_accumulation_steps is {steps!r}; wanted is a positive integer."
+            )
+        if isinstance(slot_mesh_axes, str):
+            raise ConfigError(
+                f"Learner.slot_mesh_axes is {slot_mesh_axes!r}; wanted is a sequence of mesh "
+                f"axes, such as ({slot_mesh_axes!r},)."
+            )
+        self.ema_decay = ema_decay
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.loss_scale = loss_scale
+        self.variational_noise = variational_noise
+        self.slot_mesh_axes = tuple(slot_mesh_axes)
         self.learning_rate = learning_rate
-        self.clip_gradient_norm_to_value = clip_gradient_norm_to_value
         self.optimizer = optimizer(learning_rate=learning_rate)
+        # The main optimizer has no name.
+        self._optimizers = {"": self.optimizer} | {
+            aux.name: aux.optimizer(learning_rate=aux.learning_rate)
+            for aux in self.auxiliary_optimizers
+        }
+
+    def split_trainable(
+        self, params: PyTree, weight_specs: PyTree
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns (trainable, frozen): nested dicts without each other's leaves.
+
+        Args:
+          params: any tree of the params' structure: arrays, specs.
+          weight_specs: nested dict of WeightSpec.
+
+        Raises:
+          ConfigError: as `optimizer_names`.
+        """
+        trainable = self._optimizer_names(weight_specs)
+        frozen = [path for path, _ in spec_items(weight_specs) if path not in trainable]
+        return select(params, trainable), select(params, frozen)
+
+    def groups(self, tree: PyTree, weight_specs: PyTree) -> dict[str, Group]:
+        """Returns the trained weights by optimizer and stack shape.
+
+        Args:
+          tree: of the params' structure; it may lack the frozen leaves.
+
+        Returns:
+          "unstacked", "stack_4", ... with the main optimizer, "NAME.stack_4" with another.
+        """
+        names = self._optimizer_names(weight_specs)
+        return grouped(tree, weight_specs, names, self._optimizers)
+
+    def report(self, weight_specs: PyTree) -> list[str]:
+        """Returns lines: what each optimizer has and what is frozen; [] where one trains all."""
+        return report_lines(weight_specs, self._optimizer_names(weight_specs))
 
     def init(self, params: PyTree, weight_specs: PyTree) -> dict[str, PyTree]:
-        """Returns the slots: a count of skipped steps and, per stack shape, the optimizer's own."""
-        return {
+        """Returns opt_states: counts of skipped steps; "slots", an optax state by group; and where
+
+        set "ema", the average of the trained weights, and "loss_scale", its state.
+
+        Raises:
+          ConfigError: as `optimizer_names`; or a mask's pattern matches no weight.
+        """
+        with collected_patterns() as patterns:
+            slots = {
+                name: group.per_layer(group.optimizer.init)(group.weights)
+                for name, group in self.groups(params, weight_specs).items()
+            }
+        check_mask_patterns(weight_specs, patterns)
+        opt_states: dict[str, PyTree] = {
             "num_skipped_steps": jnp.zeros((), jnp.int32),
-            "slots": {
-                name: vmap_over(stack_shape, self.optimizer.init)(group)
-                for name, (stack_shape, group) in group_by_stack(params, weight_specs).items()
-            },
+            "num_skipped_in_a_row": jnp.zeros((), jnp.int32),
+            "slots": slots,
         }
+        if self.ema_decay:
+            # A copy: an array that is in the state twice could not be donated.
+            trainable, _ = self.split_trainable(params, weight_specs)
+            opt_states["ema"] = jax.tree.map(jnp.copy, trainable)
+        if self.loss_scale is not None:
+            opt_states["loss_scale"] = self.loss_scale.init()
+        return opt_states
 
     def update(
         self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, weight_specs: PyTree,
         loss: jax.Array, step: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array]]:
-        """Returns (params, opt_states, scalars grad_norm, learning_rate, num_skipped_steps).
+        """Returns (params, opt_states, scalars) after one step.
 
-        A step whose loss or gradient is not finite changes neither parameters nor slots, and is
-        counted; the schedule does not advance with it.
+        A step whose loss or gradient is not finite, or whose gradient is too large, changes
+        neither parameters, slots nor average, and is counted; schedules do not advance with it.
+
+        Args:
+          grads: float32, of the trained weights only.
+          params: of all weights.
+          step: steps made so far, skipped ones included.
+
+        Returns:
+          The scalars grad_norm (before clipping), learning_rate, learning_rate/NAME of each
+          auxiliary optimizer, num_skipped_steps, num_skipped_in_a_row, and of what is set
+          is_gradient_too_large (0 or 1) and loss_scale (the one this step was made with).
         """
-        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        trainable, frozen = self.split_trainable(params, weight_specs)
+        grads = split_as_slots(grads, weight_specs, self.slot_mesh_axes)
+        grad_norm = global_norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        learning_rate = self.learning_rate
-        if callable(learning_rate):
-            learning_rate = learning_rate(step - opt_states["num_skipped_steps"])
-        if self.clip_gradient_norm_to_value:
-            scale = jnp.minimum(1.0, self.clip_gradient_norm_to_value / grad_norm)
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        grads_by_group = group_by_stack(grads, weight_specs)
-        new_params, slots = {}, {}
-        for name, (stack_shape, group) in group_by_stack(params, weight_specs).items():
-            update = vmap_over(stack_shape, self.optimizer.update)
-            updates, slots[name] = update(grads_by_group[name][1], opt_states["slots"][name], group)
-            new_params = _merged(new_params, optax.apply_updates(group, updates))
+        is_kept = is_finite & self.limits.keeps(grad_norm)
+        num_updates = step - opt_states["num_skipped_steps"]
+
+        new: dict[str, PyTree] = {}
+        updates, new["slots"] = self._updates(
+            grads, grad_norm, opt_states["slots"], trainable, weight_specs
+        )
+        if self.ema_decay:
+            average = opt_states["ema"]
+            new["ema"] = moving_average(average, trainable, self.ema_decay, num_updates)
 
         def keep_if_skipped(new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
+            return jax.tree.map(lambda n, o: jnp.where(is_kept, n, o).astype(o.dtype), new, old)
 
-        num_skipped_steps = opt_states["num_skipped_steps"] + jnp.where(is_finite, 0, 1)
+        trainable = keep_if_skipped(optax.apply_updates(trainable, updates), trainable)
+        trainable = split_as_slots(trainable, weight_specs, self.slot_mesh_axes)
+        new = keep_if_skipped(new, {name: opt_states[name] for name in new}) | {
+            "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
+            "num_skipped_in_a_row": jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
+        }
         scalars = {
             "grad_norm": grad_norm,
-            "learning_rate": jnp.asarray(learning_rate, jnp.float32),
-            "num_skipped_steps": num_skipped_steps,
+            "learning_rate": rate_at(self.learning_rate, num_updates),
+            "num_skipped_steps": new["num_skipped_steps"],
+            "num_skipped_in_a_row": new["num_skipped_in_a_row"],
         }
-        new_opt_states = {
-            "num_skipped_steps": num_skipped_steps,
-            "slots": keep_if_skipped(slots, opt_states["slots"]),
-        }
-        return keep_if_skipped(new_params, params), new_opt_states, scalars
+        for aux in self.auxiliary_optimizers:
+            scalars[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
+        if self.limits.skip_step_gradient_norm_value:
+            scalars["is_gradient_too_large"] = jnp.where(is_finite & ~is_kept, 1.0, 0.0)
+        if self.loss_scale is not None:
+            new["loss_scale"] = self.loss_scale.update(opt_states["loss_scale"], is_finite)
+            scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
+        return merged(trainable, frozen), new, scalars
+
+    def _updates(
+        self, grads: PyTree, grad_norm: jax.Array, slots: dict[str, PyTree], weights: PyTree,
+        weight_specs: PyTree,
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        """Returns what to add to the weights, and the new slots; one layer of a stack at a time."""
+        updates: dict[str, Any] = {}
+        new_slots = {}
+        grad_groups = self.groups(grads, weight_specs)
+        for name, group in self.groups(weights, weight_specs).items():
+
+            def update(grads: PyTree, slots: PyTree, weights: PyTree, group=group) -> tuple:
+                return group.optimizer.update(self.limits.clipped(grads, grad_norm), slots, weights)
+
+            group_updates, new_slots[name] = group.per_layer(update)(
+                grad_groups[name].weights, slots[name], group.weights
+            )
+            updates = merged(updates, group_updates)
+        return updates, new_slots
+
+    def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:
+        """Returns the part of `opt_states` that `eval_params` reads; {}: it returns `params`.
+
+        Raises:
+          ConfigError: `use_ema` without an `ema_decay`.
+        """
+        if use_ema and not self.ema_decay:
+            raise ConfigError(
+                "The average of the weights (EMA) is asked for, but Learner.ema_decay is 0, so "
+                "the state has none. Set ema_decay, such as 0.999, and train with it."
+            )
+        if use_ema:
+            return {"ema": opt_states["ema"]}
+        nodes = jax.tree.leaves(opt_states["slots"], is_leaf=_is_schedule_free)
+        return {"slots": opt_states["slots"]} if any(map(_is_schedule_free, nodes)) else {}
+
+    def eval_params(
+        self, params: PyTree, opt_states: dict[str, PyTree], weight_specs: PyTree, use_ema: bool
+    ) -> PyTree:
+        """Returns the weights to evaluate and decode with: the moving average with `use_ema`, else
+
+        the averages of a schedule-free optimizer, else `params`. Of `opt_states` what
+        `eval_opt_states` returns is enough; it says what is raised.
+        """
+        read = self.eval_opt_states(opt_states, use_ema=use_ema)
+        if not read:
+            return params
+        _, frozen = self.split_trainable(params, weight_specs)
+        if use_ema:
+            return merged(read["ema"], frozen)
+        for name, group in self.groups(params, weight_specs).items():
+            frozen = merged(frozen, evaluation_params(read["slots"][name], group.weights))
+        return frozen
 
 
-def group_by_stack(
-    tree: PyTree, weight_specs: PyTree
-) -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
-    """Returns, per stack shape, its name, the shape, and the nested dict of just its leaves.
-
-    Weights without a stacked dim are "unstacked"; those of a scanned stack of 7 are "stack_7".
-    """
-    groups: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
-
-    def visit(node: Any, specs: Any, path: tuple[str, ...]) -> None:
-        if isinstance(specs, WeightSpec):
-            stack_shape = specs.stack_shape
-            name = "stack_" + "x".join(map(str, stack_shape)) if stack_shape else "unstacked"
-            target = groups.setdefault(name, (stack_shape, {}))[1]
-            for part in path[:-1]:
-                target = target.setdefault(part, {})
-            target[path[-1]] = node
-            return
-        for name, child in specs.items():
-            visit(node[name], child, (*path, name))
-
-    visit(tree, weight_specs, ())
-    return groups
+def _patterns(patterns: Patterns) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def vmap_over(stack_shape: tuple[int, ...], fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns `fn` mapped over the leading dims of all its arguments, one per stacked dim."""
-    for _ in stack_shape:
-        fn = jax.vmap(fn)
-    return fn
-
-
-def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict that holds the leaves of both."""
-    merged = dict(a)
-    for name, value in b.items():
-        merged[name] = _merged(merged[name], value) if name in merged else value
-    return merged
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, ScheduleFreeState)

@@ -66,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
     parser.add_argument("--mode", choices=MODES, default="train", help="default: train")
     parser.add_argument(
+        "--step", metavar="N|best", type=_step,
+        help="the checkpoint to evaluate or decode from; default: the newest",
+    )
+    parser.add_argument(
         "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
         help="set any field of the config, for instance run.num_train_steps=200",
     )
@@ -73,7 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _step(word: str) -> int | str:
+    return word if word == "best" else int(word)
+
+
 def _run(args: argparse.Namespace) -> None:
+    if args.step is not None and args.mode not in ("eval", "decode"):
+        raise ConfigError(
+            f"--step names the checkpoint for --mode=eval and --mode=decode; --mode={args.mode} "
+            "takes the newest. Leave it out."
+        )
     if args.mode == "summary":
         from praxis_lite.summary import summary
 
@@ -100,14 +113,20 @@ def _run(args: argparse.Namespace) -> None:
     job = fdl.build(config)
     partitioner = _partitioner(job, args.mode)
     # Imported after the checks, so that an error need not wait for Orbax.
-    if args.mode == "train":
-        _train(partitioner, job, job_dir, config, experiment, args.settings)
-    elif args.mode == "explain":
+    if args.mode == "explain":
         from praxis_lite.explain import explain
 
         explain(partitioner, job.datasets, job.decode_datasets, print)
+        return
+
+    from praxis_lite import launch
+
+    if args.mode == "train":
+        launch.train(partitioner, job, job_dir, config, experiment, args.settings)
+    elif args.mode == "eval":
+        launch.evaluate(partitioner, job, job_dir, args.step)
     else:
-        _use_checkpoint(args.mode, partitioner, job, job_dir)
+        launch.decode(partitioner, job, job_dir, args.step)
 
 
 def _job_log_dir(args: argparse.Namespace) -> str:
@@ -148,9 +167,14 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
     """Returns the task on its mesh, after all that can be checked before anything compiles."""
     import jax
 
+    from praxis_lite.job_checks import (
+        TRAIN,
+        check_averages,
+        check_num_batches,
+        check_watched_metrics,
+    )
     from praxis_lite.partitioner import Partitioner
     from praxis_lite.sharding import make_mesh, simulate_devices
-    from praxis_lite.trainer import TRAIN, check_num_batches
 
     _use_compilation_cache()
     simulate_devices(job.mesh.num_devices)
@@ -164,6 +188,7 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
     )
     print(f"mesh ({axes}): {devices}", flush=True)
     partitioner = Partitioner(job.task, mesh)
+    check_averages(partitioner, job.run)
     if mode == "train" and TRAIN not in job.datasets:
         raise ConfigError(
             f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
@@ -190,6 +215,8 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
             step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
             if mode == step:
                 partitioner.trace(step, spec)
+    if mode == "train":
+        check_watched_metrics(partitioner, job.datasets, job.run)
     return partitioner
 
 
@@ -200,100 +227,6 @@ def _use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-
-
-def _train(
-    partitioner: "Partitioner",
-    job: "Job",
-    job_dir: JobDir,
-    config: "fdl.Config",
-    experiment: str,
-    settings: Sequence[str],
-) -> None:
-    from praxis_lite import trainer
-    from praxis_lite.checkpoints import Checkpoints
-    from praxis_lite.config.text import config_lines, dump_config
-    from praxis_lite.layout_table import layout_table, layout_warnings
-    from praxis_lite.metrics import ProgressLine
-
-    num_train_steps = job.run.num_train_steps
-    config_text, config_text_lines = dump_config(config, experiment, settings), config_lines(config)
-    if not job_dir.config_json.is_file():
-        # Before any other file: a launch that is stopped from here on leaves a job to go on with.
-        job_dir.write_config(config_text, config_text_lines)
-    with Checkpoints(job_dir.checkpoints, max_to_keep=job.run.max_checkpoints_to_keep) as saved:
-        if saved.latest_step() is None:
-            first_step = 0
-            print("initialising the state", flush=True)
-            state = partitioner.init(partitioner.key(job.run.seed))
-        else:
-            trainer.check_resumable(saved.latest_data(), job.datasets[trainer.TRAIN])
-            restored = saved.restore(partitioner.layout, partitioner.mesh)
-            first_step, state = restored.step, restored.state
-            print(f"restored the checkpoint of step {first_step}", flush=True)
-            _print_changes(job_dir, config)
-        job_dir.write_config(config_text, config_text_lines)
-        table = layout_table(partitioner.layout)
-        job_dir.layout_txt.write_text(table + "\n", encoding="utf-8")
-        print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
-        for warning in layout_warnings(partitioner.layout):
-            print(f"WARNING: {warning}")
-        if first_step >= num_train_steps:
-            print(
-                f"The job has already made its {num_train_steps} steps; to go on, raise "
-                "run.num_train_steps."
-            )
-            return
-        print("compiling the first step", flush=True)
-        progress = ProgressLine(num_train_steps, sys.stdout, job.run.log_every_steps, first_step)
-        trainer.train(
-            partitioner, job.datasets, job.run, job_dir, saved, state, first_step, progress
-        )
-    print(f"trained to step {num_train_steps}: {job_dir.path}")
-
-
-def _print_changes(job_dir: JobDir, config: "fdl.Config") -> None:
-    from praxis_lite.config.text import config_difference, load_config
-
-    before = load_config(job_dir.config_json.read_text(encoding="utf-8")).config
-    for line in config_difference(before, config):
-        print(f"changed since the job was last run: {line}")
-
-
-_NOTHING_TO = {
-    "decode": (
-        "The experiment has no decode datasets. Add the method decode_datasets(), for instance: "
-        'return {"prompts": fdl.Config(TextPrompts, ...)}.'
-    ),
-    "eval": (
-        "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
-        'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
-    ),
-}
-
-
-def _use_checkpoint(mode: str, partitioner: "Partitioner", job: "Job", job_dir: JobDir) -> None:
-    from praxis_lite.checkpoints import Checkpoints
-    from praxis_lite.decoding import decode
-    from praxis_lite.metrics import JsonLinesWriter
-    from praxis_lite.trainer import TRAIN, Evaluator, evaluation_line
-
-    eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
-    if not (job.decode_datasets if mode == "decode" else eval_sets):
-        raise ConfigError(_NOTHING_TO[mode])
-    with Checkpoints(job_dir.checkpoints) as saved:
-        restored = saved.restore_mdl_vars(partitioner.layout, partitioner.mesh)
-    print(f"restored the weights of step {restored.step}", flush=True)
-    if mode == "decode":
-        decode(
-            partitioner, job.decode_datasets, restored.state, restored.step, job.run.seed,
-            job_dir, print,
-        )
-        return
-    with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
-        evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
-        for name, results in evaluator.run(restored.step, restored.state).items():
-            print(evaluation_line(restored.step, name, results))
 
 
 def _own_words(error: ConfigError) -> Any:

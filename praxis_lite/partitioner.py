@@ -67,6 +67,11 @@ class Partitioner:
             in_shardings=(mdl_shardings, None, self.replicated),
             out_shardings=self.replicated,
         )
+        self._eval_params = jax.jit(
+            self._eval_params_of_state,
+            static_argnames="use_ema",
+            out_shardings=mdl_shardings["params"],
+        )
 
     def key(self, seed: int) -> jax.Array:
         """Returns the run's key, on every device."""
@@ -109,6 +114,23 @@ class Partitioner:
             return self.eval_step.trace(state.mdl_vars, batch)
         return self.decode_step.trace(state.mdl_vars, batch, key)
 
+    def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
+        """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
+
+        Args:
+          state: of whose opt_states only `Learner.eval_opt_states` are read.
+          use_ema: take the moving averages that the learner keeps.
+
+        Raises:
+          ConfigError: `use_ema`, and the learner keeps none.
+        """
+        names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
+        if not names:
+            return state.mdl_vars
+        read = {name: state.opt_states[name] for name in names}
+        params = self._eval_params(state.mdl_vars["params"], read, use_ema=use_ema)
+        return {**state.mdl_vars, "params": params}
+
     def with_mdl_vars(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
 
@@ -142,6 +164,17 @@ class Partitioner:
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(self.task, state, self._inputs(batch), key)
             return self.layout.pad(state), outputs
+
+    def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
+        with self._tracing():
+            layout = self._mdl_layout.select("params")
+            opt_layout = self.layout.select("opt_states")
+            opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
+            params = self.task.learner.eval_params(
+                layout.unpad(params), opt_states,
+                self.task.model.weight_specs()["params"], use_ema=use_ema,
+            )
+            return layout.pad(params)
 
     def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch):
         with self._tracing():

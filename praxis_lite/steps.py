@@ -6,7 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from praxis_lite import accumulation
 from praxis_lite.models.nnx_model import mdl_vars_of
+from praxis_lite.optimizer_groups import merged
+from praxis_lite.slots import split_as_slots
 from praxis_lite.task import Task
 from praxis_lite.train_state import TrainState
 
@@ -32,17 +35,34 @@ def train_step(
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
     """
     key = jax.random.fold_in(key, state.step)
-    non_trainable = state.mdl_vars["non_trainable"]
+    learner, weight_specs = task.learner, task.model.weight_specs()["params"]
+    params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
+    trainable, frozen = learner.split_trainable(params, weight_specs)
+    if learner.variational_noise is not None:  # Of the weights that are differentiated only.
+        trainable = learner.variational_noise.apply(trainable, key, state.step)
+    is_scaled = learner.loss_scale is not None
+    scale = state.opt_states["loss_scale"]["scale"] if is_scaled else None
 
-    def loss_fn(params: Any) -> tuple[jax.Array, tuple[dict, Any]]:
+    def loss_fn(
+        trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[dict, Any]]:
+        params = merged(trainable, frozen)
         module = task.model.module({"params": params, "non_trainable": non_trainable})
         metrics = dict(task.compute_loss(module, inputs, key))
-        return metrics["loss"][0], (metrics, mdl_vars_of(module)["non_trainable"])
+        loss = metrics["loss"][0]
+        scaled_loss = loss.astype(jnp.float32) * scale if is_scaled else loss
+        return scaled_loss, (metrics, mdl_vars_of(module)["non_trainable"])
 
-    params = state.mdl_vars["params"]
-    (loss, (metrics, new_non_trainable)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    new_params, opt_states, learner_scalars = task.learner.update(
-        grads, state.opt_states, params, task.model.weight_specs()["params"], loss, state.step
+    metrics, new_non_trainable, grads = accumulation.value_and_grad(
+        loss_fn, trainable, non_trainable, inputs, key,
+        num_micro_batches=learner.gradient_accumulation_steps,
+        inputs_split_mapping=task.inputs_split_mapping,
+        lay_out=lambda grads: split_as_slots(grads, weight_specs, learner.slot_mesh_axes),
+    )
+    if is_scaled:
+        grads = jax.tree.map(lambda g: g / scale, grads)
+    new_params, opt_states, learner_scalars = learner.update(
+        grads, state.opt_states, params, weight_specs, metrics["loss"][0], state.step
     )
     # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
     is_skipped = opt_states["num_skipped_steps"] != state.opt_states["num_skipped_steps"]

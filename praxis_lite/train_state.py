@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.models.nnx_model import spec_leaves
 from praxis_lite.sharding import pad_tree, padded_shape, unpad_tree
-from praxis_lite.slots import slot_specs
+from praxis_lite.slots import extended_specs, slot_specs
 from praxis_lite.task import Task
 
 PyTree = Any
@@ -24,7 +24,7 @@ class TrainState:
     Attributes:
       step: int32 scalar: steps made, skipped ones included.
       mdl_vars: `{"params": ..., "non_trainable": ...}`, nested dicts of arrays.
-      opt_states: `{"num_skipped_steps": ..., "slots": {stack group: optax state}}`.
+      opt_states: of `Learner.init`: counts, `"slots"` by group, what else is set.
     """
 
     step: Any
@@ -99,8 +99,12 @@ class StateLayout:
         return unpad_tree(tree, self.shapes, self.specs)
 
     def select(self, name: str) -> "StateLayout":
-        """Returns the layout of one field of a TrainState."""
-        return StateLayout(getattr(self.shapes, name), getattr(self.specs, name), self.axis_sizes)
+        """Returns the layout of one field of a TrainState, or of one entry of a dict."""
+
+        def one(tree: PyTree) -> PyTree:
+            return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
+
+        return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes)
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
@@ -128,7 +132,8 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
       axis_sizes: devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: a weight's split does not fit its shape or the axes; names its path.
+      ConfigError: a weight's split does not fit its shape or the axes (names its path), or the
+        learner's `slot_mesh_axes` not the mesh; a pattern of the learner's matches nothing.
     """
     weight_specs = task.model.weight_specs()
     axis_names = tuple(axis_sizes)
@@ -140,14 +145,17 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
     mdl_specs = jax.tree_util.tree_map_with_path(
         lambda path, _: spec_of[jax.tree_util.keystr(path, simple=True, separator="/")], mdl_shapes
     )
-    params_specs = weight_specs["params"]
+    learner, params_specs = task.learner, weight_specs["params"]
     opt_shapes = jax.eval_shape(
-        lambda params: task.learner.init(params, params_specs), mdl_shapes["params"]
+        lambda params: learner.init(params, params_specs), mdl_shapes["params"]
     )
-    opt_specs = {
-        "num_skipped_steps": PartitionSpec(),
-        "slots": slot_specs(task.learner.optimizer.init, params_specs, mdl_specs["params"]),
-    }
+    opt_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), opt_shapes)
+    extended = extended_specs(params_specs, learner.slot_mesh_axes, axis_sizes)
+    opt_specs["slots"] = slot_specs(
+        learner.groups(params_specs, params_specs), learner.groups(extended, params_specs)
+    )
+    if "ema" in opt_specs:
+        opt_specs["ema"] = learner.split_trainable(extended, params_specs)[0]
     step = jax.ShapeDtypeStruct((), "int32")
     return StateLayout(
         shapes=TrainState(step, mdl_shapes, opt_shapes),

@@ -100,6 +100,15 @@ class BaseLayer(nnx.Module):
         )
 
 
+def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `weight` (float32) in the shape and dtype of `like`.
+
+    The gradient of a broadcast is a sum, over all tokens for a bias. Cast after it and not before,
+    it is a sum in float32: in bfloat16 it would stop growing, for 256 + 1 is 256 there.
+    """
+    return jnp.broadcast_to(weight, like.shape).astype(like.dtype)
+
+
 class AuxLoss(nnx.Intermediate):
     """A scalar that a pass adds to the training loss, such as a router's load balance.
 

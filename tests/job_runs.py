@@ -37,7 +37,9 @@ import optax
 
 from experiments.lm import rotary_lm
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample
+from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.layers import set_sharding_params
@@ -108,6 +110,26 @@ class Tiny(Experiment):
     def run(self):
         return fdl.Config(
             RunConfig, num_train_steps=7, checkpoint_every_steps=3, eval_every_steps=3
+        )
+
+
+@register
+class Averaged(Tiny):
+    """Averages its weights, keeps the best checkpoint, and stops when it gets no better."""
+
+    def task(self):
+        task = super().task()
+        task.learner.ema_decay = 0.7
+        task.learner.learning_rate = 1.0  # So high that the loss goes up and down.
+        task.learner.bprop_variable_exclusion = "final_ln"
+        return task
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=9, checkpoint_every_steps=2, eval_every_steps=1,
+            max_checkpoints_to_keep=1, eval_use_ema_states=True, decode_use_ema_states=True,
+            best_checkpoints=fdl.Config(BestCheckpoints, metric="heldout/loss", max_to_keep=1),
+            early_stopping=fdl.Config(EarlyStopping, metric="heldout/loss", patience=2),
         )
 
 

@@ -8,24 +8,33 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tensorstore
+from jax.sharding import PartitionSpec as P
 
+from praxis_lite.best_checkpoints import BestCheckpoints
 from praxis_lite.checkpoints import Checkpoints
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.train_state import TrainState
+from praxis_lite.train_state import StateLayout, TrainState
 from tests.job_runs import home
 
 MESHES = [(1, 4, 2), (1, 3, 2), (2, 2, 2), (1, 1, 1)]
 
 
-def partitioner_on(mesh, *settings, optimizer=None):
-    """Returns `jobzoo.experiments.Tiny` on a mesh, with settings of --set."""
+def tiny_config(*settings):
+    """Returns the config of `jobzoo.experiments.Tiny`, with settings of --set."""
     home()
     from jobzoo.experiments import Tiny
 
     config = Tiny().config()
     apply_overrides(config, settings)
+    return config
+
+
+def partitioner_on(mesh, *settings, optimizer=None):
+    """Returns `Tiny` on a mesh."""
+    config = tiny_config(*settings)
     if optimizer is not None:
         config.task.learner.optimizer = optimizer
     return Partitioner(fdl.build(config.task), mesh)
@@ -90,10 +99,11 @@ def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved
         other = partitioner_on(mesh_of(*shape), optimizer=optimizer)
         with Checkpoints(tmp_path) as checkpoints:
             restored = checkpoints.restore(other.layout, other.mesh)
-            weights = checkpoints.restore_mdl_vars(other.layout, other.mesh)
+            weights = checkpoints.restore_for_eval(other.layout, other.mesh)
         assert restored.step == weights.step == 13
         assert_same_true_values(restored.state, true_state)
-        assert_same_true_values(weights.state, true_state.mdl_vars)
+        assert_same_true_values(weights.state.mdl_vars, true_state.mdl_vars)
+        assert weights.state.opt_states == {} and int(weights.state.step) == 13
         for x, abstract in zip(
             jax.tree.leaves(restored.state),
             jax.tree.leaves(other.layout.abstract(other.mesh)),
@@ -183,10 +193,10 @@ def test_another_model_is_refused_naming_the_leaves(
         assert caught.match("Use the settings that it was trained with .*or start a new job")
         if optimizer is None:
             with pytest.raises(ConfigError, match="mdl_vars/params") as caught:
-                checkpoints.restore_mdl_vars(partitioner.layout, partitioner.mesh)
+                checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
             assert "opt_states" not in str(caught.value)
         else:  # Who only reads the weights does not care for the optimizer.
-            checkpoints.restore_mdl_vars(partitioner.layout, partitioner.mesh)
+            checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
 
 
 def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, tmp_path):
@@ -197,7 +207,7 @@ def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, 
     manifest_file.write_text(json.dumps(manifest))
     partitioner = partitioner_on(mesh_of(1, 4, 2))
     with Checkpoints(folder) as checkpoints:
-        for restore in (checkpoints.restore, checkpoints.restore_mdl_vars):
+        for restore in (checkpoints.restore, checkpoints.restore_for_eval):
             with pytest.raises(ConfigError, match=f"{SOFTMAX} has dtype bfloat16 in the check"):
                 restore(partitioner.layout, partitioner.mesh)
 
@@ -207,10 +217,46 @@ def test_weights_are_restored_without_the_slots(saved_folder, mesh_of, tmp_path)
     shutil.rmtree(folder / "13/opt_states")
     partitioner = partitioner_on(mesh_of(1, 3, 2))
     with Checkpoints(folder) as checkpoints:
-        restored = checkpoints.restore_mdl_vars(partitioner.layout, partitioner.mesh)
-    assert_same_true_values(
-        restored.state, random_true_state(partitioner.layout).mdl_vars
-    )
+        restored = checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
+    true_state = random_true_state(partitioner.layout)
+    assert_same_true_values(restored.state.mdl_vars, true_state.mdl_vars)
+
+
+def bytes_read():
+    """Returns how much TensorStore has read from files so far in this process."""
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/")
+    by_name = {one["name"].rsplit("/", 1)[-1]: one["values"] for one in metrics}
+    return sum(value["value"] for value in by_name["bytes_read"])
+
+
+def test_parts_of_the_opt_states_are_restored_and_the_rest_is_not_read(tmp_path, mesh_of):
+    settings = ("task.learner.ema_decay=0.9", "task.model.vocab_size=4001")
+    first = partitioner_on(mesh_of(1, 4, 2), *settings)
+    true_state = random_true_state(first.layout)
+    save(tmp_path, 13, placed(true_state, first), first.layout)
+    other = partitioner_on(mesh_of(1, 2, 4), *settings)
+    read = {}
+    # On the mesh that saved, every stored chunk that is wanted is read once.
+    for one, keys in [(first, ("num_skipped_steps",)), (first, ("ema",)), (first, ("slots",)),
+                      (other, ()), (other, ("ema", "slots"))]:
+        before = bytes_read()
+        with Checkpoints(tmp_path) as checkpoints:
+            restored = checkpoints.restore_for_eval(one.layout, one.mesh, keys)
+        read.setdefault(keys, bytes_read() - before)
+        assert_same_true_values(restored.state.mdl_vars, true_state.mdl_vars)
+        wanted = {key: true_state.opt_states[key] for key in keys}
+        assert_same_true_values(restored.state.opt_states, wanted)
+    weights = sum(x.nbytes for x in jax.tree.leaves(true_state.mdl_vars))
+    rest = read["num_skipped_steps",]  # The weights, and what says where the arrays lie.
+    assert 0.8 < (read["ema",] - rest) / weights < 1.1
+    assert 1.6 < (read["slots",] - rest) / weights < 2.2  # Adamw has two of a weight's shape.
+
+
+def test_what_no_opt_states_have_is_refused(saved_folder, mesh_of):
+    partitioner = partitioner_on(mesh_of(1, 1, 1))
+    wrong = pytest.raises(ConfigError, match=r"no opt_states\['slot'\].* Did you mean slots")
+    with Checkpoints(saved_folder) as checkpoints, wrong:
+        checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh, ("slot",))
 
 
 def test_what_was_saved_beside_the_state_comes_back(saved_folder):
@@ -223,7 +269,7 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() is None and checkpoints.all_steps() == []
-        for restore in (checkpoints.restore, checkpoints.restore_mdl_vars):
+        for restore in (checkpoints.restore, checkpoints.restore_for_eval):
             with pytest.raises(ConfigError, match=r"no checkpoint in .*--mode=train"):
                 restore(partitioner.layout, partitioner.mesh)
 
@@ -250,6 +296,97 @@ def test_older_checkpoints_are_deleted(tmp_path, mesh_of):
             checkpoints.save(step, state, partitioner.layout, {})
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.all_steps() == [7, 11]
+
+
+# A state that is saved fast: one weight that no mesh divides, and a count.
+SMALL = StateLayout(
+    shapes=TrainState(
+        jax.ShapeDtypeStruct((), np.int32),
+        {"params": {"w": jax.ShapeDtypeStruct((7, 5), np.float32)}},
+        {"count": jax.ShapeDtypeStruct((), np.int32)},
+    ),
+    specs=TrainState(P(), {"params": {"w": P("data", "mdl")}}, {"count": P()}),
+    axis_sizes={"replica": 1, "data": 4, "mdl": 2},
+)
+
+
+def small_state(mesh, number):
+    w = np.zeros((8, 6), np.float32)
+    w[:7, :5] = number
+    state = TrainState(np.int32(number), {"params": {"w": w}}, {"count": np.int32(number)})
+    return jax.device_put(state, SMALL.shardings(mesh))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "best_step"), [("min", [2, 7, 8], 2), ("max", [1, 5, 8], 5)]
+)
+def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, best_step):
+    mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, max_to_keep=2)
+    values = {1: 5.0, 2: 2.0, 3: float("nan"), 4: None, 5: 5.5, 6: 4.0, 7: 2.0, 8: None}
+    # As two launches of a job: the second learns from the manifests what the first saved.
+    for steps in ((1, 2, 3, 4), (5, 6, 7, 8)):
+        with Checkpoints(tmp_path, max_to_keep=1, best=best) as checkpoints:
+            for step in steps:
+                metrics = {} if values[step] is None else {"heldout/loss": values[step]}
+                checkpoints.save(step, small_state(mesh, step), SMALL, {}, metrics)
+                assert checkpoints.latest_step() == step
+    with Checkpoints(tmp_path) as checkpoints:  # Which does not know what is best.
+        assert checkpoints.all_steps() == kept and checkpoints.best_step() == best_step
+        for step, wanted in ((None, 8), ("best", best_step), (kept[1], kept[1])):
+            for restore in (checkpoints.restore, checkpoints.restore_for_eval):
+                restored = restore(SMALL, mesh, step=step)
+                w = np.asarray(restored.state.mdl_vars["params"]["w"])
+                assert restored.step == int(restored.state.step) == w[6, 4] == wanted
+        with pytest.raises(ConfigError, match="no checkpoint of step 3 .* the steps 1?2?, "):
+            checkpoints.restore(SMALL, mesh, step=3)
+
+
+def test_without_the_metric_there_is_no_best(tmp_path, mesh_of):
+    mesh = mesh_of(1, 4, 2)
+    best = BestCheckpoints(metric="heldout/loss")
+    for step, metrics in [(1, {"heldout/accuracy": 0.5}), (2, {"heldout/loss": float("nan")})]:
+        with Checkpoints(tmp_path, max_to_keep=3, best=best) as checkpoints:
+            checkpoints.save(step, small_state(mesh, step), SMALL, {}, metrics)
+            assert checkpoints.best_step() is None
+    wrong = pytest.raises(ConfigError, match="no best checkpoint, .* it has the steps 1, 2")
+    with Checkpoints(tmp_path) as checkpoints, wrong:
+        checkpoints.restore(SMALL, mesh, step="best")
+
+
+def test_what_is_best_must_make_sense():
+    with pytest.raises(ConfigError, match="mode is 'lowest'; wanted is one of .*min"):
+        BestCheckpoints(metric="heldout/loss", mode="lowest")
+    with pytest.raises(ConfigError, match="max_to_keep is 0; wanted is a whole number, 1"):
+        BestCheckpoints(metric="heldout/loss", max_to_keep=0)
+
+
+def test_single_arrays_are_restored_onto_any_layout(saved_folder, mesh_of):
+    partitioner = partitioner_on(mesh_of(1, 4, 2))
+    true_state = random_true_state(partitioner.layout)
+    nu = "opt_states/slots/unstacked/0/nu/final_ln/scale"
+    mesh = mesh_of(1, 2, 4)
+    [wanted] = StateLayout(
+        jax.ShapeDtypeStruct((7, 257), np.float32), P("mdl", ("data", "replica")), dict(mesh.shape)
+    ).leaves()
+    [vector] = StateLayout(
+        jax.ShapeDtypeStruct((7,), np.float32), P("data"), dict(mesh.shape)
+    ).leaves()
+    with Checkpoints(saved_folder) as checkpoints:
+        leaves = checkpoints.leaves()
+        assert {path: (x.shape, x.dtype) for path, x in leaves.items()} == {
+            leaf.path: (leaf.shape, leaf.dtype)
+            for leaf in partitioner.layout.leaves() if leaf.path != "step"
+        }
+        found = checkpoints.restore_leaves({nu: vector, SOFTMAX: wanted}, mesh)
+        with pytest.raises(ConfigError, match=rf"{SOFTMAX} has shape \[7, 257\] .*, \[7\]"):
+            checkpoints.restore_leaves({SOFTMAX: vector}, mesh)
+        with pytest.raises(ConfigError, match="mdl_vars/params/sofmax is only in the model"):
+            checkpoints.restore_leaves({"mdl_vars/params/sofmax": vector}, mesh)
+    assert list(found) == [nu, SOFTMAX]
+    assert found[SOFTMAX].shape == (8, 258) and found[SOFTMAX].sharding.spec == wanted.spec
+    softmax = true_state.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
+    scale = true_state.opt_states["slots"]["unstacked"][0].nu["final_ln"]["scale"]
+    assert_same_true_values([found[nu], found[SOFTMAX]], [scale, softmax])
 
 
 def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path, mesh_of):

@@ -5,9 +5,9 @@ import pytest
 
 from praxis_lite import registry
 from praxis_lite.config.overrides import check_required
+from praxis_lite.job_checks import TRAIN, check_num_batches
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from praxis_lite.trainer import TRAIN, check_num_batches
 
 NAMES = [one.name for one in registry.list_experiments()]
 

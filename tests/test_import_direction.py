@@ -22,11 +22,15 @@ ORDER = (
     {"train_state", "accumulation"},
     {"steps"},
     {"partitioner"},
-    {"checkpoints", "inputs", "metrics", "job_dir", "layout_table"},
+    {"best_checkpoints", "checkpoint_loading_rules", "checkpoint_manifest"},
+    {"inputs", "metrics", "job_dir", "layout_table"},
+    {"checkpoints", "early_stopping", "evaluation"},
+    {"init_plan"},
     {"init_from_checkpoint"},
     {"experiment", "summary"},
-    {"registry", "trainer"},
-    {"decoding", "explain", "interop"},
+    {"registry", "job_checks"},
+    {"trainer", "decoding", "explain", "interop"},
+    {"launch"},
     {"main"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

@@ -11,8 +11,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
-from praxis_lite.slots import slot_specs
+from praxis_lite.optimizer_groups import Group
+from praxis_lite.slots import extended_specs, slot_specs, split_as_slots
 from praxis_lite.train_state import state_layout
 from praxis_lite.weights import WeightSpec
 from tests.goldens import golden, trimmed
@@ -81,9 +83,15 @@ class DeclaredTask(NamedTuple):
     learner: Learner
 
 
-def layout_of(weight_specs, optimizer, axis_sizes):
-    task = DeclaredTask(DeclaredModel(weight_specs), Learner(optimizer, 1e-3))
+def layout_of(weight_specs, optimizer, axis_sizes, **settings):
+    task = DeclaredTask(DeclaredModel(weight_specs), Learner(optimizer, 1e-3, **settings))
     return {leaf.path: leaf for leaf in state_layout(task, axis_sizes).leaves()}
+
+
+def specs_of(optimizer, weights):
+    """Returns the specs of the slots of weights that are not stacked."""
+    splits = {n: P(*w.split_dims_mapping) for n, w in weights.items()}
+    return slot_specs({"": Group(optimizer, (), weights)}, {"": Group(optimizer, (), splits)})[""]
 
 
 def parts(pax_path):
@@ -121,8 +129,10 @@ def test_every_leaf_of_a_train_state_of_pax(index):
         return "/".join(["opt_states/slots", group, *(n for n in names[3:] if n != "params")])
 
     wanted = {our_path(path): leaf for path, leaf in case["state"].items()}
-    assert found.keys() - wanted.keys() == {"opt_states/num_skipped_steps"}
-    assert len(wanted) == len(case["state"]) == len(found) - 1
+    assert found.keys() - wanted.keys() == {
+        "opt_states/num_skipped_steps", "opt_states/num_skipped_in_a_row"
+    }
+    assert len(wanted) == len(case["state"]) == len(found) - 2
     uneven = 0
     for path, leaf in wanted.items():
         assert list(found[path].shape) == leaf["unpadded"], path
@@ -151,9 +161,7 @@ def test_a_slot_splits_as_the_dims_that_its_values_follow(name):
     """Independent of shapes: a gradient that varies along one dim shows which slot dim that is."""
     optimizer = OPTIMIZERS[name](learning_rate=0.1)
     weights = {str(shape): WeightSpec(shape, jnp.float32, AXES[: len(shape)]) for shape in SHAPES}
-    specs = slot_specs(
-        optimizer.init, weights, {n: P(*w.split_dims_mapping) for n, w in weights.items()}
-    )["unstacked"]
+    specs = specs_of(optimizer, weights)
     spec_of_slot = {
         jax.tree_util.keystr(path): spec
         for path, spec in jax.tree_util.tree_flatten_with_path(
@@ -227,7 +235,98 @@ def test_an_optimizer_that_decides_by_size_is_asked_on_the_side_where_the_weight
             params,
         )
 
-    specs = slot_specs(
-        init, {"w": WeightSpec((7, 7), jnp.float32, ("data", "mdl"))}, {"w": P("data", "mdl")}
+    optimizer = optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+    specs = specs_of(optimizer, {"w": WeightSpec((7, 7), jnp.float32, ("data", "mdl"))})
+    assert specs["w"] == (P("data"), P("mdl"))
+
+
+SIZES = {"replica": 1, "data": 4, "mdl": 2}
+
+
+def extended(shape, split=None, stack=(), axes=("data",), sizes=SIZES):
+    weight = WeightSpec(shape, jnp.float32, split, stack)
+    return extended_specs({"a": {"w": weight}}, axes, sizes)["a"]["w"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "stack", "wanted"),
+    [
+        ((8, 12), None, (), P(None, "data")),  # Both divide: the larger.
+        ((12, 8), None, (), P("data", None)),
+        ((8, 8), None, (), P("data", None)),
+        ((8, 13), None, (), P("data", None)),  # 13 would become 16.
+        ((7, 13), None, (), P("data", None)),  # 8 x 13 = 104 are fewer than 7 x 16 = 112.
+        ((13, 37), ("mdl", None), (), P("mdl", "data")),  # 14 x 40, not 16 x 37 = 592.
+        ((16, 3), ("mdl", None), (), P(("mdl", "data"), None)),  # A part of the weight's part.
+        ((8, 12), ("data", None), (), P("data", None)),  # The weight has the axis.
+        ((8, 12), (("data", "mdl"), None), (), P(("data", "mdl"), None)),
+        ((4, 8, 12), None, (None,), P(None, None, "data")),
+        ((4, 3, 7), None, (None,), P(None, None, "data")),  # Padded, but not the layers.
+        ((4, 3), None, (None,), P("data", None)),  # No dim of its own will do.
+        ((4, 3), None, ("data",), P("data", None)),
+        ((3,), None, (), P(None)),  # Fewer elements than devices.
+        ((2, 3), None, (), P(None, None)),
+        ((7,), ("mdl",), (), P("mdl")),  # Fewer than both axes' 8 devices.
+        ((), None, (), P()),
+    ],
+)
+def test_a_slots_axis_goes_where_it_costs_the_least_padding(shape, split, stack, wanted):
+    assert extended(shape, split, stack) == wanted
+    own = WeightSpec(shape, jnp.float32, split, stack).partition_spec(tuple(SIZES), "w")
+    assert extended(shape, split, stack, axes=()) == own
+
+
+def test_axes_that_the_weight_has_are_left_out_of_several():
+    axes = ("replica", "data")
+    sizes = {"replica": 2, "data": 2, "mdl": 2}
+    assert extended((8, 4), None, axes=axes, sizes=sizes) == P(("replica", "data"), None)
+    assert extended((8, 4), ("data", None), axes=axes, sizes=sizes) == P(("data", "replica"), None)
+    assert extended((8, 4), axes, axes=axes, sizes=sizes) == P("replica", "data")
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (("dta",), r"Learner\.slot_mesh_axes: .*'dta'.*replica.*data.*mdl.*Did you mean.*data"),
+        (("data", "data"), r"Learner\.slot_mesh_axes: .*'data' twice"),
+    ],
+)
+def test_slot_mesh_axes_that_the_mesh_has_not_are_an_error(axes, message):
+    with pytest.raises(ConfigError, match=message):
+        extended((8, 8), axes=axes)
+    with pytest.raises(ConfigError, match=message):
+        layout_of({"w": WeightSpec((8, 8), jnp.float32)}, optax.adamw, SIZES, slot_mesh_axes=axes)
+
+
+def test_without_a_mesh_or_axes_nothing_is_stated(mesh_of):
+    tree, specs = {"w": jnp.ones((8, 3))}, {"w": WeightSpec((8, 3), jnp.float32)}
+    assert split_as_slots(tree, specs, ("data",)) is tree
+    with jax.set_mesh(mesh_of(1, 4, 2)):
+        assert split_as_slots(tree, specs, ()) is tree
+        # Frozen weights have no gradient.
+        both = specs | {"frozen": WeightSpec((8, 3), jnp.float32)}
+        found = jax.jit(lambda tree: split_as_slots(tree, both, ("data",)))(tree)
+    assert found.keys() == {"w"} and trimmed(found["w"].sharding.spec) == ["data"]
+
+
+def test_slots_and_the_average_split_over_the_slots_axes_and_weights_do_not():
+    weight_specs = {
+        "frozen": WeightSpec((8, 12), jnp.float32),
+        "w": WeightSpec((13, 37), jnp.float32, ("mdl", None)),
+    }
+    found = layout_of(
+        weight_specs, functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
+        SIZES, slot_mesh_axes=("data",), ema_decay=0.9, bprop_variable_exclusion="frozen",
     )
-    assert specs["unstacked"]["w"] == (P("data"), P("mdl"))
+    assert not any(path.endswith("/frozen") for path in found.keys() - {"mdl_vars/params/frozen"})
+    specs = {path: leaf.spec for path, leaf in found.items() if path.endswith("/w")}
+    slots = "opt_states/slots/unstacked"
+    assert specs == {
+        "mdl_vars/params/w": P("mdl", None),
+        "opt_states/ema/w": P("mdl", "data"),
+        # optax: the row statistics lose the largest dim, the column statistics the other.
+        f"{slots}/0/v_row/w": P("mdl"),
+        f"{slots}/0/v_col/w": P("data"),
+        f"{slots}/0/v/w": P(None),
+        f"{slots}/4/ema/w": P("mdl", "data"),
+    }

@@ -68,6 +68,7 @@ def test_every_leaf_has_its_place_shape_spec_and_bytes():
         "mdl_vars/params/w": ((7, 5), (8, 6), P("data", "mdl"), 4 * 2 * 3),
         "mdl_vars/params/blocks/b": ((3, 5), (3, 6), P(None, "mdl"), 4 * 3 * 3),
         "mdl_vars/non_trainable/blocks/seen": ((3, 5), (3, 5), P(None, None), 4 * 3 * 5),
+        "opt_states/num_skipped_in_a_row": ((), (), P(), 4),
         "opt_states/num_skipped_steps": ((), (), P(), 4),
         "opt_states/slots/unstacked/0/count": ((), (), P(), 4),
         "opt_states/slots/unstacked/0/mu/w": ((7, 5), (8, 6), P("data", "mdl"), 4 * 2 * 3),

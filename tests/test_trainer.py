@@ -8,9 +8,9 @@ import pytest
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import RunConfig
+from praxis_lite.job_checks import check_num_batches, check_resumable
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
-from praxis_lite.trainer import check_num_batches, check_resumable
 from tests.job_runs import copy_of_trained, home, launch, start_process, succeed, trained
 
 TINY = "--exp=jobzoo.experiments.Tiny"

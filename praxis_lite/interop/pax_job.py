@@ -21,12 +21,12 @@ from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+from praxis_lite.job_checks import TRAIN
 from praxis_lite.job_dir import JobDir, open_for_training
 from praxis_lite.models.nnx_model import MdlVars
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh, simulate_devices
 from praxis_lite.train_state import TrainState
-from praxis_lite.trainer import TRAIN
 
 
 def begin_job(

@@ -10,7 +10,14 @@ from flax import nnx
 from praxis_lite.errors import ConfigError
 from praxis_lite.sharding import SplitDims, constrain
 from praxis_lite.sharding.split_dims import DimSplit
-from praxis_lite.weights import BaseLayer, Initializer, require_positive, xavier, zeros
+from praxis_lite.weights import (
+    BaseLayer,
+    Initializer,
+    broadcast_as,
+    require_positive,
+    xavier,
+    zeros,
+)
 
 # D model dims, N heads, K dims per head.
 
@@ -99,8 +106,9 @@ class AttentionProjection(BaseLayer):
         else:
             outputs = jnp.einsum("...d,dnk->...nk", inputs, w)
         if self.b is not None:
-            bias = self.b[...].astype(inputs.dtype)
-            outputs += bias.reshape((1,) * (outputs.ndim - bias.ndim) + bias.shape)
+            bias = self.b[...]
+            bias = bias.reshape((1,) * (outputs.ndim - bias.ndim) + bias.shape)
+            outputs += broadcast_as(bias, outputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 
@@ -132,7 +140,7 @@ class OneHeadedAttentionProjection(BaseLayer):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = jnp.einsum("bsd,dk->bsk", inputs, self.w[...].astype(inputs.dtype))
         if self.b is not None:
-            outputs += self.b[...].astype(inputs.dtype)[None, None]
+            outputs += broadcast_as(self.b[...][None, None], outputs)
         return constrain(outputs[:, :, None, :], self.activation_split_dims_mapping)
 
 
@@ -178,7 +186,7 @@ class CombinedQKVProjectionLayer(BaseLayer):
         w_3DNK = self.w[...].astype(inputs.dtype).reshape(3, D, N, K)
         outputs = jnp.einsum("btd,cdnk->cbtnk", inputs, w_3DNK)
         if self.b is not None:
-            outputs += self.b[...].astype(inputs.dtype).reshape(3, 1, 1, N, K)
+            outputs += broadcast_as(self.b[...].reshape(3, 1, 1, N, K), outputs)
         return outputs[0], outputs[1], outputs[2]
 
 
@@ -196,4 +204,4 @@ class PerDimScale(BaseLayer):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         # 1 / softplus(0), with Pax's digits.
         scale = 1.442695041 / np.sqrt(self.dim) * jax.nn.softplus(self.per_dim_scale[...])
-        return inputs * scale.astype(inputs.dtype).reshape((1,) * (inputs.ndim - 1) + (-1,))
+        return inputs * broadcast_as(scale.reshape((1,) * (inputs.ndim - 1) + (-1,)), inputs)

@@ -12,7 +12,14 @@ from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.batch_norms import BatchNorm
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, Initializer, require_positive, xavier, zeros
+from praxis_lite.weights import (
+    BaseLayer,
+    Initializer,
+    broadcast_as,
+    require_positive,
+    xavier,
+    zeros,
+)
 
 # B batch, H height (or time), W width, C input channels, D output channels.
 PADDINGS = ("SAME", "VALID")
@@ -137,7 +144,7 @@ class Conv2D(BaseLayer):
             feature_group_count=num_groups,
         )
         if self.b is not None:
-            outputs += self.b[...].astype(inputs.dtype).reshape(1, 1, 1, -1)
+            outputs += broadcast_as(self.b[...].reshape(1, 1, 1, -1), outputs)
         return outputs
 
     def _num_groups(self, inputs: jax.Array) -> int:
@@ -263,5 +270,5 @@ class DepthwiseConv1D(BaseLayer):
             feature_group_count=self.filter_shape[1],
         )
         if self.b is not None:
-            outputs += self.b[...].astype(inputs.dtype).reshape(1, 1, -1)
+            outputs += broadcast_as(self.b[...].reshape(1, 1, -1), outputs)
         return constrain(outputs, self.activation_split_dims_mapping)

@@ -9,7 +9,7 @@ from flax import nnx
 from praxis_lite.errors import ConfigError
 from praxis_lite.initializers import WeightInit
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, Initializer, require_positive, zeros
+from praxis_lite.weights import BaseLayer, Initializer, broadcast_as, require_positive, zeros
 
 _EQUATION = re.compile(r"(\.\.\.)?([a-zA-Z]*),([a-zA-Z]+)->(\.\.\.)?([a-zA-Z]*)")
 
@@ -86,7 +86,7 @@ class Einsum(BaseLayer):
         outputs = jnp.einsum(self.equation, inputs, self.w[...].astype(inputs.dtype))
         if self.b is not None:
             lead = (1,) * (outputs.ndim - len(self.bias_shape))
-            outputs += self.b[...].astype(inputs.dtype).reshape(lead + self.bias_shape)
+            outputs += broadcast_as(self.b[...].reshape(lead + self.bias_shape), outputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 

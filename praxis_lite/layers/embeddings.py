@@ -52,8 +52,8 @@ class Embedding(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        table_VD = self.emb_var[...].astype(self.fprop_dtype)
-        embs = lookup(table_VD, ids, self.class_split, self.lookup_style)
+        table_VD = self.emb_var[...]
+        embs = lookup(table_VD, ids, self.class_split, self.lookup_style, self.fprop_dtype)
         return constrain(embs * self.scale, self.activation_split_dims_mapping)
 
 
@@ -71,9 +71,9 @@ def check_lookup_style(layer: object, lookup_style: str) -> None:
 
 
 def lookup(
-    table_VD: jax.Array, ids: jax.Array, class_split: DimSplit, lookup_style: str
+    table_VD: jax.Array, ids: jax.Array, class_split: DimSplit, lookup_style: str, dtype: jnp.dtype
 ) -> jax.Array:
-    """Returns the rows of `table_VD` at `ids`: [...] -> [..., D].
+    """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 
     An id that has no row gives NaN by "index", which shows, and zeros by "matmul" (of a one-hot
     [..., V] and the table). Pax's "index" takes the last row.
@@ -83,6 +83,7 @@ def lookup(
     """
     table_VD = constrain(table_VD, (class_split, None))
     if lookup_style == "index":
-        return jnp.take(table_VD, ids, axis=0)
-    one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=table_VD.dtype)
-    return jnp.einsum("...v,vd->...d", one_hot, table_VD)
+        # Cast after it: the gradients of a row, one for each time it is read, are added in float32.
+        return jnp.take(table_VD, ids, axis=0).astype(dtype)
+    one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
+    return jnp.einsum("...v,vd->...d", one_hot, table_VD.astype(dtype))

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, Initializer, require_positive, xavier
+from praxis_lite.weights import BaseLayer, Initializer, broadcast_as, require_positive, xavier
 
 # D input dims, F output dims.
 
@@ -86,8 +86,8 @@ class Bias(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        b = self.b[...].astype(inputs.dtype)
-        outputs = inputs + b.reshape((1,) * (inputs.ndim - 1) + b.shape)
+        b = self.b[...].reshape((1,) * (inputs.ndim - 1) + self.b.shape)
+        outputs = inputs + broadcast_as(b, inputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 

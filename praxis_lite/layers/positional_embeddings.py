@@ -130,7 +130,8 @@ class TrainablePositionalEmbedding(BaseLayer):
         """Args: positions int [B or 1, T], below `max_seq_length`; or seq_length, for the first."""
         positions = _rows(positions, seq_length)
         self.check_length(positions.shape[-1])
-        embs = lookup(self.emb_var[...], positions, self.position_split, self.lookup_style)
+        table = self.emb_var[...]
+        embs = lookup(table, positions, self.position_split, self.lookup_style, table.dtype)
         return constrain(embs, self.activation_split_dims_mapping)
 
 

@@ -10,7 +10,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.layers.attention_projections import AttentionProjection
 from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, require_positive, zeros
+from praxis_lite.weights import BaseLayer, broadcast_as, require_positive, zeros
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
 Cache = dict[str, jax.Array]
@@ -51,15 +51,15 @@ class CausalConv(BaseLayer):
         """
         length, taps = x_BTNK.shape[1], self.num_taps
         x = jnp.concatenate([window.astype(x_BTNK.dtype), x_BTNK], axis=1)
-        w = self.w[...].astype(x.dtype)[:, None, None]
-        outputs = jnp.broadcast_to(self.b[...].astype(x.dtype)[None, None], x_BTNK.shape)
+        w = self.w[...][:, None, None]
+        outputs = broadcast_as(self.b[...][None, None], x_BTNK)
         for j in range(taps):
             first = taps - 1 - j
             past = x[:, first : first + length]
             if segments is not None and j:
                 same = segments[:, first : first + length] == segments[:, taps - 1 :]
                 past = jnp.where(same[:, :, None, None], past, 0.0)
-            outputs += past * w[j]
+            outputs += past * broadcast_as(w[j], past)
         return outputs
 
 

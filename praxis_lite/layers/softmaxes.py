@@ -269,8 +269,6 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         """Returns [B, T, D] for ids [B, T]."""
         embs = 0.0
         for table, into_D in self._tables():
-            rows = lookup(
-                table.astype(self.fprop_dtype), ids, self.class_split, self.lookup_style
-            )
+            rows = lookup(table, ids, self.class_split, self.lookup_style, self.fprop_dtype)
             embs += rows if into_D is None else rows @ into_D.astype(self.fprop_dtype)
         return constrain(embs * self.emb_scale, self.lookup_split_dims_mapping)

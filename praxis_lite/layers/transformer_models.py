@@ -19,7 +19,7 @@ from praxis_lite.layers.repeats import Block, Repeat, StackedTransformer, num_re
 from praxis_lite.layers.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer_sharding import set_sharding_params
 from praxis_lite.layers.transformers import Transformer
-from praxis_lite.weights import BaseLayer, aux_loss, require_positive
+from praxis_lite.weights import BaseLayer, aux_loss, broadcast_as, require_positive
 
 __all__ = ["MODEL_TYPES", "TransformerLm", "set_sharding_params"]
 
@@ -227,7 +227,7 @@ def with_positions(
     """Returns embeddings [B, T, D] with those of their positions added, if there are any."""
     if position_emb is None:
         return x
-    return x + position_emb(positions, seq_length=x.shape[1]).astype(x.dtype)
+    return x + broadcast_as(position_emb(positions, seq_length=x.shape[1]), x)
 
 
 def repeated_block(

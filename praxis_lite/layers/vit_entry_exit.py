@@ -20,7 +20,7 @@ from praxis_lite.layers.poolings import GlobalPooling
 from praxis_lite.layers.positional_embeddings import TrainablePositionalEmbedding
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, require_positive, zeros
+from praxis_lite.weights import BaseLayer, broadcast_as, require_positive, zeros
 
 # B batch, H height, W width, C channels, P patch size, N tokens, D model dims.
 _over_tokens = functools.partial(GlobalPooling, pooling_dims=(1,))
@@ -122,14 +122,15 @@ class VitEntryLayers(BaseLayer):
             )
         features = self.patch_projection(patches)
         if self.pos_emb is not None:
-            features += self._positions(inputs, patches.shape[1]).astype(features.dtype)
+            features += broadcast_as(self._positions(inputs, patches.shape[1]), features)
         features = self.dropout(features, key)
 
         def tokens(weight: nnx.Param | None) -> list[jax.Array]:
             if weight is None:
                 return []
-            w = weight[...].astype(features.dtype)
-            return [jnp.broadcast_to(w, (features.shape[0], *w.shape[1:]))]
+            # Cast after it, as `broadcast_as` does.
+            w = jnp.broadcast_to(weight[...], (features.shape[0], *weight.shape[1:]))
+            return [w.astype(features.dtype)]
 
         parts = [*tokens(self.prepend_cls_embs), features, *tokens(self.append_cls_embs)]
         outputs = jnp.concatenate(parts, axis=1) if len(parts) > 1 else features

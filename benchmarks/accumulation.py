@@ -1,0 +1,110 @@
+"""What gradient accumulation costs and saves: N micro-batches against the same batch whole.
+
+`python benchmarks/accumulation.py` prints median step times measured in one run, the steps taking
+turns, and of the compiled programs temporary memory, matmul flops and collective bytes, for three
+ways of splitting the state over the data axis.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+
+simulate_devices(8)
+
+import fiddle as fdl  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+from benchmarks.step_overhead import Step, figures  # noqa: E402
+from experiments.lm import BATCH_OVER_DATA, rotary_lm  # noqa: E402
+from praxis_lite.layers import set_sharding_params  # noqa: E402
+from praxis_lite.learner import Learner  # noqa: E402
+from praxis_lite.partitioner import Partitioner  # noqa: E402
+from tasks.language_model import LanguageModelTask  # noqa: E402
+
+VOCAB_SIZE, BATCH, TIME = 256, 64, 64
+NUM_MICRO_BATCHES = (1, 2, 4, 8)
+
+
+# What of weights and slots is split over the data axis, besides what the mdl axis splits.
+LAYOUTS = {
+    "nothing": {"data_axis": None},
+    "slots (ZeRO-1)": {"data_axis": None, "slot_mesh_axes": ("data",)},
+    "weights and slots": {"data_axis": "data"},
+}
+
+
+def partitioner_of(
+    num_micro_batches: int, data_axis: str | None, slot_mesh_axes: Sequence[str] = ()
+) -> Partitioner:
+    """Returns the steps of a small language model."""
+    lm = rotary_lm(
+        vocab_size=VOCAB_SIZE, model_dims=128, hidden_dims=512, num_heads=4, dim_per_head=32,
+        num_layers=4,
+    )
+    learner = Learner(
+        functools.partial(optax.adamw, b2=0.98), 1e-3, clip_gradient_norm_to_value=1.0,
+        gradient_accumulation_steps=num_micro_batches, slot_mesh_axes=slot_mesh_axes,
+    )
+    model = fdl.build(set_sharding_params(lm, data_axis=data_axis))
+    task = LanguageModelTask(model, learner, inputs_split_mapping=BATCH_OVER_DATA)
+    return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
+
+
+def random_batch() -> dict[str, np.ndarray]:
+    """Returns the same batch for every step: rows of unequal lengths."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(VOCAB_SIZE, size=(BATCH, TIME + 1), dtype=np.int32)
+    is_token = np.arange(TIME) < rng.integers(1, TIME + 1, size=(BATCH, 1))
+    return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": is_token.astype(np.float32)}
+
+
+def times(num_steps: int) -> list[float]:
+    """Returns the median step time of each number of micro-batches."""
+    running = []
+    for n in NUM_MICRO_BATCHES:
+        partitioner = partitioner_of(n, **LAYOUTS["nothing"])
+        key, batch = partitioner.key(0), partitioner.global_batch(random_batch())
+        running.append(Step(partitioner.train_step, partitioner.init(key), batch, key))
+    for index in range(num_steps):
+        # The first to run changes, so that none always runs behind the same other.
+        for step in running[index % len(running) :] + running[: index % len(running)]:
+            step.run(lambda outputs: outputs["metrics"]["loss"][0])
+    last = ", ".join(f"{step.losses[-1]:.6f}" for step in running)
+    print(f"losses of the last step: {last}")
+    warm = num_steps // 10
+    return [statistics.median(step.step_times[warm:]) for step in running]
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num_steps", type=int, default=30)
+    args = parser.parse_args()
+    print(f"a batch of {BATCH} rows of {TIME} tokens")
+    seconds = times(args.num_steps)
+    print(f"{'micro-batches':<16}{'seconds a step':>16}{'/ one batch':>14}")
+    for n, one in zip(NUM_MICRO_BATCHES, seconds, strict=True):
+        print(f"{n:<16}{one:>16.4f}{one / seconds[0]:>14.3f}")
+    names = ("temporary memory", "matmul flops", "collective bytes")
+    heads = "".join(f"{name:>20}{'/ one':>8}" for name in names)
+    print(f"\n{'split over data':<20}{'micro-batches':>14}{heads}")
+    spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch())
+    for layout, settings in LAYOUTS.items():
+        for n in NUM_MICRO_BATCHES:
+            found = figures(partitioner_of(n, **settings).lower("train", spec).compile())
+            one = found if n == 1 else one
+            row = "".join(f"{found[x]:>20,.6g}{found[x] / one[x]:>8.3f}" for x in names)
+            print(f"{layout:<20}{n:>14}{row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

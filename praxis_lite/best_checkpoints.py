@@ -1,0 +1,63 @@
+"""Which checkpoints are worth keeping besides the newest ones: the best by a metric."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from praxis_lite.errors import ConfigError
+
+MODES = ("min", "max")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestCheckpoints:
+    """How many of the best are kept, and what is best.
+
+    Attributes:
+      metric: name of one of the metrics that are saved with a state, such as "heldout/loss".
+      mode: "min" or "max": which values of it are better. NaN never is; of equal ones the earlier.
+      max_to_keep: how many are kept.
+
+    Raises:
+      ConfigError: another mode, or no positive number.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    max_to_keep: int = 3
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"BestCheckpoints.mode is {self.mode!r}; wanted is one of {MODES}.")
+        if type(self.max_to_keep) is not int or self.max_to_keep < 1:
+            raise ConfigError(
+                f"BestCheckpoints.max_to_keep is {self.max_to_keep!r}; wanted is a whole number, 1 "
+                "or more."
+            )
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Returns the steps that have the metric, the best first.
+
+        Args:
+          metrics: of each step.
+        """
+        values = {step: found.get(self.metric, math.nan) for step, found in metrics.items()}
+        sign = 1 if self.mode == "min" else -1
+        steps = [step for step, value in values.items() if not math.isnan(value)]
+        return sorted(steps, key=lambda step: (sign * values[step], step))
+
+
+class KeepBest:
+    """Orbax's preservation policy for it.
+
+    Orbax's own BestN keeps every checkpoint, with the metric or without, while there are few.
+    """
+
+    def __init__(self, best: BestCheckpoints, metrics: Mapping[int, Mapping[str, float]]):
+        self._best, self._metrics = best, metrics
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps = [one.step for one in checkpoints]
+        kept = self._best.ranked({step: self._metrics[step] for step in steps})
+        return [step in kept[: self._best.max_to_keep] for step in steps]

@@ -1,0 +1,91 @@
+"""How a state starts from another checkpoint: patterns of names, and the names they stand for.
+
+Pax's CheckpointLoadingRules, but that no config of the source's task is needed: a checkpoint says
+what it has.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from praxis_lite.errors import ConfigError
+
+LOAD_ALL = ("(.*)", "{}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointLoadingRules:
+    """Which variables a checkpoint gives, and under which names it has them.
+
+    Names are those under mdl_vars, as in Pax: "params/softmax/logits_ffn/linear/w",
+    "non_trainable/...". Patterns are matched from their start (`re.match`).
+
+    Attributes:
+      load_rules: (pattern, template) each. A variable whose name matches is loaded from the one
+        named `template.format(*groups)`, with "/" or "." between names; "ema/params/..." is the
+        moving average of a weight. The first match wins. LOAD_ALL takes all as they are.
+      ignore_rules: patterns of variables that this checkpoint does not give, whatever matches.
+      directory: of the job, of its checkpoints, or of one step. None: the key of these rules.
+      experiment: the one that trains that job, for the error where there is no checkpoint.
+      step: None: the newest; "best": by the metric that the job was told of.
+      load_step: the state's step, and with it the place in the training data, is the checkpoint's.
+        The first checkpoint that says so wins.
+      load_opt_states: all opt_states too; the first checkpoint wins.
+      partial_load_opt_states: the slots of the weights that are loaded, where they have the same
+        place, shape and dtype, and the counts of their optimizers, from which schedules go on.
+      load_ema_states: "params/..." are taken from the moving averages too, where there are any.
+      safe_load: a pattern that matches nothing is an error.
+
+    Raises:
+      ConfigError: a pattern or a template that cannot be read; two settings that exclude each
+        other.
+    """
+
+    load_rules: Sequence[tuple[str, str]]
+    ignore_rules: Sequence[str] = ()
+    directory: str | None = None
+    experiment: str | None = None
+    step: int | Literal["best"] | None = None
+    load_step: bool = False
+    load_opt_states: bool = False
+    partial_load_opt_states: bool = False
+    load_ema_states: bool = False
+    safe_load: bool = True
+
+    def __post_init__(self) -> None:
+        rules = self.load_rules
+        if isinstance(rules, str) or not all(_is_pair_of_str(rule) for rule in rules):
+            raise ConfigError(
+                f"CheckpointLoadingRules.load_rules is {rules!r}; wanted are pairs of a pattern "
+                'and a template, such as ((r"params/decoder/(.*)", "params/{}"),).'
+            )
+        if isinstance(self.ignore_rules, str):
+            raise ConfigError(
+                f"CheckpointLoadingRules.ignore_rules is {self.ignore_rules!r}; wanted is a "
+                "sequence of patterns: put it in brackets."
+            )
+        for pattern in (*(pattern for pattern, _ in rules), *self.ignore_rules):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"CheckpointLoadingRules: {pattern!r} is no regular expression: {error}."
+                ) from None
+        for pattern, template in rules:
+            try:
+                template.format(*[""] * re.compile(pattern).groups)
+            except (IndexError, KeyError, ValueError):
+                raise ConfigError(
+                    f"CheckpointLoadingRules: the template {template!r} has a place that no group "
+                    f"of {pattern!r} fills. Put in brackets what each {{}} stands for."
+                ) from None
+        if self.load_opt_states and self.partial_load_opt_states:
+            raise ConfigError(
+                "CheckpointLoadingRules: load_opt_states is all or nothing, "
+                "partial_load_opt_states what agrees: set one of them."
+            )
+
+
+def _is_pair_of_str(rule: Any) -> bool:
+    return isinstance(rule, list | tuple) and [type(x) for x in rule] == [str, str]

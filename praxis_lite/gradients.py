@@ -1,0 +1,79 @@
+"""What is done to gradients before an optimizer sees them: norms, clipping, steps to skip."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientLimits:
+    """How large gradients may be; 0: no limit. The names and rules of Pax's learner.
+
+    Attributes:
+      clip_gradient_norm_to_value: the most that the norm of all gradients together may be.
+      clip_gradient_single_norm_to_value: the most that the norm of each weight's gradient may be,
+        of each layer's in a stack.
+      clip_gradient_to_value: the most that an element of a gradient may be, in magnitude.
+      skip_step_gradient_norm_value: a step whose norm before clipping is this or more is skipped.
+
+    Raises:
+      ConfigError: a limit is negative or no number, or two kinds of clipping are set.
+    """
+
+    clip_gradient_norm_to_value: float = 0.0
+    clip_gradient_single_norm_to_value: float = 0.0
+    clip_gradient_to_value: float = 0.0
+    skip_step_gradient_norm_value: float = 0.0
+
+    def __post_init__(self):
+        limits = dataclasses.asdict(self)
+        for name, limit in limits.items():
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+                raise ConfigError(
+                    f"Learner.{name} is {limit!r}; wanted is a positive number, or 0 for no limit."
+                )
+        clips = [name for name, limit in limits.items() if limit and name.startswith("clip")]
+        if len(clips) > 1:
+            raise ConfigError(
+                f"Learner.{clips[0]} and {clips[1]} are both set; wanted is one kind of clipping. "
+                "Set one of them to 0."
+            )
+
+    def keeps(self, grad_norm: jax.Array) -> jax.Array:
+        """Returns whether a step with this finite norm is made."""
+        limit = self.skip_step_gradient_norm_value
+        return grad_norm < limit if limit else jnp.ones((), bool)
+
+    def clipped(self, grads: PyTree, grad_norm: jax.Array) -> PyTree:
+        """Returns one layer's gradients within the limits.
+
+        Args:
+          grads: arrays of any dtype.
+          grad_norm: of all gradients together, not of these alone.
+        """
+        if self.clip_gradient_norm_to_value:
+            return _scaled(grads, grad_norm, self.clip_gradient_norm_to_value)
+        if self.clip_gradient_single_norm_to_value:
+            most = self.clip_gradient_single_norm_to_value
+            return jax.tree.map(lambda g: _scaled(g, global_norm(g), most), grads)
+        if self.clip_gradient_to_value:
+            most = self.clip_gradient_to_value
+            return jax.tree.map(lambda g: jnp.clip(g, -most, most), grads)
+        return grads
+
+
+def global_norm(grads: PyTree) -> jax.Array:
+    """Returns the float32 norm of all gradients together; 0 where there are none."""
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def _scaled(grads: PyTree, norm: jax.Array, most: float) -> PyTree:
+    factor = jnp.minimum(1.0, most / norm)  # A norm of 0: the quotient is inf, the factor 1.
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)

@@ -1,0 +1,161 @@
+"""What train, eval and decode do with a job, once it is built, checked and on its mesh."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite import decoding, trainer
+from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
+from praxis_lite.errors import ConfigError
+from praxis_lite.evaluation import Evaluator, evaluation_line
+from praxis_lite.experiment import Job
+from praxis_lite.init_from_checkpoint import init_from_checkpoints, plan_init
+from praxis_lite.job_checks import TRAIN, check_resumable
+from praxis_lite.job_dir import JobDir
+from praxis_lite.layout_table import layout_table, layout_warnings
+from praxis_lite.metrics import JsonLinesWriter, ProgressLine
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.train_state import TrainState
+
+
+def train(
+    partitioner: Partitioner,
+    job: Job,
+    job_dir: JobDir,
+    config: fdl.Config,
+    experiment: str,
+    settings: Sequence[str],
+) -> None:
+    """Trains a job from nothing, from other checkpoints, or from where it stopped.
+
+    Args:
+      config: of the job; written to its directory, with the experiment's full name.
+      settings: of the command line.
+
+    Raises:
+      ConfigError: the job's checkpoint is of another model, or of other data.
+    """
+    run = job.run
+    texts = dump_config(config, experiment, settings), config_lines(config)
+    if not job_dir.config_json.is_file():
+        # Before any other file: a launch that is stopped from here on leaves a job to go on with.
+        job_dir.write_config(*texts)
+    with Checkpoints(
+        job_dir.checkpoints, max_to_keep=run.max_checkpoints_to_keep, best=run.best_checkpoints
+    ) as saved:
+        if saved.latest_step() is None:
+            state = _new_state(partitioner, job, job_dir)
+            first_step = int(state.step)
+        else:
+            check_resumable(saved.latest_data(), job.datasets[TRAIN])
+            restored = saved.restore(partitioner.layout, partitioner.mesh)
+            first_step, state = restored.step, restored.state
+            print(f"restored the checkpoint of step {first_step}", flush=True)
+            _print_changes(job_dir, config)
+        job_dir.write_config(*texts)
+        _print_layout(partitioner, job_dir)
+        if reason := _nothing_to_do(job, job_dir, first_step):
+            print(reason)
+            return
+        print("compiling the first step", flush=True)
+        progress = ProgressLine(run.num_train_steps, sys.stdout, run.log_every_steps, first_step)
+        last_step = trainer.train(
+            partitioner, job.datasets, run, job_dir, saved, state, first_step, progress
+        )
+    print(f"trained to step {last_step}: {job_dir.path}")
+
+
+def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:
+    """Evaluates a checkpoint on every dataset but `train`.
+
+    Args:
+      step: of the checkpoint, or "best"; None: the newest.
+    """
+    eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
+    if not eval_sets:
+        raise ConfigError(
+            "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
+            'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
+        )
+    step, mdl_vars = _restored(partitioner, job_dir, step, job.run.eval_use_ema_states)
+    with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
+        evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
+        for name, results in evaluator.run(step, mdl_vars).items():
+            print(evaluation_line(step, name, results))
+
+
+def decode(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:
+    """Decodes every decode dataset with the weights of a checkpoint; `step` as `evaluate`."""
+    if not job.decode_datasets:
+        raise ConfigError(
+            "The experiment has no decode datasets. Add the method decode_datasets(), for "
+            'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
+        )
+    step, mdl_vars = _restored(partitioner, job_dir, step, job.run.decode_use_ema_states)
+    decoding.decode(
+        partitioner, job.decode_datasets, mdl_vars, step, job.run.seed, job_dir, print
+    )
+
+
+def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> TrainState:
+    """Returns the state that training begins with: drawn, or read from other jobs' checkpoints."""
+    key, rules = partitioner.key(job.run.seed), job.run.init_from_checkpoint_rules
+    if not rules:
+        print("initialising the state", flush=True)
+        return partitioner.init(key)
+    plan = plan_init(partitioner.layout, rules)
+    job_dir.init_from_checkpoint_txt.write_text("\n".join(plan.lines()) + "\n", encoding="utf-8")
+    for line in plan.summary():
+        print(line)
+    print("initialising the state. See init_from_checkpoint.txt.", flush=True)
+    return init_from_checkpoints(partitioner, key, plan)
+
+
+def _restored(
+    partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
+) -> tuple[int, Any]:
+    """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
+    layout = partitioner.layout
+    read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
+    with Checkpoints(job_dir.checkpoints) as saved:
+        restored = saved.restore_for_eval(layout, partitioner.mesh, tuple(read), step=step)
+    averages = ", averaged over the steps before it" if read else ""
+    print(f"restored the weights of step {restored.step}{averages}", flush=True)
+    return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)
+
+
+def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:
+    task, table = partitioner.task, layout_table(partitioner.layout)
+    job_dir.layout_txt.write_text(table + "\n", encoding="utf-8")
+    for line in task.learner.report(task.model.weight_specs()["params"]):
+        print(line)
+    print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
+    for warning in layout_warnings(partitioner.layout):
+        print(f"WARNING: {warning}")
+
+
+def _print_changes(job_dir: JobDir, config: fdl.Config) -> None:
+    before = load_config(job_dir.config_json.read_text(encoding="utf-8")).config
+    for line in config_difference(before, config):
+        print(f"changed since the job was last run: {line}")
+
+
+def _nothing_to_do(job: Job, job_dir: JobDir, first_step: int) -> str | None:
+    """Returns why a restored job makes no more steps, and what to change; None: it makes some."""
+    run = job.run
+    if first_step >= run.num_train_steps:
+        return (
+            f"The job has already made its {run.num_train_steps} steps; to go on, raise "
+            "run.num_train_steps."
+        )
+    values = trainer.watched_history(run.early_stopping, job_dir, first_step)
+    reason = run.early_stopping and run.early_stopping.reason_to_stop(values)
+    if reason:
+        return (
+            f"The job stopped early at step {first_step}: {reason}. To go on, raise "
+            "run.early_stopping.patience, or set run.early_stopping=None."
+        )
+    return None

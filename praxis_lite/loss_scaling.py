@@ -1,0 +1,80 @@
+"""Dynamic loss scaling: keeps the gradients of a float16 pass from vanishing or overflowing."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A factor of the loss that halves when a gradient overflows and grows while none does.
+
+    The step multiplies the loss by it and divides the float32 gradients by it: what float16 would
+    round to zero on the way back (less than 6e-8) survives. Powers of two change no other digit.
+    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 has the range of float32 and needs none.
+
+    Attributes:
+      initial_scale: of the first step.
+      growth_interval: after so many finite steps in a row the scale is multiplied by
+        growth_factor.
+      growth_factor: above 1.
+      backoff_factor: multiplies the scale after a step that is not finite; between 0 and 1.
+      min_scale, max_scale: the scale stays between them.
+
+    Raises:
+      ConfigError: a setting is out of its range.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self):
+        interval = self.growth_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            self._refuse("growth_interval", "a number of steps, 1 or more")
+        if not 1.0 < self.growth_factor < math.inf:
+            self._refuse("growth_factor", "a number above 1")
+        if not 0.0 < self.backoff_factor < 1.0:
+            self._refuse("backoff_factor", "a number between 0 and 1")
+        if not 0.0 < self.min_scale < math.inf:
+            self._refuse("min_scale", "a number above 0")
+        if not self.min_scale <= self.max_scale < math.inf:
+            self._refuse("max_scale", f"a number of min_scale ({self.min_scale}) or more")
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            self._refuse(
+                "initial_scale",
+                f"a number from min_scale ({self.min_scale}) to max_scale ({self.max_scale})",
+            )
+
+    def _refuse(self, setting: str, wanted: str) -> None:
+        raise ConfigError(
+            f"DynamicLossScale.{setting} is {getattr(self, setting)!r}; wanted is {wanted}."
+        )
+
+    def init(self) -> dict[str, jax.Array]:
+        """Returns scalars: scale (float32), and num_good_steps (int32) since it last changed."""
+        return {
+            "scale": jnp.asarray(self.initial_scale, jnp.float32),
+            "num_good_steps": jnp.zeros((), jnp.int32),
+        }
+
+    def update(
+        self, state: dict[str, jax.Array], is_finite: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the state after a step whose loss and gradients were all finite, or were not."""
+        num_good_steps = state["num_good_steps"] + 1
+        grows = is_finite & (num_good_steps >= self.growth_interval)
+        factor = jnp.where(is_finite, 1.0, self.backoff_factor)
+        factor = jnp.where(grows, self.growth_factor, factor)
+        return {
+            "scale": jnp.clip(state["scale"] * factor, self.min_scale, self.max_scale),
+            "num_good_steps": jnp.where(is_finite & ~grows, num_good_steps, 0),
+        }

@@ -1,0 +1,84 @@
+"""Masks of weights by their paths: which of them an optimizer decays or regularises."""
+
+import contextlib
+import contextvars
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from praxis_lite.errors import ConfigError
+
+PyTree = Any
+Patterns = str | Sequence[str]
+
+_collected: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
+    "collected_patterns", default=None
+)
+
+
+def path_mask(
+    *, include: Patterns = (), exclude: Patterns = (), skip_1d_vectors: bool = False
+) -> Callable[[PyTree], PyTree]:
+    """Returns a mask for an optimizer's weight decay: a function from weights to True or False.
+
+        fdl.Partial(optax.adamw, weight_decay=0.1,
+                    mask=fdl.Config(path_mask, exclude=(".*/norm",), skip_1d_vectors=True))
+
+    An optimizer sees the weights of one group of the model, so a pattern that matches none of them
+    may be right. See `collected_patterns` for how mistyped ones are found.
+
+    Args:
+      include: a pattern, or several, matched from the start of a weight's path under params
+        (`re.match`); the weights that none matches are left out. None given: all are in.
+      exclude: a pattern, or several, of weights to leave out.
+      skip_1d_vectors: leave out scalars and vectors too; the dims of a stack do not count.
+
+    Raises:
+      ConfigError: a pattern is no regular expression.
+    """
+    include, exclude = _compiled(include), _compiled(exclude)
+
+    def is_masked_in(path: tuple, weight: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if include and not any(pattern.match(name) for pattern in include):
+            return False
+        if skip_1d_vectors and weight.ndim <= 1:
+            return False
+        return not any(pattern.match(name) for pattern in exclude)
+
+    def mask(weights: PyTree) -> PyTree:
+        collected = _collected.get()
+        if collected is not None:
+            collected.update(pattern.pattern for pattern in (*include, *exclude))
+        return jax.tree_util.tree_map_with_path(is_masked_in, weights)
+
+    return mask
+
+
+@contextlib.contextmanager
+def collected_patterns() -> Iterator[set[str]]:
+    """Yields a set that the patterns of every mask used inside are added to.
+
+    Whoever knows all the weights of a model can trace its optimizers' `init` inside, and compare:
+
+        with collected_patterns() as patterns:
+            jax.eval_shape(optimizer.init, weights)
+    """
+    token = _collected.set(patterns := set())
+    try:
+        yield patterns
+    finally:
+        _collected.reset(token)
+
+
+def _compiled(patterns: Patterns) -> tuple[re.Pattern, ...]:
+    """Returns the regular expressions that a setting names: one, or several."""
+    try:
+        return tuple(map(re.compile, (patterns,) if isinstance(patterns, str) else patterns))
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"A mask of weights: {patterns!r} is no regular expression, nor a sequence of them: "
+            f"{error}."
+        ) from error

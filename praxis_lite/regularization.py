@@ -1,0 +1,111 @@
+"""Noise on weights while gradients are taken: variational noise, by regex over weight paths."""
+
+import dataclasses
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class VariationalNoise:
+    """Gradients are taken at weights with Gaussian noise; the update is of those without.
+
+    Pax's `task.train.variational_noise` (`vn_scale`, `vn_regex`, `vn_start_step`); Graves 2011,
+    "Practical variational inference for neural networks". Pax's patterns start with `params/`,
+    these do not.
+
+    Attributes:
+      scale: standard deviation of the noise.
+      regex: a weight has noise where this matches its path from the start (`re.match`), such as
+        "lm/embedding" or ".*ff_layer".
+      start_step: the first step with noise.
+
+    Raises:
+      ConfigError: a setting is out of range, or `regex` is none.
+    """
+
+    scale: float
+    regex: str
+    start_step: int = 0
+
+    def __post_init__(self):
+        if not self.scale > 0:
+            raise ConfigError(
+                f"VariationalNoise.scale is {self.scale}; wanted is a positive standard "
+                "deviation. For no noise, leave variational_noise None."
+            )
+        if self.start_step < 0:
+            raise ConfigError(
+                f"VariationalNoise.start_step is {self.start_step}; wanted is 0 or a later step."
+            )
+        try:
+            re.compile(self.regex)
+        except re.error as error:
+            raise ConfigError(
+                f"VariationalNoise.regex {self.regex!r} is no regular expression: {error}."
+            ) from error
+
+    def check(self, weights: PyTree) -> None:
+        """Checks that some weight will have noise.
+
+        Args:
+          weights: nested dict of what is trained, with any leaves: arrays, WeightSpecs.
+
+        Raises:
+          ConfigError: the pattern matches no weight; names some of those there are.
+        """
+        paths = [path for path, _ in _leaves(weights)]
+        if any(self._matches(path) for path in paths):
+            return
+        hint = " Leave out params/." if self.regex.startswith("params/") else ""
+        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        raise ConfigError(
+            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: {shown}. "
+            f"It is matched from the start of a path.{hint} Mend it, or take the noise out."
+        )
+
+    def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
+        """Returns `params`, those that match with noise from `start_step` on.
+
+        A weight's noise depends on the key, its path and its true shape alone: not on the mesh, nor
+        on what other weights there are.
+
+        Args:
+          params: nested dict of the weights that are trained.
+          key: of this step; other draws may be made with it.
+          step: int32 scalar.
+
+        Raises:
+          ConfigError: as `check`.
+        """
+        self.check(params)
+        scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
+
+        def with_noise(path: tuple, weight: jax.Array) -> jax.Array:
+            name = _name(path)
+            if not self._matches(name):
+                return weight
+            # Of this name: dropout and others fold the same key with small numbers.
+            weight_key = jax.random.fold_in(key, zlib.crc32(f"variational_noise/{name}".encode()))
+            noise = scale * jax.random.normal(weight_key, weight.shape)
+            return weight + noise.astype(weight.dtype)
+
+        return jax.tree_util.tree_map_with_path(with_noise, params)
+
+    def _matches(self, path: str) -> bool:
+        return re.match(self.regex, path) is not None
+
+
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,134 @@
+"""Jobs that average, stop by themselves and keep the best: what is evaluated, kept and said."""
+
+import functools
+import math
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config
+from praxis_lite.job_dir import JobDir
+from praxis_lite.metrics import WeightedMean, read_json_lines
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh
+from tests.job_runs import copy_of_trained, home, launch, succeed
+
+AVERAGED, TINY = "--exp=jobzoo.experiments.Averaged", "--exp=jobzoo.experiments.Tiny"
+
+
+@functools.cache
+def averaged():
+    """Returns a job that averages its weights and stopped early, and what it printed."""
+    folder = home() / "averaged"
+    return JobDir(folder), succeed(AVERAGED, f"--job_log_dir={folder}")
+
+
+def heldout_losses(job) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_json_lines(job.eval_metrics_jsonl)]
+
+
+def test_training_stops_when_the_metric_gets_no_better_and_saves_that_step():
+    job, done = averaged()
+    losses = dict(heldout_losses(job))
+    # patience is 2: the last two are no better than the best before them.
+    best = min(losses, key=losses.get)
+    assert list(losses) == list(range(1, best + 3)) and best + 2 < 9
+    assert f"stopped early at step {best + 2}: heldout/loss was best at step {best}" in done.out
+    assert f"trained to step {best + 2}: {job.path}" in done.out
+    assert [line["step"] for line in read_json_lines(job.metrics_jsonl)] == list(losses)
+    assert job.loss_curve_png.is_file()
+    with Checkpoints(job.checkpoints) as saved:
+        # max_checkpoints_to_keep is 1: the newest, and the best of the even steps, which are saved.
+        best_saved = min((step for step in losses if step % 2 == 0), key=losses.get)
+        assert saved.all_steps() == sorted({best_saved, best + 2})
+        assert saved.best_step() == best_saved
+
+
+def test_a_job_that_stopped_says_so_and_how_to_go_on():
+    job, _ = averaged()
+    before = heldout_losses(job)
+    done = succeed(AVERAGED, f"--job_log_dir={job.path}")
+    assert "The job stopped early at step" in done.out
+    assert "set run.early_stopping=None" in done.out
+    assert heldout_losses(job) == before
+
+
+def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
+    job, _ = averaged()
+    trained_losses = dict(heldout_losses(job))
+    argv = ("--mode=eval", f"--job_log_dir={job.path}")
+    for flags, step in ((), max(trained_losses)), (("--step=best",), None):
+        done = succeed(*argv, *flags)
+        found, loss = heldout_losses(job)[-1]
+        assert step in (None, found)
+        assert loss == trained_losses[found]
+        assert f"restored the weights of step {found}, averaged" in done.out
+    done = succeed(*argv, "--set", "run.eval_use_ema_states=False")
+    assert ", averaged" not in done.out
+    assert heldout_losses(job)[-1][1] != trained_losses[max(trained_losses)]
+
+
+def test_the_averages_evaluated_are_those_of_the_checkpoint():
+    job, _ = averaged()
+    built = fdl.build(load_config(job.config_json.read_text()).config)
+    partitioner = Partitioner(built.task, make_mesh(built.mesh))
+    with Checkpoints(job.checkpoints) as saved:
+        restored = saved.restore(partitioner.layout, partitioner.mesh)
+    step, state = restored.step, restored.state
+    ema, params = state.opt_states["ema"], state.mdl_vars["params"]
+    assert "final_ln" not in ema  # Frozen: not averaged.
+    mdl_vars = {**state.mdl_vars, "params": {**ema, "final_ln": params["final_ln"]}}
+    mean = WeightedMean()
+    for inputs in built.datasets["heldout"].batches(host_index=0, num_hosts=1):
+        batch = partitioner.global_batch(inputs)
+        mean.add(jax.device_get(partitioner.eval_step(mdl_vars, batch)))
+    assert math.isclose(mean.result()["loss"], dict(heldout_losses(job)[:step])[step], rel_tol=1e-6)
+    some = np.asarray(ema["softmax"]["logits_ffn"]["linear"]["w"])
+    assert not np.allclose(some, params["softmax"]["logits_ffn"]["linear"]["w"])
+
+
+def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    limits = ("task.learner.skip_step_gradient_norm_value=1e-9", "run.max_skipped_steps_in_a_row=3")
+    done = launch(
+        TINY, f"--job_log_dir={job.path}", "--set", *limits, "run.num_train_steps=30",
+        "run.checkpoint_every_steps=1", "run.max_checkpoints_to_keep=9",
+    )
+    assert done.code == 2
+    words = " ".join(done.err.split())
+    assert "The last 3 steps, to step 10, were skipped" in words
+    assert "step 7 was the last good one" in words
+    assert "checkpoint from before is of step 7" in words
+    assert "run.max_skipped_steps_in_a_row" in words
+    assert [line["num_skipped_in_a_row"] for line in read_json_lines(job.metrics_jsonl)][6:] == [
+        0, 1, 2, 3
+    ]
+    # Nothing was lost, and the weights are those of step 7: it goes on once the limit is gone.
+    again = succeed(TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=11")
+    assert "trained to step 11" in again.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("run.early_stopping.metric=heldout/los",), "Did you mean heldout/loss"),
+        (("run.eval_every_steps=None",), "set run.eval_every_steps"),
+        (("run.checkpoint_every_steps=3", "run.eval_every_steps=2"), "a multiple of the second"),
+        (("task.learner.ema_decay=0.0",), "ema_decay"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_compiles(argv, message, tmp_path):
+    done = launch(AVERAGED, f"--job_log_dir={tmp_path}", "--set", *argv)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+    assert done.num_compiled == 0
+
+
+def test_step_is_for_eval_and_decode_only(tmp_path):
+    done = launch(TINY, f"--job_log_dir={tmp_path}", "--step=3")
+    assert done.code == 2 and "--step names the checkpoint for --mode=eval" in done.err
+    done = launch("--mode=eval", f"--job_log_dir={averaged()[0].path}", "--step=99")
+    assert done.code == 2 and "There is no checkpoint of step 99" in done.err
