@@ -47,7 +47,11 @@ setup(
             "ruff>=0.17.5,<0.18",
             # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.
             "tensorboard>=2.21,<3",
+            # The tests of int8 and fp8 products.
+            "qwix>=0.1.8,<0.2",
         ],
+        # int8 and fp8 products: the arithmetic of praxis_lite.quantization.
+        "quantization": ["qwix>=0.1.8,<0.2"],
         # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],

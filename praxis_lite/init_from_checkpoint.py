@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.checkpoints import Checkpoints
-from praxis_lite.init_plan import InitPlan, plan_init  # noqa: F401 (until launch.py imports it from there)
+from praxis_lite.init_plan import InitPlan
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 

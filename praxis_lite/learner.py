@@ -37,19 +37,18 @@ Patterns = str | Sequence[str]
 class Learner:
     """Returns updated parameters and slots for gradients.
 
-    Patterns are matched from the start of a weight's path under params (`re.match`), such as
-    `softmax/logits_ffn/linear/w`. To freeze a weight Pax wants the whole path matched: end such a
-    pattern with `$`. A stack is updated one layer at a time, so an optimizer that looks at whole
-    tensors, such as Adafactor or LAMB, trains it as it trains single layers.
+    Patterns are of weights' paths under params, such as `softmax/logits_ffn/linear/w`. A stack is
+    updated one layer at a time, so an optimizer that looks at whole tensors, such as Adafactor or
+    LAMB, trains it as it trains single layers.
 
     Args:
       optimizer: called with `learning_rate`, returns the optax transformation; an
         `fdl.Partial(optax.adamw, b2=0.98)` for instance.
       learning_rate: a number, or a schedule of the number of updates made.
       auxiliary_optimizers: other optimizers and rates for the weights that match their patterns.
-      bprop_variable_exclusion: a pattern, or several, of weights that are frozen: they have no
-        gradient, no slots and no average.
-      bprop_variable_inclusion: a pattern, or several, of the weights to train; the rest is frozen.
+      bprop_variable_exclusion: a pattern of whole paths (`re.fullmatch`, as in Pax), or several,
+        of weights that are frozen: they have no gradient, no slots and no average.
+      bprop_variable_inclusion: such patterns of the weights to train; the rest is frozen.
       clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
         skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
       ema_decay: of an average of the trained weights that the state keeps; 0: none.
@@ -154,9 +153,9 @@ class Learner:
         return report_lines(weight_specs, self._optimizer_names(weight_specs))
 
     def init(self, params: PyTree, weight_specs: PyTree) -> dict[str, PyTree]:
-        """Returns opt_states: counts of skipped steps; "slots", an optax state by group; and where
+        """Returns opt_states: counts of skipped steps, and "slots", an optax state by group.
 
-        set "ema", the average of the trained weights, and "loss_scale", its state.
+        Where they are set, "ema" (the average of the trained weights) and "loss_scale" too.
 
         Raises:
           ConfigError: as `optimizer_names`; or a mask's pattern matches no weight.
@@ -276,10 +275,10 @@ class Learner:
     def eval_params(
         self, params: PyTree, opt_states: dict[str, PyTree], weight_specs: PyTree, use_ema: bool
     ) -> PyTree:
-        """Returns the weights to evaluate and decode with: the moving average with `use_ema`, else
+        """Returns the weights to evaluate and decode with, of what `eval_opt_states` returns.
 
-        the averages of a schedule-free optimizer, else `params`. Of `opt_states` what
-        `eval_opt_states` returns is enough; it says what is raised.
+        With `use_ema` the moving average; else the averages of a schedule-free optimizer, or
+        `params`. Raises what `eval_opt_states` raises.
         """
         read = self.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:

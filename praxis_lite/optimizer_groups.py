@@ -128,7 +128,7 @@ def optimizer_names(
     Args:
       weight_specs: nested dict of WeightSpec.
       auxiliary: whose patterns choose weights; the others have the main optimizer.
-      exclusion: patterns of the weights that are not trained.
+      exclusion: patterns of the weights that are not trained; each matches whole paths.
       inclusion: patterns of the weights that are; none: all.
 
     Raises:
@@ -136,9 +136,10 @@ def optimizer_names(
         has frozen weights only, or two have the same weight; names the weights.
     """
     paths = {"/".join(path): path for path, _ in spec_items(weight_specs)}
-    frozen = _matched(paths, exclusion, "Learner.bprop_variable_exclusion")
+    frozen = _matched(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
     if inclusion:
-        frozen |= paths.keys() - _matched(paths, inclusion, "Learner.bprop_variable_inclusion")
+        setting = "Learner.bprop_variable_inclusion"
+        frozen |= paths.keys() - _matched(paths, inclusion, setting, whole=True)
     if paths and len(frozen) == len(paths):
         raise ConfigError(
             f"Learner.bprop_variable_exclusion freezes all {len(paths)} weights, so there is "
@@ -195,16 +196,20 @@ def check_mask_patterns(weight_specs: PyTree, patterns: Iterable[str]) -> None:
     _matched(names, sorted(patterns), "A mask of an optimizer of the Learner")
 
 
-def _matched(names: Collection[str], patterns: Iterable[str], setting: str) -> set[str]:
-    """Returns the names that one of the patterns matches from its start."""
+def _matched(
+    names: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
+) -> set[str]:
+    """Returns the names that one of the patterns matches from their start, or as a whole."""
     matched: set[str] = set()
+    match = re.fullmatch if whole else re.match
     for pattern in patterns:
-        found = {name for name in names if re.match(pattern, name)}
+        found = {name for name in names if match(pattern, name)}
         if not found:
+            hint = ", which does not begin with params/" if pattern.startswith("params/") else ""
             raise ConfigError(
                 f"{setting}: {pattern!r} matches no weight.{did_you_mean(pattern, names)} "
-                f"{_paths_there(names)} A pattern is matched from the start of a path"
-                f"{', which does not begin with params/' if pattern.startswith('params/') else ''}."
+                f"{_paths_there(names)} A pattern has to match "
+                f"{'the whole of a path' if whole else 'the start of a path'}{hint}."
             )
         matched |= found
     return matched

@@ -121,7 +121,7 @@ class Averaged(Tiny):
         task = super().task()
         task.learner.ema_decay = 0.7
         task.learner.learning_rate = 1.0  # So high that the loss goes up and down.
-        task.learner.bprop_variable_exclusion = "final_ln"
+        task.learner.bprop_variable_exclusion = "final_ln/.*"
         return task
 
     def run(self):

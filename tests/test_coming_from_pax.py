@@ -10,16 +10,23 @@ import pytest
 from flax import nnx
 
 from praxis_lite import (
+    checkpoint_loading_rules,
     checkpoints,
     decode,
     decoding,
+    early_stopping,
+    evaluation,
     experiment,
     inputs,
     layers,
     learner,
     main,
+    optimizer_groups,
+    optimizers,
     partitioner,
     registry,
+    regularization,
+    schedules,
     sharding,
     task,
     train_state,
@@ -33,8 +40,9 @@ from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
 PAGE = (Path(__file__).parents[1] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (
     layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner, checkpoints,
-    train_state, registry, sharding, weights, language_model,
-    image_classification, sequence_to_sequence, pax_job,
+    train_state, registry, sharding, weights, language_model, early_stopping, evaluation,
+    image_classification, sequence_to_sequence, pax_job, optimizers, optimizer_groups, schedules,
+    regularization, checkpoint_loading_rules,
 )  # fmt: skip
 
 

@@ -362,6 +362,51 @@ def test_text_for_a_tpu():
     assert hlo.unknown_loops(TPU) == []
 
 
+def test_a_tpus_reduce_scatters_are_counted_though_they_share_a_channel():
+    # Of jax 0.10.2, v5e 2x4, abridged: two fusions in one scope, one of them of two arrays.
+    text = """\
+HloModule jit_f, num_partitions=8
+
+%all-reduce-scatter.6 (input.6: f32[512,4096]) -> f32[512,512] {
+  %input.6 = f32[512,4096]{1,0:T(8,128)S(1)} parameter(0)
+  %all-reduce.53 = f32[512,4096]{1,0:T(8,128)} all-reduce(%input.6), channel_id=1, \
+replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %zero.6 = u32[] constant(0)
+  %partition-id.23 = u32[] partition-id()
+  ROOT %dynamic-slice.81 = f32[512,512]{1,0:T(8,128)} dynamic-slice(%all-reduce.53, %zero.6, \
+%partition-id.23), dynamic_slice_sizes={512,512}
+}
+
+%all-reduce-scatter.8 (input_0.5: f32[64,8], input_1.5: bf16[8,64]) -> (f32[8,8], bf16[8,8]) {
+  %input_0.5 = f32[64,8]{1,0} parameter(0)
+  %input_1.5 = bf16[8,64]{1,0} parameter(1)
+  %all-reduce.64 = (f32[64,8]{1,0}, bf16[8,64]{1,0}) all-reduce(%input_0.5, %input_1.5), \
+channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %get-tuple-element.1 = f32[64,8]{1,0} get-tuple-element(%all-reduce.64), index=0
+  %zero.8 = u32[] constant(0)
+  %partition-id.31 = u32[] partition-id()
+  %dynamic-slice.1 = f32[8,8]{1,0} dynamic-slice(%get-tuple-element.1, %partition-id.31, %zero.8)
+  %get-tuple-element.2 = bf16[8,64]{1,0} get-tuple-element(%all-reduce.64), index=1
+  %dynamic-slice.2 = bf16[8,8]{1,0} dynamic-slice(%get-tuple-element.2, %zero.8, %partition-id.31)
+  ROOT %tuple.1 = (f32[8,8]{1,0}, bf16[8,8]{1,0}) tuple(%dynamic-slice.1, %dynamic-slice.2)
+}
+
+ENTRY %main (a: f32[512,4096], b: f32[64,8], c: bf16[8,64]) -> f32[512,512] {
+  %a = f32[512,4096]{1,0} parameter(0)
+  %b = f32[64,8]{1,0} parameter(1)
+  %c = bf16[8,64]{1,0} parameter(2)
+  %fusion.2 = (f32[8,8]{1,0}, bf16[8,8]{1,0}) fusion(%b, %c), kind=kCustom, \
+calls=%all-reduce-scatter.8
+  ROOT %fusion.1 = f32[512,512]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.6
+}
+"""
+    found = [(one.kind, one.bytes, one.dtypes, one.group_size) for one in hlo.collectives(text)]
+    assert found == [
+        ("reduce-scatter", 8 * 8 * (4 + 2), ("f32", "bf16"), 8),
+        ("reduce-scatter", 512 * 512 * 4, ("f32",), 8),
+    ]
+
+
 def test_batched_dot_of_a_tpu_is_not_counted_window_by_window():
     # einsum('bthk,bshk->bhts') of bf16[2,256,8,128] on jax 0.12.0, v5e.
     text = """\

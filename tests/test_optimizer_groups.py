@@ -65,11 +65,15 @@ def test_an_auxiliary_optimizer_may_have_all():
 @pytest.mark.parametrize(
     ("choices", "trained"),
     [
-        ({"exclusion": ["softmax/", ".*/norm"]}, PATHS - {"softmax/b", "softmax/w",
-                                                         "blocks/norm/scale"}),
-        ({"inclusion": ["softmax/", ".*/norm"]}, {"softmax/b", "softmax/w", "blocks/norm/scale"}),
-        # `$` bounds what a prefix would not.
-        ({"inclusion": ["deep/w$", "softmax/w$"]}, {"deep/w", "softmax/w"}),
+        (
+            {"exclusion": ["softmax/.*", ".*/norm/.*"]},
+            PATHS - {"softmax/b", "softmax/w", "blocks/norm/scale"},
+        ),
+        (
+            {"inclusion": ["softmax/.", ".*/norm/scale"]},
+            {"softmax/b", "softmax/w", "blocks/norm/scale"},
+        ),
+        ({"inclusion": ["deep/.", ".*x/w"]}, {"deep/w", "softmax/w"}),
     ],
 )
 def test_what_is_frozen_has_no_optimizer(choices, trained):
@@ -82,10 +86,13 @@ def test_what_is_frozen_has_no_optimizer(choices, trained):
         (
             {"auxiliary": [aux("softmax/v")]},
             r"regex of the auxiliary optimizer 'other': 'softmax/v' matches no weight\. Did you "
-            r"mean softmax/w.*6 weights are embedding/w, .* and 1 more.*from the start of a path\.",
+            r"mean softmax/w.*6 weights are embedding/w, .* and 1 more.*match the start of a path\.",
         ),
-        ({"exclusion": ["norm"]}, r"bprop_variable_exclusion: 'norm' matches no weight"),
-        ({"inclusion": ["softmax", "lora"]}, r"bprop_variable_inclusion: 'lora' matches no weight"),
+        (
+            {"exclusion": ["softmax"]},  # The beginning of two paths.
+            r"bprop_variable_exclusion: 'softmax' matches no weight.*match the whole of a path\.",
+        ),
+        ({"inclusion": ["softmax/.*", "lora"]}, r"bprop_variable_inclusion: 'lora' matches no weight"),
         (
             {"exclusion": ["params/softmax"]},
             r"'params/softmax' matches no weight.*, which does not begin with params/\.",
@@ -95,7 +102,7 @@ def test_what_is_frozen_has_no_optimizer(choices, trained):
             r"The weight softmax/w is matched by the auxiliary optimizers 'head' and 'matrices'",
         ),
         (
-            {"auxiliary": [aux("softmax/b")], "exclusion": ["softmax"]},
+            {"auxiliary": [aux("softmax/b")], "exclusion": ["softmax/."]},
             r"'other', 'softmax/b', matches frozen weights only: softmax/b\. Remove the optimizer",
         ),
         ({"exclusion": [".*"]}, r"bprop_variable_exclusion freezes all 6 weights"),
@@ -185,7 +192,7 @@ def test_a_function_of_one_layer_is_mapped_over_every_stacked_dim():
 def test_the_report_says_what_each_optimizer_has_and_what_is_frozen():
     learner = Learner(
         optax.adamw, 0.1,
-        auxiliary_optimizers=[aux("softmax", "head")], bprop_variable_exclusion=["blocks"],
+        auxiliary_optimizers=[aux("softmax", "head")], bprop_variable_exclusion=["blocks/.*"],
     )  # fmt: skip
     assert learner.report(SPECS) == [
         "main optimizer: 2 weights, 95 parameters: embedding/w, deep/w",

@@ -13,13 +13,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from praxis_lite import hlo, steps
 from praxis_lite.checkpoints import Checkpoints
 from praxis_lite.learner import Learner
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.optimizers import (
-    adafactor, adam, lion, low_precision_slots, muon_matrices, regularized, soap,
+    adafactor,
+    adam,
+    lion,
+    low_precision_slots,
+    muon_matrices,
+    soap,
 )
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
@@ -52,10 +58,6 @@ OPTIMIZERS = {
     "adam": optax.adam,
     "adamw": functools.partial(optax.adamw, weight_decay=0.1),
     "pax_adam": functools.partial(adam, clip_threshold=0.5, weight_decay=0.1),
-    "pax_adam_l2": functools.partial(
-        regularized, optimizer=adam, l2_regularizer_weight=0.1,
-        skip_lp_1d_vectors=True,
-    ),
     "optax_adafactor": functools.partial(
         optax.adafactor, min_dim_size_to_factor=2, momentum=0.9
     ),
@@ -69,7 +71,6 @@ OPTIMIZERS = {
     "adafactor_whole": functools.partial(_pow, factored=False),
     "lamb": functools.partial(optax.lamb, weight_decay=0.1),
     "lars": functools.partial(optax.lars, weight_decay=0.1, trust_coefficient=0.1),
-    "optax_lion": optax.lion,
     "lion": lion,
     "soap": functools.partial(soap, precondition_frequency=2, max_precond_dim=8),
     "muon": _muon,
@@ -79,7 +80,7 @@ OPTIMIZERS = {
     "two": optax.adamw,
     "partly_frozen": optax.adamw,
 }
-FROZEN = "partly_frozen/(emb_var|blocks/scale)"
+FROZEN = "partly_frozen/(emb_var|blocks/b)"
 
 
 class Tiny(BaseLayer):
@@ -93,15 +94,13 @@ class Tiny(BaseLayer):
 
     def __call__(self, ids):
         blocks, x = self.blocks, self.emb_var[...][ids]
-        hidden = jnp.einsum("bd,ld,ldh->blh", x, blocks.scale[...], blocks.w[...])
-        hidden = jnp.tanh(hidden + blocks.b[...][None])
+        hidden = jnp.tanh(jnp.einsum("bd,ldh->blh", x, blocks.w[...]) + blocks.b[...][None])
         x = x + jnp.einsum("blh,ldh->bd", hidden, blocks.w[...])
         return jax.nn.log_softmax(x @ self.emb_var[...].T)
 
 
 class TinyBlock(BaseLayer):
     def __init__(self, model_dims, hidden_dims, data_axis, *, rngs):
-        self.scale = self.weight((model_dims,), None, rngs=rngs)
         self.w = self.weight((model_dims, hidden_dims), (data_axis, "mdl"), rngs=rngs)
         self.b = self.weight((hidden_dims,), ("mdl",), rngs=rngs)
 
@@ -118,12 +117,14 @@ class TinyTask(Task):
     """The sum of the models' cross-entropies."""
 
     def compute_loss(self, model, inputs, key):
-        picked = [
-            jnp.take_along_axis(getattr(model, name)(inputs["ids"]), inputs["labels"][:, None], 1)
-            for name in OPTIMIZERS
-        ]
+        # One pass for all the models: compiled apart they would take longer than the optimizers.
+        models = [getattr(model, name) for name in OPTIMIZERS]
+        together = jax.tree.map(lambda *weights: jnp.stack(weights), *models)
+        log_probs = jax.vmap(lambda one: one(inputs["ids"]))(together)
+        of_labels = jax.nn.one_hot(inputs["labels"], log_probs.shape[-1])
         num_rows = len(inputs["ids"])
-        return {"loss": (-sum(jnp.sum(p) for p in picked) / num_rows, jnp.float32(num_rows))}
+        loss = -jnp.einsum("nbv,bv->", log_probs, of_labels) / num_rows
+        return {"loss": (loss, jnp.float32(num_rows))}
 
 
 def task_of(size, slot_mesh_axes=()):
@@ -134,7 +135,7 @@ def task_of(size, slot_mesh_axes=()):
         auxiliary_optimizers=[
             *(
                 AuxiliaryOptimizer(
-                    f"{name}/(emb_var|blocks/[bs])" if name == "two" else f"{name}/",
+                    f"{name}/(emb_var|blocks/b)" if name == "two" else f"{name}/",
                     OPTIMIZERS[name], _rate, name,
                 )
                 for name in others
@@ -221,11 +222,13 @@ def assert_same(found, wanted):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         a, b, dtype = a.astype(np.float32), b.astype(np.float32), str(a.dtype)
-        # What is rounded to 8 bits may fall to either side, so a slot may be off by one of them.
+        # What is rounded to few bits may fall to either side: off by one of them. Eigenvectors
+        # differ by rounding over the gap between two eigenvalues.
         rtol, atol = {"int8": (0, 1), "bfloat16": (2**-7, 1e-6)}.get(dtype, (1e-5, 2e-6))
+        atol *= 50 if "/bases/" in name else 1
         if not np.allclose(a, b, rtol=rtol, atol=atol * max(1.0, np.abs(b).max(initial=0))):
             far.append(f"{name} {dtype}: {np.abs(a - b).max():.2g} of {np.abs(b).max():.2g}")
-    assert not far
+    assert not far, "\n".join(far)
 
 
 every_run = pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -235,19 +238,76 @@ every_size = pytest.mark.parametrize("size", SIZES)
 @every_size
 @every_run
 def test_five_steps_are_those_of_one_device(size, shape):
-    run, history = trained(size, shape), one_device(size)
-    assert_same(on_host(run.partitioner.layout, run.last), history[-1])
+    run = trained(size, shape)
+    assert_same(on_host(run.partitioner.layout, run.last), one_device(size)[-1])
 
 
 @every_size
-def test_every_optimizer_moves_all_its_weights(size):
+def test_every_optimizer_moves_all_its_weights_and_no_frozen_one(size):
     before, after = one_device(size)[0], one_device(size)[-1]
-    moved = jax.tree.map(
-        lambda a, b: float(np.abs(a - b).max()), before.mdl_vars["params"], after.mdl_vars["params"]
-    )
-    for name, model in moved.items():
-        weights = {"emb_var": model["emb_var"], **model["blocks"]}
-        still = {weight for weight, change in weights.items() if change == 0}
-        assert still == ({"emb_var", "scale"} if name == "partly_frozen" else set()), name
-        assert max(weights.values()) < 1.0, name
+    for name in OPTIMIZERS:
+        old, new = (state.mdl_vars["params"][name] for state in (before, after))
+        moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), old, new)
+        moved = {"emb_var": moved["emb_var"], **moved["blocks"]}
+        still = {weight for weight, change in moved.items() if change == 0}
+        assert still == ({"emb_var", "b"} if name == "partly_frozen" else set()), name
+        assert max(moved.values()) < 0.5, name
     assert int(after.opt_states["num_skipped_steps"]) == 0
+
+
+@every_size
+@every_run
+def test_padding_is_zero_in_every_slot(size, shape):
+    run = trained(size, shape)
+    num_padded = 0
+    for leaf, x in zip(run.partitioner.layout.leaves(), jax.tree.leaves(run.last), strict=True):
+        assert x.shape == leaf.padded_shape, leaf.path
+        outside = np.ones(x.shape, bool)
+        outside[tuple(slice(dim) for dim in leaf.shape)] = False
+        assert np.all(np.asarray(x)[outside] == 0), leaf.path
+        num_padded += outside.any() and "/slots/" in leaf.path
+    if size == "even":
+        assert num_padded == 0
+    elif shape != (1, 1, 1):
+        assert num_padded > 2 * len(OPTIMIZERS)
+
+
+@every_size
+@every_run
+def test_every_donated_byte_is_aliased(size, shape):
+    run = trained(size, shape)
+    leaves = list(run.partitioner.layout.leaves())
+    assert hlo.num_donated(run.step) == len(leaves)
+    assert hlo.donated_bytes(run.step) == sum(leaf.bytes_per_device for leaf in leaves)
+
+
+@every_size
+@every_run
+def test_saved_on_one_mesh_and_restored_on_the_next_it_goes_on_as_it_would_have(
+    size, shape, tmp_path
+):
+    saved, other = trained(size, shape), trained(size, MESHES[MESHES.index(shape) - 1])
+    with Checkpoints(tmp_path, max_to_keep=1) as checkpoints:
+        checkpoints.save(SAVED_STEP, saved.saved, saved.partitioner.layout, {})
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(other.partitioner.layout, other.partitioner.mesh)
+    assert restored.step == SAVED_STEP
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        on_host(other.partitioner.layout, restored.state),
+        on_host(saved.partitioner.layout, saved.saved),
+    )
+    state = continued(other.partitioner, other.step, restored.state, size, SAVED_STEP, NUM_STEPS)
+    assert_same(on_host(other.partitioner.layout, state), one_device(size)[-1])
+
+
+def test_slots_over_the_data_axis_train_as_on_one_device():
+    run = trained("uneven", (1, 4, 2), ("data",))
+    leaves = list(run.partitioner.layout.leaves())
+    specs = {leaf.path: leaf.spec for leaf in leaves}
+    w = "adamw/blocks/w"
+    assert specs[f"mdl_vars/params/{w}"] == P(None, None, "mdl")
+    for slot in ("ema", "slots/adamw.stack_2/0/mu", "slots/adamw.stack_2/0/nu"):
+        assert specs[f"opt_states/{slot}/{w}"] == P(None, "data", "mdl")
+    assert_same(on_host(run.partitioner.layout, run.last), one_device("uneven")[-1])
+    assert hlo.donated_bytes(run.step) == sum(leaf.bytes_per_device for leaf in leaves)

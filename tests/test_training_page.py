@@ -16,6 +16,7 @@ from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.quantization import QuantizationRule, quantized
 from praxis_lite.regularization import VariationalNoise
 from praxis_lite.sharding import make_mesh
 
@@ -25,12 +26,15 @@ NAMES = {
     "fdl": fdl, "jnp": jnp, "optax": optax, "optimizers": optimizers, "schedules": schedules,
     "AuxiliaryOptimizer": AuxiliaryOptimizer, "BestCheckpoints": BestCheckpoints,
     "CheckpointLoadingRules": CheckpointLoadingRules, "DynamicLossScale": DynamicLossScale,
-    "EarlyStopping": EarlyStopping, "VariationalNoise": VariationalNoise,
+    "EarlyStopping": EarlyStopping, "QuantizationRule": QuantizationRule,
+    "VariationalNoise": VariationalNoise, "quantized": quantized,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0][:60])
 def test_the_block_builds_and_its_step_traces(block):
+    if "quantized" in block:
+        pytest.importorskip("qwix")
     config = lm.Synthetic().config()
     names = {"task": config.task, "learner": config.task.learner, "run": config.run, **NAMES}
     before = str(config)

@@ -15,6 +15,9 @@ For an optimizer class of Pax take, with Pax's defaults where optax's are others
 and `regularized` around it for l1_regularizer_weight, l2_regularizer_weight, skip_lp_1d_vectors,
 decoupled_weight_decay and SKIP_LP_REGULARIZATION. Clipping of gradients and the EMA are the
 Learner's, and its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
+
+Later than Pax are `soap`, Muon (optax's, with `muon_matrices`), and schedule-free AdamW (optax's;
+evaluation takes its averages, see `evaluation_params`).
 """
 
 from praxis_lite.optimizers.adafactor import AdafactorState, adafactor

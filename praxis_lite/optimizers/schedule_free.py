@@ -10,11 +10,12 @@ be worked out of the two. An evaluation of y would show worse numbers than the r
                              warmup_steps=100),
 
 Slots: z and the second moment, each of the weight's shape: as many bytes as Adam's two. optax's
-defaults are b1 0.9 (the paper's), b2 0.999, eps 1e-8, weight_decay 0, weights of the average
-max(rate so far) ** 2. A warmup is either the schedule's or, with a rate that is a number,
-`warmup_steps`. Keep the weights in float32: optax sums the averaging weights in the parameters'
-dtype, and a bfloat16 sum stops growing after some 256 steps. As z starts as a copy of the weights,
-weights that are replaced later, by those of a checkpoint for instance, need fresh slots.
+defaults are b1 0.9 (the paper's), b2 0.999, eps 1e-8, weight_decay 0, and in the average a weight
+of max(rate so far)^2, where "so far" includes the next update's. A warmup is either the schedule's
+or, with a rate that is a number, `warmup_steps`. Keep the weights in float32: optax sums these
+weights in the parameters' dtype, and a bfloat16 sum stops growing after some 256 steps. As z starts
+as a copy of the weights, weights that are replaced later, by those of a checkpoint for instance,
+need fresh slots.
 """
 
 from typing import Any

@@ -52,7 +52,7 @@ OPTIMIZERS = {
     "muon": functools.partial(
         optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices()
     ),
-    "soap": functools.partial(soap, precondition_frequency=2),
+    "soap": functools.partial(soap, precondition_frequency=2, max_precond_dim=5),
     "schedule-free": functools.partial(optax.contrib.schedule_free_adamw, weight_decay=0.1),
 }
 
