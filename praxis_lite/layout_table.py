@@ -2,7 +2,6 @@
 
 import collections
 import math
-from collections.abc import Iterable, Mapping
 
 from praxis_lite.hlo import format_bytes
 from praxis_lite.train_state import LeafLayout, StateLayout
@@ -16,8 +15,7 @@ def layout_table(layout: StateLayout) -> str:
     """Returns a line per leaf: path, true shape, padded shape, dtype, spec, bytes, padding."""
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding")
     rows = [header]
-    leaves = list(layout.leaves())
-    for leaf in leaves:
+    for leaf in layout.leaves():
         padded = "" if leaf.padded_shape == leaf.shape else _shape(leaf.padded_shape)
         share = f"{leaf.padding_share:.1%}" if padded else ""
         spec = _spec(leaf)
@@ -32,7 +30,7 @@ def layout_table(layout: StateLayout) -> str:
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, "", _totals(leaves, layout.axis_sizes)])
+    return "\n".join([*lines, "", _totals(layout)])
 
 
 def layout_warnings(layout: StateLayout) -> list[str]:
@@ -47,7 +45,12 @@ def layout_warnings(layout: StateLayout) -> list[str]:
                 wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
     warnings = [
         f"{leaf.path} {_shape(leaf.shape)} is replicated: {format_bytes(leaf.bytes_per_device)} on "
-        f"each of {num_devices} devices. Give it a weight_split_dims_mapping."
+        f"each of {num_devices} devices. "
+        + (
+            "Give it a weight_split_dims_mapping."
+            if _kind(leaf) == "weights"
+            else "Give its weight a weight_split_dims_mapping, or set Learner.slot_mesh_axes."
+        )
         for leaf in replicated
     ]
     for (dim, true, padded, axes), leaves in wasteful.items():
@@ -60,15 +63,36 @@ def layout_warnings(layout: StateLayout) -> list[str]:
     return warnings
 
 
-def _totals(leaves: Iterable[LeafLayout], axis_sizes: Mapping[str, int]) -> str:
-    leaves = list(leaves)
-    params = sum(math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
-    weights = sum(leaf.bytes_per_device for leaf in leaves if leaf.path.startswith("mdl_vars/"))
-    total = sum(leaf.bytes_per_device for leaf in leaves)
-    mesh = ", ".join(f"{name} {size}" for name, size in axis_sizes.items())
+def bytes_per_device(layout: StateLayout) -> dict[str, int]:
+    """Returns the bytes of a device's "weights", "optimizer slots" and "averaged weights (EMA)".
+
+    Weights include variables that are not trained, slots the counts of steps. Padding is included.
+    """
+    totals: dict[str, int] = collections.defaultdict(int)
+    for leaf in layout.leaves():
+        totals[_kind(leaf)] += leaf.bytes_per_device
+    return {kind: totals[kind] for kind in ("weights", "optimizer slots", _EMA) if kind in totals}
+
+
+_EMA = "averaged weights (EMA)"
+
+
+def _kind(leaf: LeafLayout) -> str:
+    if leaf.path.startswith("mdl_vars/"):
+        return "weights"
+    return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
+
+
+def _totals(layout: StateLayout) -> str:
+    leaves = list(layout.leaves())
+    num_weights = sum(math.prod(leaf.shape) for leaf in leaves if _kind(leaf) == "weights")
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    held = bytes_per_device(layout)
+    parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
+    mesh = ", ".join(f"{name} {size}" for name, size in layout.axis_sizes.items())
     return (
-        f"{params:,} weights. On each device of the mesh ({mesh}): "
-        f"{format_bytes(weights)} of weights, {format_bytes(total)} of state."
+        f"{num_weights:,} weights; the state of training takes {format_bytes(whole)}. Each device "
+        f"of the mesh ({mesh}) holds {parts} = {format_bytes(sum(held.values()))}."
     )
 
 

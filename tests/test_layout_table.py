@@ -1,14 +1,21 @@
 """layout.txt: every column counted by hand."""
 
+import functools
 import re
 
 import fiddle as fdl
 import jax
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layout_table import layout_table, layout_warnings
+from praxis_lite.layout_table import bytes_per_device, layout_table, layout_warnings
+from praxis_lite.learner import Learner
+from praxis_lite.task import Task
 from praxis_lite.train_state import StateLayout, state_layout
+from praxis_lite.weights import BaseLayer, stacked
 from tests.job_runs import home
 
 BLOCKS = "mdl_vars/params/transformer/blocks"
@@ -87,12 +94,87 @@ def test_the_last_line_sums_up(tiny_layout):
     # True weights, without padding, and what a device holds of them, with it.
     num_weights = 7 + 7 * 257 + 2 * (11 + 77 + 7 + 77 + 7 + 7 + 4 * 126)
     weight_bytes = sum(size for *_, size, _ in BY_HAND.values())
-    other_bytes = 4 * 2 + 8 * 2 + 4 * 2  # step, skipped; counts of the stack; and of the rest
-    state_bytes = 3 * weight_bytes + other_bytes
+    counts = 4 * 3 + 8 * 2 + 4 * 2  # step, skipped, in a row; counts of the stack; of the rest
+    assert bytes_per_device(tiny_layout) == {
+        "weights": weight_bytes, "optimizer slots": 2 * weight_bytes + counts,
+    }
     assert layout_table(tiny_layout).splitlines()[-1] == (
-        f"{num_weights:,} weights. On each device of the mesh (replica 1, data 4, mdl 2): "
-        f"{weight_bytes / 1024:.1f} KiB of weights, {state_bytes / 1024:.1f} KiB of state."
+        f"{num_weights:,} weights; the state of training takes "
+        f"{(12 * num_weights + counts) / 1024:.1f} KiB. Each device of the mesh (replica 1, data "
+        f"4, mdl 2) holds {weight_bytes / 1024:.1f} KiB of weights + "
+        f"{(2 * weight_bytes + counts) / 1024:.1f} KiB of optimizer slots = "
+        f"{(3 * weight_bytes + counts) / 1024:.1f} KiB."
     )
+
+
+def layout_with(split, slot_mesh_axes, shapes, ema_decay=0.0):
+    """Returns the layout of a model of matrices, and of a stack of three, on a mesh (1, 4, 2)."""
+
+    class Matrices(BaseLayer):
+        def __init__(self, *, rngs):
+            for i, shape in enumerate(shapes):
+                setattr(self, f"w{i}", self.weight(shape, split, rngs=rngs))
+            keys = jax.random.split(rngs(), 3)
+            block = functools.partial(Block, shapes[0], split)
+            self.blocks = stacked(jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys), None)
+
+    learner = Learner(optax.adamw, 0.1, slot_mesh_axes=slot_mesh_axes, ema_decay=ema_decay)
+    return state_layout(Untrained(Matrices, learner), {"replica": 1, "data": 4, "mdl": 2})
+
+
+class Block(BaseLayer):
+    def __init__(self, shape, split, *, rngs):
+        self.w = self.weight(shape, split, rngs=rngs)
+
+
+class Untrained(Task):
+    def compute_loss(self, model, inputs, key):
+        raise NotImplementedError
+
+
+EVEN, UNEVEN = ((8, 24), (16, 8)), ((13, 37), (7, 5))
+# Of AdamW with a stack of three: the step, two counts of skipped ones, a count and three.
+COUNTS = 4 * (1 + 2 + 1 + 3)
+ALL_AXES = ("data", "mdl")
+# Elements that the fullest device holds of each matrix, the first one also in a stack of three.
+PLACES = {
+    "data parallel": (None, (), [13 * 37, 7 * 5], [13 * 37, 7 * 5]),
+    # 13 x 37 as 16 x 37, not 13 x 40; 7 x 5 as 8 x 5, not 7 x 8.
+    "ZeRO-1": (None, ("data",), [13 * 37, 7 * 5], [13 * 10, 2 * 5]),
+    # 13 x 40; no dim of 7 x 5 has 8 elements.
+    "ZeRO-1 over both": (None, ALL_AXES, [13 * 37, 7 * 5], [13 * 5, 7 * 5]),
+    "fully sharded": (("data", "mdl"), (), [4 * 19, 2 * 3], [4 * 19, 2 * 3]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bytes_of_a_device_are_those_of_the_formula(place):
+    split, axes, *_ = PLACES[place]
+    num_weights = 4 * 8 * 24 + 16 * 8
+    num_devices = {"ZeRO-1": 4, "ZeRO-1 over both": 8, "fully sharded": 8}.get(place, 1)
+    of_weights = num_devices if place == "fully sharded" else 1
+    assert bytes_per_device(layout_with(split, axes, EVEN, ema_decay=0.9)) == {
+        "weights": 4 * num_weights // of_weights,
+        "optimizer slots": 8 * num_weights // num_devices + COUNTS,
+        "averaged weights (EMA)": 4 * num_weights // num_devices,
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bytes_of_a_device_with_padding_are_those_that_arrays_have(place, mesh_of):
+    split, axes, weights, slots = PLACES[place]
+    layout = layout_with(split, axes, UNEVEN)
+    held = bytes_per_device(layout)
+    assert held == {
+        "weights": 4 * (4 * weights[0] + weights[1]),
+        "optimizer slots": 8 * (4 * slots[0] + slots[1]) + COUNTS,
+    }
+    state = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
+        layout.abstract(mesh_of(1, 4, 2)),
+    )
+    on_device_0 = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
+    assert sum(held.values()) == sum(on_device_0)
 
 
 def layout_of(shape, spec, **axis_sizes):
@@ -118,6 +200,14 @@ def test_a_large_replicated_array_is_warned_of(rows, is_large):
     # Split over one of the axes it is not replicated; on one device there is nothing to split.
     assert layout_warnings(layout_of((2**18,), PartitionSpec("mdl"), data=4, mdl=2)) == []
     assert layout_warnings(layout_of((2**18,), PartitionSpec(None), data=1, mdl=1)) == []
+
+
+def test_a_large_replicated_slot_is_warned_of_with_the_setting_that_splits_it():
+    struct, spec = jax.ShapeDtypeStruct((2**18,), "float32"), PartitionSpec(None)
+    layout = StateLayout({"opt_states": {"w": struct}}, {"opt_states": {"w": spec}}, {"data": 4})
+    (warning,) = layout_warnings(layout)
+    assert "opt_states/w [262144] is replicated: 1.0 MiB on each of 4" in warning
+    assert "set Learner.slot_mesh_axes" in warning
 
 
 @pytest.mark.parametrize(("dim", "is_waste"), [(37, False), (36, False), (35, True), (8, False)])

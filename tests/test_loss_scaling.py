@@ -145,12 +145,17 @@ def lm_task(fprop_dtype, **settings):
 
 
 @functools.cache
+def initial_state():
+    task = lm_task(jnp.float32, loss_scale=DynamicLossScale())
+    return jax.jit(lambda: steps.init_state(task, jax.random.key(0)))()
+
+
 def trained(fprop_dtype):
-    """Returns the losses of five steps on one batch, and the weights and slots after them."""
-    scaled = {"loss_scale": DynamicLossScale()} if fprop_dtype == jnp.float16 else {}
-    task, key, batch = lm_task(fprop_dtype, **scaled), jax.random.key(0), lm_batch(0)
+    """Returns the losses of five steps on one batch, and the state after them."""
+    task = lm_task(fprop_dtype, loss_scale=DynamicLossScale())
+    key, batch = jax.random.key(0), lm_batch(0)
     step = jax.jit(lambda state: steps.train_step(task, state, batch, key))
-    state, losses = jax.jit(lambda: steps.init_state(task, key))(), []
+    state, losses = initial_state(), []
     for _ in range(5):
         state, outputs = step(state)
         losses.append(float(outputs["metrics"]["loss"][0]))

@@ -82,6 +82,10 @@ OPTIMIZERS = {
 }
 FROZEN = "partly_frozen/(emb_var|blocks/b)"
 
+# Slots rounded to few bits may fall to either side, by what XLA sums first; eigenvectors differ by
+# rounding over the gap between two eigenvalues. Weights follow, by a rate of 0.02.
+ROUGH = ("adafactor_int8", "adafactor_bfloat16", "lion", "low_precision", "soap")
+
 
 class Tiny(BaseLayer):
     """An embedding that is the softmax too, and blocks side by side in one stack."""
@@ -222,10 +226,9 @@ def assert_same(found, wanted):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         a, b, dtype = a.astype(np.float32), b.astype(np.float32), str(a.dtype)
-        # What is rounded to few bits may fall to either side: off by one of them. Eigenvectors
-        # differ by rounding over the gap between two eigenvalues.
         rtol, atol = {"int8": (0, 1), "bfloat16": (2**-7, 1e-6)}.get(dtype, (1e-5, 2e-6))
-        atol *= 50 if "/bases/" in name else 1
+        if any(f"/{rough}{end}" in name for rough in ROUGH for end in "./"):
+            atol = max(atol, 1e-3)
         if not np.allclose(a, b, rtol=rtol, atol=atol * max(1.0, np.abs(b).max(initial=0))):
             far.append(f"{name} {dtype}: {np.abs(a - b).max():.2g} of {np.abs(b).max():.2g}")
     assert not far, "\n".join(far)

@@ -91,7 +91,7 @@ def scale_by_soap(
       b2: decay of the second moment and of the covariances.
       precondition_frequency: updates from one refresh of the bases to the next. A refresh is a step
         of power iteration and a QR decomposition per dim, which every device computes whole.
-      max_precond_dim: the largest dim that is rotated.
+      max_precond_dim: the largest dim that is rotated; a refresh's time grows with its cube.
 
     A weight of more than two dims has a basis for each ([D, N, K] of an attention: three), one of
     fewer gets Adam. As in the authors' code the first update is zero: it sets the first bases, by
@@ -208,7 +208,7 @@ def _eigenbasis(covariance: jax.Array) -> jax.Array:
     # makes of them: other bases, and so other weights, on each mesh. These are the same everywhere.
     is_null = eigenvalues <= _NEGLIGIBLE * eigenvalues[0]
     null = jnp.where(is_null[None], vectors, 0)
-    anything = jax.random.normal(jax.random.key(0), covariance.shape)
+    anything = jax.random.normal(jax.random.key(0, impl="threefry2x32"), covariance.shape)
     inside = _tensordot(null, _tensordot(null.T, anything, axes=1), axes=1)
     return jnp.linalg.qr(jnp.where(is_null[None], inside, vectors))[0]
 

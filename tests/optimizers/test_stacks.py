@@ -89,12 +89,10 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(name):
         _, params, opt_states = jax.lax.scan(step, start, grads)[0]
         return params, learner.eval_params(params, opt_states, SPECS, use_ema=False)
 
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     grads = jax.tree.map(lambda *g: jnp.stack(g), *(layers(10 + i) for i in range(NUM_STEPS)))
     for found in trained(layers(0), grads):
         for i in range(NUM_LAYERS):
-            assert_close = functools.partial(
-                np.testing.assert_allclose, rtol=1e-5, atol=1e-6
-            )
             layer = jax.tree.map(lambda x, i=i: x[i], found["scanned"])
             jax.tree.map(assert_close, layer, found[f"layer_{i}"])
             start = layers(0)[f"layer_{i}"]
