@@ -180,7 +180,7 @@ def lm_batch(step, num_rows=ROWS, seq_len=7):
     }
 
 
-def lm_partitioner(shape, num_micro_batches):
+def lm_partitioner(shape, num_micro_batches, is_zero1=False):
     softmax = fdl.Partial(
         SharedEmbeddingSoftmax, has_bias=False, label_smoothing_prob=0.1, z_loss_weight=1e-2
     )
@@ -192,11 +192,13 @@ def lm_partitioner(shape, num_micro_batches):
     learner = Learner(
         # eps above what rounding makes of a gradient of zero.
         functools.partial(optax.adamw, eps=1e-6), 1e-3, clip_gradient_norm_to_value=0.5,
-        auxiliary_optimizers=[AuxiliaryOptimizer("transformer/", sgd, 0.1, "blocks")],
+        auxiliary_optimizers=[AuxiliaryOptimizer("transformer/.*", sgd, 0.1, "blocks")],
         gradient_accumulation_steps=num_micro_batches,
+        slot_mesh_axes=("data",) if is_zero1 else (),
     )
+    data_axis = None if is_zero1 else "data"
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm)), learner,
+        fdl.build(set_sharding_params(lm, data_axis=data_axis)), learner,
         inputs_split_mapping={"map_2d": (("replica", "data"), None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
@@ -209,9 +211,9 @@ def initial_state():
 
 
 @functools.cache
-def trained(shape, num_micro_batches):
+def trained(shape, num_micro_batches, is_zero1=False):
     """Returns the weights, and the outputs of each of three steps."""
-    partitioner = lm_partitioner(shape, num_micro_batches)
+    partitioner = lm_partitioner(shape, num_micro_batches, is_zero1)
     layout, key, outputs = partitioner.layout, partitioner.key(0), []
     padded = jax.tree.map(zero_padded, initial_state(), layout.padded_shapes)
     state = jax.device_put(padded, layout.shardings(partitioner.mesh))
@@ -224,16 +226,19 @@ def trained(shape, num_micro_batches):
 
 # On (1, 4, 2), 24 rows are 6 a device: cut in 2 evenly, in 4 not (6 rows on four devices).
 @pytest.mark.parametrize(
-    ("shape", "num_micro_batches"),
+    ("shape", "num_micro_batches", "is_zero1"),
     [
-        *(((1, 1, 1), 4), ((1, 1, 1), 8), ((1, 4, 2), 4)),
-        *(pytest.param(shape, 2, marks=pytest.mark.slow) for shape in ((1, 1, 1), (1, 4, 2))),
+        *(((1, 1, 1), 4, False), ((1, 1, 1), 8, False), ((1, 4, 2), 4, False)),
+        pytest.param((1, 1, 1), 2, False, marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_language_model_trains_as_with_one_batch_on_one_device(shape, num_micro_batches):
+def test_a_language_model_trains_as_with_one_batch_on_one_device(
+    shape, num_micro_batches, is_zero1
+):
     """Label smoothing, z-loss and entropy loss; weights by SGD and, outside the blocks, AdamW."""
     weights, outputs = trained((1, 1, 1), 1)
-    new_weights, new_outputs = trained(shape, num_micro_batches)
+    new_weights, new_outputs = trained(shape, num_micro_batches, is_zero1)
     for wanted, found in zip(outputs, new_outputs, strict=True):
         assert {"loss", "accuracy", "aux_loss"} < wanted["metrics"].keys()
         assert found["metrics"]["loss"][1] == wanted["metrics"]["loss"][1] > 0
