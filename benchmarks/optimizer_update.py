@@ -90,11 +90,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
     learner = Learner(optax.adamw, LEARNING_RATE, clip_gradient_norm_to_value=MAX_NORM)
 
     def learner_update(params: PyTree, opt_states: PyTree, grads: PyTree) -> tuple:
-        step = opt_states["step"]
-        new_params, new, _ = learner.update(
-            grads, opt_states["learner"], params, specs, jnp.float32(1.0), step
-        )
-        return new_params, {"learner": new, "step": step + 1}
+        return learner.update(grads, opt_states, params, specs, jnp.float32(1.0))[:2]
 
     bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
 
@@ -102,9 +98,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
         updates, opt_state = bare.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    ours = Update(
-        learner_update, params, {"learner": learner.init(params, specs), "step": np.int32(0)}, grads
-    )
+    ours = Update(learner_update, params, learner.init(params, specs), grads)
     theirs = Update(bare_update, params, bare.init(params), grads)
     for index in range(num_steps):
         # Turns swap, so that neither always runs behind the other.

@@ -153,7 +153,7 @@ class Learner:
         return report_lines(weight_specs, self._optimizer_names(weight_specs))
 
     def init(self, params: PyTree, weight_specs: PyTree) -> dict[str, PyTree]:
-        """Returns opt_states: counts of skipped steps, and "slots", an optax state by group.
+        """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
 
         Where they are set, "ema" (the average of the trained weights) and "loss_scale" too.
 
@@ -167,6 +167,7 @@ class Learner:
             }
         check_mask_patterns(weight_specs, patterns)
         opt_states: dict[str, PyTree] = {
+            "num_updates": jnp.zeros((), jnp.int32),
             "num_skipped_steps": jnp.zeros((), jnp.int32),
             "num_skipped_in_a_row": jnp.zeros((), jnp.int32),
             "slots": slots,
@@ -181,7 +182,7 @@ class Learner:
 
     def update(
         self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, weight_specs: PyTree,
-        loss: jax.Array, step: jax.Array,
+        loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array]]:
         """Returns (params, opt_states, scalars) after one step.
 
@@ -191,7 +192,6 @@ class Learner:
         Args:
           grads: float32, of the trained weights only.
           params: of all weights.
-          step: steps made so far, skipped ones included.
 
         Returns:
           The scalars grad_norm (before clipping), learning_rate, learning_rate/NAME of each
@@ -203,7 +203,7 @@ class Learner:
         grad_norm = global_norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         is_kept = is_finite & self.limits.keeps(grad_norm)
-        num_updates = step - opt_states["num_skipped_steps"]
+        num_updates = opt_states["num_updates"]
 
         new: dict[str, PyTree] = {}
         updates, new["slots"] = self._updates(
@@ -219,6 +219,7 @@ class Learner:
         trainable = keep_if_skipped(optax.apply_updates(trainable, updates), trainable)
         trainable = split_as_slots(trainable, weight_specs, self.slot_mesh_axes)
         new = keep_if_skipped(new, {name: opt_states[name] for name in new}) | {
+            "num_updates": num_updates + jnp.where(is_kept, 1, 0),
             "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
             "num_skipped_in_a_row": jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
         }

@@ -62,7 +62,7 @@ def train_step(
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, grads)
     new_params, opt_states, learner_scalars = learner.update(
-        grads, state.opt_states, params, weight_specs, metrics["loss"][0], state.step
+        grads, state.opt_states, params, weight_specs, metrics["loss"][0]
     )
     # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
     is_skipped = opt_states["num_skipped_steps"] != state.opt_states["num_skipped_steps"]

@@ -94,7 +94,8 @@ def test_the_last_line_sums_up(tiny_layout):
     # True weights, without padding, and what a device holds of them, with it.
     num_weights = 7 + 7 * 257 + 2 * (11 + 77 + 7 + 77 + 7 + 7 + 4 * 126)
     weight_bytes = sum(size for *_, size, _ in BY_HAND.values())
-    counts = 4 * 3 + 8 * 2 + 4 * 2  # step, skipped, in a row; counts of the stack; of the rest
+    # Steps, updates, skipped ones, in a row; counts of the stack; and of the rest.
+    counts = 4 * 4 + 8 * 2 + 4 * 2
     assert bytes_per_device(tiny_layout) == {
         "weights": weight_bytes, "optimizer slots": 2 * weight_bytes + counts,
     }
@@ -133,8 +134,8 @@ class Untrained(Task):
 
 
 EVEN, UNEVEN = ((8, 24), (16, 8)), ((13, 37), (7, 5))
-# Of AdamW with a stack of three: the step, two counts of skipped ones, a count and three.
-COUNTS = 4 * (1 + 2 + 1 + 3)
+# Of AdamW with a stack of three: steps, updates, skipped ones, in a row; a count; and three.
+COUNTS = 4 * (4 + 1 + 3)
 ALL_AXES = ("data", "mdl")
 # Elements that the fullest device holds of each matrix, the first one also in a stack of three.
 PLACES = {

@@ -52,14 +52,14 @@ def run(learner: Learner, grads=GRADS, losses=None) -> list[tuple[Any, Any, dict
     history = [(params, jax.jit(lambda params: learner.init(params, SPECS))(params), {})]
 
     @jax.jit
-    def update(grads, opt_states, params, loss, step):
+    def update(grads, opt_states, params, loss):
         trainable, _ = learner.split_trainable(grads, SPECS)
-        return learner.update(trainable, opt_states, params, SPECS, loss, step)
+        return learner.update(trainable, opt_states, params, SPECS, loss)
 
     for i, grad in enumerate(grads):
         params, opt_states, _ = history[-1]
         loss = jnp.float32(1.0 if losses is None else losses[i])
-        history.append(update(grad, opt_states, params, loss, i))
+        history.append(update(grad, opt_states, params, loss))
     return history
 
 
@@ -408,7 +408,7 @@ def test_slots_keep_the_dtypes_that_they_began_with():
 
     def update(params, opt_states):
         grads = {"w": jnp.ones((5,), jnp.float32)}
-        return learner.update(grads, opt_states, params, specs, jnp.float32(1.0), 0)[:2]
+        return learner.update(grads, opt_states, params, specs, jnp.float32(1.0))[:2]
 
     params = {"w": jnp.ones((5,), jnp.bfloat16)}
     opt_states = jax.jit(lambda: learner.init(params, specs))()
@@ -423,7 +423,7 @@ def test_the_state_can_be_donated_with_the_average_in_it():
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params, opt_states, grads):
-        return learner.update(grads, opt_states, params, SPECS, jnp.float32(1.0), 0)[:2]
+        return learner.update(grads, opt_states, params, SPECS, jnp.float32(1.0))[:2]
 
     jax.block_until_ready(update(params, opt_states, GRADS[0]))
 
@@ -480,7 +480,7 @@ def test_slot_mesh_axes_state_a_layout_of_every_gradient_and_new_weight(mesh_of)
 
     def update(params, opt_states, grads):
         grads, _ = learner.split_trainable(grads, SPECS)
-        return learner.update(grads, opt_states, params, SPECS, jnp.float32(1.0), 0)[0]
+        return learner.update(grads, opt_states, params, SPECS, jnp.float32(1.0))[0]
 
     opt_states = jax.jit(lambda: learner.init(params, SPECS))()
     args = params, opt_states, jax.tree.map(jnp.asarray, GRADS[0])

@@ -86,13 +86,13 @@ def test_what_is_frozen_has_no_optimizer(choices, trained):
         (
             {"auxiliary": [aux("softmax/v")]},
             r"regex of the auxiliary optimizer 'other': 'softmax/v' matches no weight\. Did you "
-            r"mean softmax/w.*6 weights are embedding/w, .* and 1 more.*match the start of a path\.",
+            r"mean softmax/w.*6 weights are embedding/w, .* and 1 more.* the start of a path\.",
         ),
         (
             {"exclusion": ["softmax"]},  # The beginning of two paths.
             r"bprop_variable_exclusion: 'softmax' matches no weight.*match the whole of a path\.",
         ),
-        ({"inclusion": ["softmax/.*", "lora"]}, r"bprop_variable_inclusion: 'lora' matches no weight"),
+        ({"inclusion": ["softmax/.*", "lora"]}, r"variable_inclusion: 'lora' matches no weight"),
         (
             {"exclusion": ["params/softmax"]},
             r"'params/softmax' matches no weight.*, which does not begin with params/\.",

@@ -130,9 +130,10 @@ def test_every_leaf_of_a_train_state_of_pax(index):
 
     wanted = {our_path(path): leaf for path, leaf in case["state"].items()}
     assert found.keys() - wanted.keys() == {
-        "opt_states/num_skipped_steps", "opt_states/num_skipped_in_a_row"
+        "opt_states/num_updates", "opt_states/num_skipped_steps",
+        "opt_states/num_skipped_in_a_row",
     }
-    assert len(wanted) == len(case["state"]) == len(found) - 2
+    assert len(wanted) == len(case["state"]) == len(found) - 3
     uneven = 0
     for path, leaf in wanted.items():
         assert list(found[path].shape) == leaf["unpadded"], path

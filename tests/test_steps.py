@@ -94,7 +94,7 @@ def test_one_micro_batch_is_the_step_written_out():
 
         (loss, (metrics, new)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         params, opt_states, scalars = task.learner.update(
-            grads, state.opt_states, params, specs, loss, state.step
+            grads, state.opt_states, params, specs, loss
         )
         is_skipped = opt_states["num_skipped_steps"] != state.opt_states["num_skipped_steps"]
         new = jax.tree.map(lambda n, o: jnp.where(is_skipped, o, n), new, others)

@@ -169,10 +169,10 @@ def run(
     opt_states = learner.init(params, specs)
     types = jax.eval_shape(lambda tree: tree, (params, opt_states))
     history, rates = [], []
-    for i, grad in enumerate(grads):
+    for grad in grads:
         grad = nested({path: jnp.asarray(array, dtype) for path, array in grad.items()})
         params, opt_states, scalars = learner.update(
-            grad, opt_states, params, specs, jnp.float32(1.0), jnp.int32(i)
+            grad, opt_states, params, specs, jnp.float32(1.0)
         )
         assert jax.eval_shape(lambda tree: tree, (params, opt_states)) == types
         history.append(flat(params))

@@ -38,17 +38,16 @@ def flattened(tree):
 
 def scanned(init, update, params, grads):
     """Returns the params after each step, [steps, ...] by path, and the last state."""
-    num_steps = len(grads)
     stacked_grads = {path: np.stack([grad[path] for grad in grads]) for path in grads[0]}
 
     @jax.jit
     def run(params, grads):
-        def step(carry, grad_and_number):
-            params, state = update(*carry, *grad_and_number)
+        def step(carry, grad):
+            params, state = update(*carry, grad)
             return (params, state), params
 
         start = params, init(params)
-        (_, state), history = jax.lax.scan(step, start, (grads, jnp.arange(num_steps)))
+        (_, state), history = jax.lax.scan(step, start, grads)
         return history, state
 
     history, state = run(nested(params), nested(stacked_grads))
@@ -82,7 +81,7 @@ def test_golden_of_pax(name):
     specs = nested({path: WeightSpec(w.shape, jnp.float32) for path, w in at("w").items()})
     history, states = scanned(
         lambda params: learner.init(params, specs),
-        lambda params, states, grad, i: learner.update(grad, states, params, specs, 0.0, i)[:2],
+        lambda params, states, grad: learner.update(grad, states, params, specs, 0.0)[:2],
         at("w"), grads,
     )  # fmt: skip
     state = states["slots"]["unstacked"]
@@ -145,7 +144,7 @@ def test_options_equal_real_pax(name):
             for own, vmapped in groups.items()
         ]
 
-    def update(params, states, grads, _):
+    def update(params, states, grads):
         updates, new_states = {}, []
         for (own, vmapped), state in zip(groups.items(), states, strict=True):
             group = [{name: tree[name] for name in own} for tree in (grads, params)]

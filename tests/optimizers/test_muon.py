@@ -112,10 +112,10 @@ def test_five_steps_equal_numpy(consistent_rms):
     specs = jax.tree.map(lambda s: WeightSpec(s, jnp.float32), SHAPES, is_leaf=is_shape)
     learner = Learner(fdl.build(config(consistent_rms=consistent_rms)), schedule)
     params, opt_states = tree(0), learner.init(tree(0), specs)
-    update = jax.jit(lambda g, o, p, i: learner.update(g, o, p, specs, jnp.float32(1), i)[:2])
+    update = jax.jit(lambda g, o, p: learner.update(g, o, p, specs, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
-    for i, grad in enumerate(grads):
-        params, opt_states = update(grad, opt_states, params, i)
+    for grad in grads:
+        params, opt_states = update(grad, opt_states, params)
     found, start = leaves(params), leaves(tree(0))
     assert AS_MATRICES.keys() < found.keys()
     for path, w in start.items():

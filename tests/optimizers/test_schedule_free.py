@@ -69,10 +69,10 @@ def test_five_steps_and_their_average_equal_numpy(rate):
     # At y = z = x, bit for bit.
     evaluated = learner.eval_params(params, opt_states, SPECS, False)
     jax.tree.map(np.testing.assert_array_equal, evaluated, params)
-    update = jax.jit(lambda g, o, p, i: learner.update(g, o, p, SPECS, jnp.float32(1), i)[:2])
+    update = jax.jit(lambda g, o, p: learner.update(g, o, p, SPECS, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
-    for i, grad in enumerate(grads):
-        params, opt_states = update(grad, opt_states, params, i)
+    for grad in grads:
+        params, opt_states = update(grad, opt_states, params)
     y, x = numpy_schedule_free_adamw(
         tree(0), grads, lambda t: float(rate(t)) if callable(rate) else rate
     )
@@ -81,7 +81,7 @@ def test_five_steps_and_their_average_equal_numpy(rate):
     assert_trees_close(evaluated, x, rtol=2e-5, atol=5e-6)
     # A skipped step leaves both.
     spoilt = jax.tree.map(lambda g: g * np.float32(np.nan), grads[0])
-    params, opt_states = update(spoilt, opt_states, params, 5)
+    params, opt_states = update(spoilt, opt_states, params)
     after = learner.eval_params(params, opt_states, SPECS, False)
     jax.tree.map(np.testing.assert_array_equal, after, evaluated)
 

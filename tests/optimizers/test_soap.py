@@ -80,10 +80,10 @@ def test_seven_steps_equal_numpy():
     learner = Learner(fdl.build(config), schedule)
     params = tree(0)
     opt_states = learner.init(params, specs)
-    update = jax.jit(lambda g, o, p, i: learner.update(g, o, p, specs, jnp.float32(1), i)[:2])
+    update = jax.jit(lambda g, o, p: learner.update(g, o, p, specs, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(7)]
-    for i, grad in enumerate(grads):
-        params, opt_states = update(grad, opt_states, params, i)
+    for grad in grads:
+        params, opt_states = update(grad, opt_states, params)
     for name, start in tree(0).items():
         wanted = numpy_soap(start, [g[name] for g in grads])
         np.testing.assert_allclose(params[name], wanted, atol=2e-5, err_msg=name)
