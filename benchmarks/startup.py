@@ -20,7 +20,7 @@ PEERS = "import jax, flax.nnx, optax, orbax.checkpoint"
 IMPORTS = {
     "import praxis_lite": "import praxis_lite",
     "all that a training job imports": (
-        "import praxis_lite.main, praxis_lite.partitioner, praxis_lite.checkpoints, "
+        "import praxis_lite.main, praxis_lite.partitioner, praxis_lite.checkpoints.checkpoints, "
         "praxis_lite.trainer, praxis_lite.config.text, experiments.lm"
     ),
 }

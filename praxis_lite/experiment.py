@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 
-from praxis_lite.best_checkpoints import BestCheckpoints
-from praxis_lite.checkpoint_loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
+from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
 from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
 

@@ -7,13 +7,13 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite import decoding, trainer
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init_from_checkpoint import init_from_checkpoints
+from praxis_lite.checkpoints.init_plan import plan_init
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line
 from praxis_lite.experiment import Job
-from praxis_lite.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.init_plan import plan_init
 from praxis_lite.job_checks import TRAIN, check_resumable
 from praxis_lite.job_dir import JobDir
 from praxis_lite.layout_table import layout_table, layout_warnings

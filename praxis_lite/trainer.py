@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line, host_of, watched_values

@@ -37,7 +37,7 @@ import optax
 
 from experiments.lm import rotary_lm
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.best_checkpoints import BestCheckpoints
+from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample
 from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts

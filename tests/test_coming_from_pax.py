@@ -10,8 +10,6 @@ import pytest
 from flax import nnx
 
 from praxis_lite import (
-    checkpoint_loading_rules,
-    checkpoints,
     decode,
     decoding,
     early_stopping,
@@ -33,6 +31,7 @@ from praxis_lite import (
     trainer,
     weights,
 )
+from praxis_lite.checkpoints import checkpoints, loading_rules
 from praxis_lite.interop import pax_job
 from tasks import image_classification, language_model, sequence_to_sequence
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
@@ -42,7 +41,7 @@ PLACES = (
     layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner, checkpoints,
     train_state, registry, sharding, weights, language_model, early_stopping, evaluation,
     image_classification, sequence_to_sequence, pax_job, optimizers, optimizer_groups, schedules,
-    regularization, checkpoint_loading_rules,
+    regularization, loading_rules,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import WeightedMean, read_json_lines

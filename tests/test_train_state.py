@@ -1,13 +1,6 @@
 """The layout of a state: made without arrays, true to its bytes, wrong splits named."""
 
 import functools
-import importlib.util
-import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +10,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite import hlo
 from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import SplitDims
 from praxis_lite.task import Task
 from praxis_lite.train_state import state_layout
 from praxis_lite.weights import BaseLayer, stacked, zeros
-from tests import zero1_runs
 
 P = PartitionSpec
 AXIS_SIZES = {"replica": 1, "data": 4, "mdl": 2}
@@ -145,51 +136,3 @@ def test_an_axis_of_the_stack_cannot_split_the_layer_too():
 
     with pytest.raises(ConfigError, match=r"params/blocks/b: .*'mdl' twice"):
         state_layout(Untrained(Stack, Learner(optax.sgd, 0.1)), AXIS_SIZES)
-
-
-def collective_bytes(compiled):
-    totals = hlo.summarise(hlo.collectives(compiled))
-    return {kind: size for kind, (_, size) in totals.items()}
-
-
-def test_with_zero_1_a_device_updates_its_part_and_gathers_the_weights(mesh_of):
-    mesh, num_bytes = mesh_of(1, 8, 1), 4 * zero1_runs.NUM_WEIGHTS
-    _, whole = zero1_runs.compiled_step(mesh, ())
-    scalars = 4 * 4  # The loss, its weight, the gradients' norm: some once more.
-    assert collective_bytes(whole).keys() == {"all-reduce"}
-    partitioner, split = zero1_runs.compiled_step(mesh, ("data",))
-    found = collective_bytes(split)
-    # The CPU's compiler has no reduce-scatter: it sums everything, and keeps a part.
-    assert found.keys() == {"all-reduce", "all-gather"}
-    assert num_bytes <= found["all-reduce"] <= num_bytes + scalars
-    assert found["all-gather"] == num_bytes
-    by_path = {leaf.path: leaf for leaf in partitioner.layout.leaves()}
-    for leaf, x in zip(by_path.values(), jax.tree.leaves(split.input_shardings[0][0]), strict=True):
-        held = x.shard_shape(leaf.padded_shape)
-        if "/mu/" in leaf.path or "/nu/" in leaf.path:
-            assert math.prod(held) == math.prod(leaf.shape) // 8
-        else:
-            assert held == leaf.shape
-    # Of what the update holds besides: the gradients whole, nothing else of that size.
-    sizes = [hlo.memory_per_device(compiled).temp for compiled in (whole, split)]
-    assert sizes[1] <= sizes[0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is missing"
-)
-def test_a_tpu_reduce_scatters_the_gradients_and_gathers_the_weights():
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env.pop("XLA_FLAGS", None)  # Of the CPU.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.zero1_runs"], capture_output=True, text=True, check=False,
-        env=env, cwd=Path(__file__).parents[1],
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    whole, split = json.loads(run.stdout.splitlines()[-1])
-    num_bytes = 4 * zero1_runs.NUM_WEIGHTS
-    assert whole.keys() == {"all-reduce"} and whole["all-reduce"] == pytest.approx(num_bytes, abs=64)
-    assert split.pop("reduce-scatter") == num_bytes // zero1_runs.NUM_DEVICES
-    assert split.pop("all-gather") == num_bytes
-    assert split.pop("all-reduce") <= 64 and not split  # Norms and losses.

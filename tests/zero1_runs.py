@@ -1,4 +1,4 @@
-"""A small task with ZeRO-1, compiled for this machine or (`python -m`) for a TPU that is not here."""
+"""A small task with ZeRO-1, compiled for this machine or, run as a module, for an absent TPU."""
 
 import functools
 import json

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite import registry
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.overrides import apply_overrides, check_required
 from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.errors import ConfigError

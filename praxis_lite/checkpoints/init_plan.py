@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from praxis_lite.checkpoint_loading_rules import CheckpointLoadingRules
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
 from praxis_lite.config.paths import join
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.train_state import LeafLayout, StateLayout

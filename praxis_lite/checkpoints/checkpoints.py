@@ -15,8 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.best_checkpoints import BestCheckpoints, KeepBest
-from praxis_lite.checkpoint_manifest import Leaves, differences, manifest_leaf, manifest_leaves
+from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints, KeepBest
+from praxis_lite.checkpoints.manifest import Leaves, differences, manifest_leaf, manifest_leaves
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.train_state import LeafLayout, StateLayout, TrainState
 

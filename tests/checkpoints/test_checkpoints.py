@@ -11,8 +11,8 @@ import pytest
 import tensorstore
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.best_checkpoints import BestCheckpoints
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioner import Partitioner

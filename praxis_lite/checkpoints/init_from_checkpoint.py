@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.checkpoints import Checkpoints
-from praxis_lite.init_plan import InitPlan
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init_plan import InitPlan
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 

@@ -8,16 +8,21 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.checkpoint_loading_rules import LOAD_ALL, CheckpointLoadingRules
-from praxis_lite.checkpoints import Checkpoints
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init_from_checkpoint import init_from_checkpoints
+from praxis_lite.checkpoints.init_plan import plan_init
+from praxis_lite.checkpoints.loading_rules import LOAD_ALL, CheckpointLoadingRules
 from praxis_lite.errors import ConfigError
-from praxis_lite.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.init_plan import plan_init
 from praxis_lite.layers.adapters import adapted
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.train_state import TrainState
-from tests.test_checkpoints import partitioner_on, placed, random_true_state, tiny_config
+from tests.checkpoints.test_checkpoints import (
+    partitioner_on,
+    placed,
+    random_true_state,
+    tiny_config,
+)
 
 SOFTMAX = "softmax/logits_ffn/linear/w"
 BLOCKS = "transformer/blocks"
