@@ -205,20 +205,22 @@ class Learner:
         is_kept = is_finite & self.limits.keeps(grad_norm)
         num_updates = opt_states["num_updates"]
 
-        new: dict[str, PyTree] = {}
-        updates, new["slots"] = self._updates(
-            grads, grad_norm, opt_states["slots"], trainable, weight_specs
-        )
-        if self.ema_decay:
-            average = opt_states["ema"]
-            new["ema"] = moving_average(average, trainable, self.ema_decay, num_updates)
+        def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+            updates, slots = self._updates(grads, grad_norm, old["slots"], weights, weight_specs)
+            new = {"slots": slots}
+            if self.ema_decay:
+                new["ema"] = moving_average(old["ema"], weights, self.ema_decay, num_updates)
+            new_weights = optax.apply_updates(weights, updates)
+            # Some optimizers return slots of another dtype than their init made.
+            return jax.tree.map(
+                lambda n, o: n.astype(o.dtype), (new_weights, new), (weights, old)
+            )
 
-        def keep_if_skipped(new: PyTree, old: PyTree) -> PyTree:
-            return jax.tree.map(lambda n, o: jnp.where(is_kept, n, o).astype(o.dtype), new, old)
-
-        trainable = keep_if_skipped(optax.apply_updates(trainable, updates), trainable)
+        old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
+        # One condition, not a choice for each element, for which XLA:CPU writes both out.
+        trainable, new = jax.lax.cond(is_kept, made, lambda *old: old, trainable, old)
         trainable = split_as_slots(trainable, weight_specs, self.slot_mesh_axes)
-        new = keep_if_skipped(new, {name: opt_states[name] for name in new}) | {
+        new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
             "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
             "num_skipped_in_a_row": jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
