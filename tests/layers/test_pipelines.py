@@ -414,14 +414,14 @@ def test_three_steps_of_adafactor_train_it_as_a_repeat():
         specs, run = model.weight_specs()["params"], program(model)
 
         @jax.jit
-        def step(params, opt_states, step):
+        def step(params, opt_states):
             grads = run(params, data(case))["params"]
             loss = jnp.zeros(())
-            return learner.update(grads, opt_states, params, specs, loss, step)[:2]
+            return learner.update(grads, opt_states, params, specs, loss)[:2]
 
         opt_states = jax.jit(lambda params: learner.init(params, specs))(params)
-        for i in range(3):
-            params, opt_states = step(params, opt_states, i)
+        for _ in range(3):
+            params, opt_states = step(params, opt_states)
         return params
 
     first = repeated(case)[0]

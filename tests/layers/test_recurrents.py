@@ -318,8 +318,7 @@ def test_a_small_lm_of_it_learns_to_remember():
 
     @jax.jit
     def train(params, key):
-        def step(carry, inputs):
-            key, i = inputs
+        def step(carry, key):
             ids = jax.random.randint(key, (32, length), 0, VOCAB)
 
             def loss_of(params):
@@ -329,9 +328,9 @@ def test_a_small_lm_of_it_learns_to_remember():
                 )
 
             loss, grads = jax.value_and_grad(loss_of)(carry[0])
-            return learner.update(grads, carry[1], carry[0], specs, loss, i)[:2], loss
+            return learner.update(grads, carry[1], carry[0], specs, loss)[:2], loss
 
-        keys = jax.random.split(key, 150), jnp.arange(150)
+        keys = jax.random.split(key, 150)
         return jax.lax.scan(step, (params, learner.init(params, specs)), keys)[1]
 
     losses = np.asarray(train(params, jax.random.key(1)))

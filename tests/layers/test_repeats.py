@@ -232,16 +232,16 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
         opt_states = jax.jit(lambda params: learner.init(params, specs))(params)
 
         @jax.jit
-        def step(params, opt_states, step):
+        def step(params, opt_states):
             def loss_fn(params):
                 module = task.model.module({"params": params, "non_trainable": {}})
                 return task.compute_loss(module, batch, None)["loss"][0]
 
             loss, grads = jax.value_and_grad(loss_fn)(params)
-            return learner.update(grads, opt_states, params, specs, loss, step)[:2]
+            return learner.update(grads, opt_states, params, specs, loss)[:2]
 
-        for i in range(5):
-            params, opt_states = step(params, opt_states, i)
+        for _ in range(5):
+            params, opt_states = step(params, opt_states)
         return params
 
     first = drawn(NnxModel(functools.partial(Classifier, False, block)))

@@ -19,6 +19,8 @@ from tests.optimizers.pax_learners import Flat, assert_within, pax_learner, run
 SHAPES = {"dense/b": (7,), "dense/w": (5, 7), "norm/scale": (8,)}
 STACKED_SHAPES = {"dense/b": (3, 7), "dense/w": (3, 5, 7), "norm/scale": (8,)}
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6, "atol_of_max": 1e-6}
+# Pax squared bfloat16 gradients operation by operation; compiled, XLA squares them in float32.
+BFLOAT16_TOLERANCE = {"atol": 2e-6, "rtol": 2.0**-8}
 
 
 def cases_of(family: str) -> dict[str, dict[str, np.ndarray]]:
@@ -63,13 +65,14 @@ def test_five_steps_equal_pax(family, name):
         stacked=("dense",) if family == "stacked" else (),
         dtype=jnp.bfloat16 if family == "bfloat16" else jnp.float32,
     )
+    tolerance = BFLOAT16_TOLERANCE if family == "bfloat16" else TOLERANCE
     assert found.counts == {int(wanted.pop("count"))}
     if "w" in wanted:
         last = {path: weight[-1] for path, weight in found.weights.items()}
-        assert_within(ravelled(last), wanted.pop("w"), "weights", **TOLERANCE)
+        assert_within(ravelled(last), wanted.pop("w"), "weights", **tolerance)
     assert set(found.slots) == set(wanted)
     for field, slots in wanted.items():
-        assert_within(ravelled(found.slots[field]), slots, field, **TOLERANCE)
+        assert_within(ravelled(found.slots[field]), slots, field, **tolerance)
 
 
 @pytest.mark.parametrize(
