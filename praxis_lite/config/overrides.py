@@ -165,14 +165,16 @@ def _checked_value(path: str, text: str, present: Any, annotation: Any) -> Any:
         if is_config:
             raise ConfigError(_not_settable(path, text, present)) from None
         raise ConfigError(
-            f"{path}: found {text!r}, wanted {_wanted(wrong, annotation)}. It is now "
+            f"{path}: found {text!r}, wanted {_wanted(wrong, text)}. It is now "
             f"{_shown(present, annotation)}."
         ) from None
     return value
 
 
-def _wanted(wrong: WrongType, annotation: Any) -> str:
+def _wanted(wrong: WrongType, text: str) -> str:
     wanted = str(wrong)
+    if "Sequence[" in wanted and "," not in text:
+        return f"{wanted}; a sequence of one is written {text.strip()},"
     if "Callable" in wanted or "fiddle" in wanted:
         return f"{wanted}, which only the experiment's code can say: --set takes plain values"
     return wanted

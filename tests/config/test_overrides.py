@@ -91,7 +91,7 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
         ("rate=fast", "float"),
         ("rate=true", "float"),
         ("use_bias=1", "bool"),
-        ("split=mdl", "Sequence[str | int | None] | None"),
+        ("split=mdl", "Sequence[str | int | None] | None; a sequence of one is written mdl,"),
         ("split=(1.5,)", "Sequence[str | int | None] | None"),
         ("kind=rotray", "Literal['rotary', 'learned', 'none']"),
         ("pair=(13, 7)", "tuple[int, str]"),
