@@ -71,8 +71,10 @@ def train(
             values, reason_to_stop = {}, None
             if evaluates:
                 reporter.report()
-                mdl_vars = partitioner.eval_mdl_vars(state, use_ema=run.eval_use_ema_states)
-                results = evaluator.run(step, mdl_vars)
+                # Not kept in a variable: averages are another copy of the weights.
+                results = evaluator.run(
+                    step, partitioner.eval_mdl_vars(state, use_ema=run.eval_use_ema_states)
+                )
                 for name, one in results.items():
                     progress.note(evaluation_line(step, name, one))
                 values = watched_values(results)
