@@ -1,6 +1,5 @@
 """Eight simulated devices for every test; rank promotion raises; warnings are errors."""
 
-import gc
 import importlib.metadata
 import os
 
@@ -18,8 +17,6 @@ import pytest  # noqa: E402
 
 from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
-# Thousands of traced programs stay alive: Python would search them for garbage again and again.
-gc.set_threshold(200_000, 50, 100)
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
