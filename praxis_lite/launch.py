@@ -48,8 +48,7 @@ def train(
         job_dir.checkpoints, max_to_keep=run.max_checkpoints_to_keep, best=run.best_checkpoints
     ) as saved:
         if saved.latest_step() is None:
-            state = _new_state(partitioner, job, job_dir)
-            first_step = int(state.step)
+            first_step, state = _new_state(partitioner, job, job_dir)
         else:
             check_resumable(saved.latest_data(), job.datasets[TRAIN])
             restored = saved.restore(partitioner.layout, partitioner.mesh)
@@ -101,18 +100,19 @@ def decode(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str 
     )
 
 
-def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> TrainState:
-    """Returns the state that training begins with: drawn, or read from other jobs' checkpoints."""
+def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> tuple[int, TrainState]:
+    """Returns the step and state that a job begins with: drawn, or from others' checkpoints."""
     key, rules = partitioner.key(job.run.seed), job.run.init_from_checkpoint_rules
     if not rules:
         print("initialising the state", flush=True)
-        return partitioner.init(key)
+        return 0, partitioner.init(key)  # Not waited for: the first step compiles meanwhile.
     plan = plan_init(partitioner.layout, rules)
     job_dir.init_from_checkpoint_txt.write_text("\n".join(plan.lines()) + "\n", encoding="utf-8")
     for line in plan.summary():
         print(line)
     print("initialising the state. See init_from_checkpoint.txt.", flush=True)
-    return init_from_checkpoints(partitioner, key, plan)
+    state = init_from_checkpoints(partitioner, key, plan)
+    return int(state.step), state
 
 
 def _restored(

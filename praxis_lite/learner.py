@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import ScheduleFreeState
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.gradients import GradientLimits, global_norm
+from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.optimizer_groups import (
     AuxiliaryOptimizer,
     Group,
@@ -27,7 +27,9 @@ from praxis_lite.optimizer_groups import (
     spec_items,
 )
 from praxis_lite.optimizers import collected_patterns, evaluation_params
+from praxis_lite.optimizers.schedule_free import has_averages
 from praxis_lite.optimizers.weight_averages import moving_average
+from praxis_lite.regularization import VariationalNoise
 from praxis_lite.slots import split_as_slots
 
 PyTree = Any
@@ -53,8 +55,8 @@ class Learner:
         skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
       ema_decay: of an average of the trained weights that the state keeps; 0: none.
       gradient_accumulation_steps: micro-batches that a step's batch is worked on in.
-      loss_scale: has `init()` and `update(state, is_finite)`, for float16; None: no scaling.
-      variational_noise: what is added to weights while gradients are taken; None: nothing.
+      loss_scale: for float16; None: no scaling.
+      variational_noise: added to weights while gradients are taken; None: nothing.
       slot_mesh_axes: mesh axes that slots are split over besides those of their weights (ZeRO-1).
 
     Raises:
@@ -75,8 +77,8 @@ class Learner:
         skip_step_gradient_norm_value: float = 0.0,
         ema_decay: float = 0.0,
         gradient_accumulation_steps: int = 1,
-        loss_scale: Any = None,
-        variational_noise: Any = None,
+        loss_scale: DynamicLossScale | None = None,
+        variational_noise: VariationalNoise | None = None,
         slot_mesh_axes: Sequence[str] = (),
     ):
         self.limits = GradientLimits(
@@ -272,8 +274,7 @@ class Learner:
             )
         if use_ema:
             return {"ema": opt_states["ema"]}
-        nodes = jax.tree.leaves(opt_states["slots"], is_leaf=_is_schedule_free)
-        return {"slots": opt_states["slots"]} if any(map(_is_schedule_free, nodes)) else {}
+        return {"slots": opt_states["slots"]} if has_averages(opt_states["slots"]) else {}
 
     def eval_params(
         self, params: PyTree, opt_states: dict[str, PyTree], weight_specs: PyTree, use_ema: bool
@@ -296,7 +297,3 @@ class Learner:
 
 def _patterns(patterns: Patterns) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _is_schedule_free(node: Any) -> bool:
-    return isinstance(node, ScheduleFreeState)

@@ -5,9 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from praxis_lite.early_stopping import check_watched_metric
 from praxis_lite.errors import ConfigError
-
-MODES = ("min", "max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class BestCheckpoints:
       max_to_keep: how many are kept.
 
     Raises:
-      ConfigError: another mode, or no positive number.
+      ConfigError: a metric without its dataset, another mode, or no positive number.
     """
 
     metric: str
@@ -28,8 +27,7 @@ class BestCheckpoints:
     max_to_keep: int = 3
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"BestCheckpoints.mode is {self.mode!r}; wanted is one of {MODES}.")
+        check_watched_metric("best_checkpoints", self.metric, self.mode)
         if type(self.max_to_keep) is not int or self.max_to_keep < 1:
             raise ConfigError(
                 f"BestCheckpoints.max_to_keep is {self.max_to_keep!r}; wanted is a whole number, 1 "

@@ -28,6 +28,11 @@ from optax.contrib import ScheduleFreeState
 PyTree = Any
 
 
+def has_averages(opt_state: PyTree) -> bool:
+    """Returns whether `evaluation_params` finds averaged weights in an optax state, or shapes."""
+    return any(map(_is_schedule_free, jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)))
+
+
 def evaluation_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the averaged weights where `opt_state` holds them, else `params` as they are.
 
@@ -39,11 +44,14 @@ def evaluation_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     The dtypes are those of `params`. Before the first update they come back bit for bit.
     """
-    is_schedule_free = lambda node: isinstance(node, ScheduleFreeState)  # noqa: E731
-    for state in jax.tree.leaves(opt_state, is_leaf=is_schedule_free):
-        if is_schedule_free(state):
+    for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free):
+        if _is_schedule_free(state):
             params = _averages(state, params)
     return params
+
+
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, ScheduleFreeState)
 
 
 def _averages(state: ScheduleFreeState, params: PyTree) -> PyTree:

@@ -354,8 +354,10 @@ def test_without_the_metric_there_is_no_best(tmp_path, mesh_of):
 
 
 def test_what_is_best_must_make_sense():
-    with pytest.raises(ConfigError, match="mode is 'lowest'; wanted is one of .*min"):
+    with pytest.raises(ConfigError, match="best_checkpoints.mode is 'lowest'; wanted is 'min'"):
         BestCheckpoints(metric="heldout/loss", mode="lowest")
+    with pytest.raises(ConfigError, match="best_checkpoints.metric is 'loss'; .*'heldout/loss'"):
+        BestCheckpoints(metric="loss")
     with pytest.raises(ConfigError, match="max_to_keep is 0; wanted is a whole number, 1"):
         BestCheckpoints(metric="heldout/loss", max_to_keep=0)
 
