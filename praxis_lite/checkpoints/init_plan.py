@@ -162,6 +162,8 @@ class _Planner:
                 if self._agrees(path, source):
                     self._take(path, source, rule)
                     groups.add(_group(path))
+        if groups:  # The learner's count of updates goes with theirs.
+            groups.add("opt_states/num_updates")
         for path in of_no_weight:
             if _group(path) in groups and self._agrees(path, path):
                 self._take(path, path, rule)
