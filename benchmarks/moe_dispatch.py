@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from praxis_lite import hlo  # noqa: E402
 from praxis_lite.layers import TransformerFeedForward, TransformerFeedForwardMoe  # noqa: E402
 from praxis_lite.models import NnxModel  # noqa: E402
-from praxis_lite.models.nnx_model import spec_leaves  # noqa: E402
+from praxis_lite.models.model import spec_leaves  # noqa: E402
 from praxis_lite.weights import AuxLoss, intermediates  # noqa: E402
 
 BATCH, TIME, MODEL, HIDDEN, EXPERTS = 16, 128, 128, 512, 4

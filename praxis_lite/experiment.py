@@ -14,8 +14,14 @@ from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import jax
+
     from praxis_lite.inputs.base import InputPipeline
+    from praxis_lite.partitioner import Partitioner
     from praxis_lite.sharding import MeshConfig
+    from praxis_lite.task import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,7 @@ class Job:
         datasets: pipelines by name; `train` is trained on, the others are evaluated on.
         decode_datasets: pipelines of prompts by name.
         run: how long and how often.
+        partitioner: called with the task and the mesh, compiles the steps. None: `Partitioner`.
     """
 
     mesh: "MeshConfig"
@@ -100,6 +107,7 @@ class Job:
     datasets: "Mapping[str, InputPipeline]"
     decode_datasets: "Mapping[str, InputPipeline]"
     run: RunConfig
+    partitioner: "Callable[[Task, jax.sharding.Mesh], Partitioner] | None" = None
 
 
 class Experiment:
@@ -131,8 +139,12 @@ class Experiment:
         """Returns the config of the `RunConfig`."""
         raise self._missing("run", "return fdl.Config(RunConfig, num_train_steps=1_000)")
 
+    def partitioner(self) -> fdl.Partial | None:
+        """Returns the config of another partitioner than `Partitioner`; none, unless overridden."""
+        return None
+
     def config(self) -> "fdl.Config[Job]":
-        """Returns the whole config, with the roots mesh, task, datasets, decode_datasets and run.
+        """Returns the whole config: mesh, task, datasets, decode_datasets, run, partitioner.
 
         Raises:
             ConfigError: a method is missing, or returns something else than it should.
@@ -143,6 +155,13 @@ class Experiment:
                 f"{self._name()}.run() configures {_callable_name(run)}, wanted RunConfig: "
                 "return fdl.Config(RunConfig, num_train_steps=...)."
             )
+        partitioner = self.partitioner()
+        if partitioner is not None and not isinstance(partitioner, fdl.Partial):
+            raise ConfigError(
+                f"{self._name()}.partitioner() returns {type(partitioner).__name__}, wanted an "
+                "fdl.Partial, for the task and the mesh are given later: return "
+                "fdl.Partial(ShardMapPartitioner, ...)."
+            )
         config = fdl.Config(
             Job,
             mesh=self._checked("mesh", self.mesh()),
@@ -151,6 +170,8 @@ class Experiment:
             decode_datasets=self._checked_datasets("decode_datasets", self.decode_datasets()),
             run=run,
         )
+        if partitioner is not None:  # Else no line of config.txt speaks of it.
+            config.partitioner = partitioner
         # What the methods share, with a class's attribute too, is shared in the copy and there
         # only: one job's --set must not reach another job of the same process.
         return copy.deepcopy(config)

@@ -187,7 +187,7 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )
     print(f"mesh ({axes}): {devices}", flush=True)
-    partitioner = Partitioner(job.task, mesh)
+    partitioner = (job.partitioner or Partitioner)(job.task, mesh)
     check_averages(partitioner, job.run)
     if mode == "train" and TRAIN not in job.datasets:
         raise ConfigError(

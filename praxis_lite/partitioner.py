@@ -17,8 +17,9 @@ from praxis_lite.sharding.inputs import (
     reshard_by_rank,
     true_rows,
 )
-from praxis_lite.task import Task
+from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.train_state import TrainState, state_layout
+from praxis_lite.weight_sharding import decide_shardings
 
 PyTree = Any
 
@@ -45,6 +46,9 @@ class Partitioner:
     def __init__(self, task: Task, mesh: Mesh):
         self.task, self.mesh = task, mesh
         self.layout = state_layout(task, dict(mesh.shape))
+        self._weight_specs = decide_shardings(
+            task.model.weight_specs(), task.weight_sharding, dict(mesh.shape)
+        ).weight_specs["params"]
         self._mdl_layout = self.layout.select("mdl_vars")
         self.replicated = NamedSharding(mesh, PartitionSpec())
         state_shardings = self.layout.shardings(mesh)
@@ -162,8 +166,14 @@ class Partitioner:
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
         with self._tracing():
             state = self.layout.unpad(state)
-            state, outputs = steps.train_step(self.task, state, self._inputs(batch), key)
+            state, outputs = steps.train_step(
+                self.task, state, self._inputs(batch), key,
+                weight_specs=self._weight_specs, value_and_grad=self._value_and_grad,
+            )
             return self.layout.pad(state), outputs
+
+    def _value_and_grad(self, *args: Any, **settings: Any) -> tuple[WeightedScalars, PyTree, PyTree]:
+        return steps.value_and_grad(*args, **settings)
 
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
         with self._tracing():
@@ -172,7 +182,7 @@ class Partitioner:
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
             params = self.task.learner.eval_params(
                 layout.unpad(params), opt_states,
-                self.task.model.weight_specs()["params"], use_ema=use_ema,
+                self._weight_specs, use_ema=use_ema,
             )
             return layout.pad(params)
 

@@ -1,19 +1,23 @@
 """Pure train, eval and decode steps, as if there were one device."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite import accumulation
-from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.optimizer_groups import merged
 from praxis_lite.slots import split_as_slots
-from praxis_lite.task import Task
+from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.train_state import TrainState
 
 Batch = Mapping[str, jax.Array]
+
+
+# As `value_and_grad` below.
+ValueAndGrad = Callable[..., tuple[WeightedScalars, Any, Any]]
 
 
 def init_state(task: Task, key: jax.Array) -> TrainState:
@@ -23,38 +27,62 @@ def init_state(task: Task, key: jax.Array) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states)
 
 
+def value_and_grad(
+    loss_fn: Callable[..., Any], fixed: Any, trainable: Any, non_trainable: Any, inputs: Batch,
+    key: jax.Array, **settings: Any,
+) -> tuple[WeightedScalars, Any, Any]:
+    """Returns what `accumulation.value_and_grad` does: the compiler sums over devices.
+
+    Args:
+      loss_fn: of what follows, in this order.
+      fixed: what a gradient is not taken of: `{"frozen": weights, "loss_scale": scalar}`.
+    """
+    return accumulation.value_and_grad(
+        functools.partial(loss_fn, fixed), trainable, non_trainable, inputs, key, **settings
+    )
+
+
 def train_step(
-    task: Task, state: TrainState, inputs: Batch, key: jax.Array
+    task: Task,
+    state: TrainState,
+    inputs: Batch,
+    key: jax.Array,
+    *,
+    weight_specs: Any = None,
+    value_and_grad: ValueAndGrad = value_and_grad,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after one update, and metrics.
 
     Args:
       key: of the whole run; the step is folded into it.
+      weight_specs: of the "params", their splits decided; None: as the model declares them.
+      value_and_grad: how gradients are made and summed.
 
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
     """
     key = jax.random.fold_in(key, state.step)
-    learner, weight_specs = task.learner, task.model.weight_specs()["params"]
+    learner = task.learner
+    weight_specs = weight_specs or task.model.weight_specs()["params"]
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = learner.split_trainable(params, weight_specs)
     if learner.variational_noise is not None:  # Of the weights that are differentiated only.
         trainable = learner.variational_noise.apply(trainable, key, state.step)
     is_scaled = learner.loss_scale is not None
-    scale = state.opt_states["loss_scale"]["scale"] if is_scaled else None
+    scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())
 
     def loss_fn(
-        trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
+        fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict, Any]]:
-        params = merged(trainable, frozen)
-        module = task.model.module({"params": params, "non_trainable": non_trainable})
+        params = merged(trainable, fixed["frozen"])
+        module = task.model.module({"params": params, "non_trainable": non_trainable}, key)
         metrics = dict(task.compute_loss(module, inputs, key))
         loss = metrics["loss"][0]
-        scaled_loss = loss.astype(jnp.float32) * scale if is_scaled else loss
-        return scaled_loss, (metrics, mdl_vars_of(module)["non_trainable"])
+        scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
+        return scaled_loss, (metrics, task.model.non_trainable(module))
 
-    metrics, new_non_trainable, grads = accumulation.value_and_grad(
-        loss_fn, trainable, non_trainable, inputs, key,
+    metrics, new_non_trainable, grads = value_and_grad(
+        loss_fn, {"frozen": frozen, "loss_scale": scale}, trainable, non_trainable, inputs, key,
         num_micro_batches=learner.gradient_accumulation_steps,
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=lambda grads: split_as_slots(grads, weight_specs, learner.slot_mesh_axes),

@@ -9,8 +9,9 @@ from flax import nnx
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
+from praxis_lite.models import Model, NnxModel
 from praxis_lite.sharding.inputs import InputsSplitMapping
+from praxis_lite.weight_sharding import WeightSharding
 
 # A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
@@ -20,8 +21,9 @@ class Task(abc.ABC):
     """What a subclass computes as if there were one device.
 
     Args:
-      model: called with `rngs`, returns an NNX module.
+      model: a `Model`; or called with `rngs`, it returns an NNX module.
       learner: how its parameters are updated.
+      weight_sharding: rules for weights whose layers name no mesh axes. None: there are none.
       inputs_split_mapping: how batches are resharded by rank inside every step: `map_1d`,
         `map_2d`, ... to split dims. None: they stay split over the whole mesh.
     """
@@ -32,29 +34,31 @@ class Task(abc.ABC):
 
     def __init__(
         self,
-        model: Callable[..., nnx.Module],
+        model: Model | Callable[..., nnx.Module],
         learner: Learner,
         *,
+        weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: InputsSplitMapping = None,
     ):
-        self.model = NnxModel(model)
+        self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
+        self.weight_sharding = weight_sharding
         self.inputs_split_mapping = inputs_split_mapping
 
     @abc.abstractmethod
     def compute_loss(
-        self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
         """Returns metrics, among them "loss": what training minimises and how much it weighs.
 
         Args:
-          model: the module with its weights.
+          model: the module with its weights: of `Model.module`.
           inputs: a batch of true shapes.
           key: for dropout and the like; None in evaluation.
         """
 
     def decode(
-        self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns arrays with a row per example."""
         raise ConfigError(f"{type(self).__name__} does not decode: it has no method `decode`.")

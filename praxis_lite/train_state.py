@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import pad_tree, padded_shape, unpad_tree
 from praxis_lite.slots import extended_specs, slot_specs
 from praxis_lite.task import Task
+from praxis_lite.weight_sharding import decide_shardings
 
 PyTree = Any
 
@@ -34,7 +35,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """One array: where it lies in the tree, and how it lies on the mesh."""
+    """One array: where it lies in the tree, how it lies on the mesh, and what decided that."""
 
     path: str
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class LeafLayout:
     dtype: Any
     spec: PartitionSpec
     num_shards: int
+    declared_by: str = ""
 
     @property
     def bytes_per_device(self) -> int:
@@ -62,11 +64,15 @@ class StateLayout:
       shapes: tree of ShapeDtypeStruct: true shapes.
       specs: the same tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: devices along each mesh axis, in the mesh's order.
+      declared_by: what decided the split of a weight, by its path in the tree.
+      notes: what was left whole or dropped on the way, in sentences.
     """
 
     shapes: PyTree
     specs: PyTree
     axis_sizes: Mapping[str, int]
+    declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def padded_shapes(self) -> PyTree:
@@ -114,13 +120,15 @@ class StateLayout:
         ):
             axes = [axis for entry in spec if entry is not None
                     for axis in ([entry] if isinstance(entry, str) else entry)]
+            path = jax.tree_util.keystr(path, simple=True, separator="/")
             yield LeafLayout(
-                path=jax.tree_util.keystr(path, simple=True, separator="/"),
+                path=path,
                 shape=x.shape,
                 padded_shape=padded_shape(x.shape, spec, self.axis_sizes),
                 dtype=x.dtype,
                 spec=spec,
                 num_shards=math.prod(self.axis_sizes[axis] for axis in axes),
+                declared_by=self.declared_by.get(path, ""),
             )
 
 
@@ -135,8 +143,8 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
       ConfigError: a weight's split does not fit its shape or the axes (names its path), or the
         learner's `slot_mesh_axes` not the mesh; a pattern of the learner's matches nothing.
     """
-    weight_specs = task.model.weight_specs()
-    axis_names = tuple(axis_sizes)
+    decisions = decide_shardings(task.model.weight_specs(), task.weight_sharding, axis_sizes)
+    weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)
     spec_of = {
         path: weight.partition_spec(axis_names, path) for path, weight in spec_leaves(weight_specs)
     }
@@ -161,6 +169,8 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
         shapes=TrainState(step, mdl_shapes, opt_shapes),
         specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
         axis_sizes=dict(axis_sizes),
+        declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
+        notes=decisions.notes,
     )
 
 

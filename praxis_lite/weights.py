@@ -32,12 +32,19 @@ class WeightSpec:
       split_dims_mapping: split of the dims that the layer declared; None: replicated.
       stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length says how
         many leading dims are layers rather than a tensor's own dims.
+      logical_axes: a name or None per dim of the whole shape, which rules turn into mesh axes; in
+        place of the two mappings. None: the weight has no names.
+      logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
+      declared_by: what decided the split, as the layout reports it.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     split_dims_mapping: SplitDims = None
     stack_split_dims_mapping: tuple[DimSplit, ...] = ()
+    logical_axes: tuple[str | None, ...] | None = None
+    logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
+    declared_by: str = ""
 
     @property
     def stack_shape(self) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import MdlVars, mdl_vars_of, spec_leaves
+from praxis_lite.models.model import MdlVars, spec_leaves
+from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.sharding import MeshConfig, make_mesh
 
 # What builds a layer, what calls it on (module, x, key), and its inputs.

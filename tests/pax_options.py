@@ -10,7 +10,8 @@ import numpy as np
 
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import MdlVars, mdl_vars_of
+from praxis_lite.models.model import MdlVars
+from praxis_lite.models.nnx_model import mdl_vars_of
 from tests.mesh_runs import assert_near
 
 Arrays = dict[str, dict[str, np.ndarray]]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers import Linear, Repeat, Transformer, TransformerLm, set_sharding_params
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 from praxis_lite.weights import WeightSpec, spec_of
 
 AXES = ("replica", "data", "mdl")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.models.layer_paths import naming_the_layer
-from praxis_lite.weights import WeightSpec, spec_of
+from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.sharding.gather import ShardedWeight
+from praxis_lite.weights import spec_of
 
-MdlVars = dict[str, Any]
 
-
-class NnxModel:
-    """The trees of a module: `{"params": nested dict, "non_trainable": nested dict}`.
+class NnxModel(Model):
+    """A Flax NNX module.
 
     `nnx.Param` variables are "params", which a learner may touch; every other kind (statistics,
     counters) is "non_trainable", but for `nnx.Intermediate` (auxiliary losses, summaries), which
@@ -37,22 +37,22 @@ class NnxModel:
         return graphdef, list(nnx.to_flat_state(state))
 
     def init(self, key: jax.Array) -> MdlVars:
-        """Returns freshly drawn variables, each at its true shape."""
         return mdl_vars_of(self._build(rngs=nnx.Rngs(key)))
 
     def weight_specs(self) -> MdlVars:
-        """Returns the tree of `init` with a WeightSpec at each leaf."""
         kept = _kept(self._split[1])
         return _nested({path: spec_of(v) for path, v in kept.items()}, kept)
 
-    def module(self, mdl_vars: MdlVars) -> nnx.Module:
-        """Returns the module with `mdl_vars` in it: inside a step, while it is traced."""
+    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> nnx.Module:
         graphdef, variables = self._split
         flat = [
-            (path, variable.replace(_leaf(mdl_vars, path, variable)))
+            (path, _with_value(variable, _leaf(mdl_vars, path, variable)))
             for path, variable in variables
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+    def non_trainable(self, module: nnx.Module) -> dict[str, Any]:
+        return mdl_vars_of(module)["non_trainable"]
 
     def abstract_module(self) -> nnx.Module:
         """Returns the module with shapes for arrays, for questions that need no weights."""
@@ -84,6 +84,20 @@ def _nested(values: dict[tuple, Any], variables: dict[tuple, nnx.Variable]) -> M
     return tree
 
 
+class _GatheredWhenRead(nnx.Param):
+    """A weight of which this device has a block: a layer that reads it gets it whole."""
+
+    def get_value(self, *, index: Any = ...) -> jax.Array:
+        value = self.get_metadata("gather")(super().get_value())
+        return value if index is ... else value[index]
+
+
+def _with_value(variable: nnx.Variable, value: jax.Array | ShardedWeight) -> nnx.Variable:
+    if isinstance(value, ShardedWeight):
+        return _GatheredWhenRead(value.block, gather=value.gather, **variable.get_metadata())
+    return variable.replace(value)
+
+
 def _leaf(mdl_vars: MdlVars, path: tuple, variable: nnx.Variable) -> jax.Array:
     if isinstance(variable, nnx.Intermediate):
         return jnp.zeros(variable.shape, variable.dtype)
@@ -91,11 +105,3 @@ def _leaf(mdl_vars: MdlVars, path: tuple, variable: nnx.Variable) -> jax.Array:
     for part in path:
         node = node[str(part)]
     return node
-
-
-def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
-    """Returns (path, WeightSpec) for each leaf of `NnxModel.weight_specs`."""
-    leaves = jax.tree_util.tree_flatten_with_path(
-        weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec)
-    )[0]
-    return [(jax.tree_util.keystr(p, simple=True, separator="/"), spec) for p, spec in leaves]

@@ -92,7 +92,8 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     """Returns `x` with its layout stated to XLA, or as it is.
 
     A mapping of None states nothing; a mapping of all None forces replication. Where no mesh is
-    set (a layer run by itself in a notebook) nothing is stated either.
+    set (a layer run by itself in a notebook) nothing is stated either. Inside `jax.shard_map` its
+    manual axes are left out: `x` is a device's part along them already.
 
     Raises:
       ConfigError: as `to_partition_spec`.
@@ -106,4 +107,17 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
         rank=x.ndim,
         path=f"activation_split_dims_mapping of an activation of shape {x.shape}",
     )
+    if mesh.manual_axes:
+        spec = without_axes(spec, mesh.manual_axes)
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """Returns a spec of the same rank whose dims no longer split over `axes`."""
+
+    def kept(entry: None | str | tuple[str, ...]) -> None | str | tuple[str, ...]:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        left = tuple(name for name in names if name not in axes)
+        return None if not left else left[0] if len(left) == 1 else left
+
+    return PartitionSpec(*(kept(entry) for entry in spec))

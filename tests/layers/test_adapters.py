@@ -14,7 +14,8 @@ from praxis_lite import layers
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.adapters import ADAPTER_WEIGHTS, adapted, lora, merge_adapters
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import mdl_vars_of, spec_leaves
+from praxis_lite.models.model import spec_leaves
+from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.weights import BaseLayer, variables
 from tests.mesh_runs import assert_near, run_layers
 

@@ -13,7 +13,7 @@ from benchmarks.softmax_memory import allowed_bytes, temporary_bytes
 from praxis_lite import hlo, layers
 from praxis_lite.layers.chunked_cross_entropy import token_stats
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, make_mesh
 
 # B batch, T time, D input dims, V classes, C classes of a chunk.

@@ -17,7 +17,7 @@ from praxis_lite.layers.recurrents import RgLruBlock
 from praxis_lite.layers.rg_lru import RgLru
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 
 B, T, D, N, K = 3, 11, 7, 3, 5
 BLOCK = functools.partial(RgLruBlock, D, N, dim_per_head=K)

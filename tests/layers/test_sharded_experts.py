@@ -13,7 +13,7 @@ import pytest
 from praxis_lite import hlo
 from praxis_lite.layers import TransformerFeedForwardMoe
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
 from praxis_lite.weights import AuxLoss, Summary, intermediates
 

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite import layers
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
 
 BATCH = ("replica", "data")

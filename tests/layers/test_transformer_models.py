@@ -14,7 +14,7 @@ from praxis_lite import layers
 from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import spec_leaves
+from praxis_lite.models.model import spec_leaves
 from tasks.language_model import LanguageModelTask
 from tests.layers import test_pax_goldens as goldens
 from tests.mesh_runs import assert_near, drawn
