@@ -172,7 +172,9 @@ class Partitioner:
             )
             return self.layout.pad(state), outputs
 
-    def _value_and_grad(self, *args: Any, **settings: Any) -> tuple[WeightedScalars, PyTree, PyTree]:
+    def _value_and_grad(
+        self, *args: Any, **settings: Any
+    ) -> tuple[WeightedScalars, PyTree, PyTree]:
         return steps.value_and_grad(*args, **settings)
 
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
