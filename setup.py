@@ -16,6 +16,8 @@ setup(
     # tasks and experiments are installed too, so that --exp=lm.PyDocs works from a wheel.
     packages=find_packages(include=[
         "praxis_lite", "praxis_lite.*", "tasks", "tasks.*", "experiments", "experiments.*"]),
+    # The page of --mode=explain --html.
+    package_data={"praxis_lite": ["explain_page.html"]},
     install_requires=[
         # Everything that is computed. Python 3.11 gets 0.10, newer ones 0.12.
         "jax>=0.10.2,<0.13",

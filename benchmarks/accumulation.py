@@ -36,14 +36,14 @@ NUM_MICRO_BATCHES = (1, 2, 4, 8)
 
 # What of weights and slots is split over the data axis, besides what the mdl axis splits.
 LAYOUTS = {
-    "nothing": {"data_axis": None},
-    "slots (ZeRO-1)": {"data_axis": None, "slot_mesh_axes": ("data",)},
-    "weights and slots": {"data_axis": "data"},
+    "nothing": {"preset": "megatron"},
+    "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
+    "weights and slots": {"preset": "fsdp+tensor"},
 }
 
 
 def partitioner_of(
-    num_micro_batches: int, data_axis: str | None, slot_mesh_axes: Sequence[str] = ()
+    num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = ()
 ) -> Partitioner:
     """Returns the steps of a small language model."""
     lm = rotary_lm(
@@ -54,7 +54,7 @@ def partitioner_of(
         functools.partial(optax.adamw, b2=0.98), 1e-3, clip_gradient_norm_to_value=1.0,
         gradient_accumulation_steps=num_micro_batches, slot_mesh_axes=slot_mesh_axes,
     )
-    model = fdl.build(set_sharding_params(lm, data_axis=data_axis))
+    model = fdl.build(set_sharding_params(lm, preset))
     task = LanguageModelTask(model, learner, inputs_split_mapping=BATCH_OVER_DATA)
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
 

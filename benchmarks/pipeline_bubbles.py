@@ -26,7 +26,13 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from praxis_lite import hlo, hlo_text  # noqa: E402
-from praxis_lite.layers import Pipeline, Repeat, TransformerLm, set_sharding_params  # noqa: E402
+from praxis_lite.layers import (  # noqa: E402
+    SHARDING_PRESETS,
+    Pipeline,
+    Repeat,
+    TransformerLm,
+    set_sharding_params,
+)
 from praxis_lite.layers.pipeline_schedules import Schedule  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
@@ -46,7 +52,7 @@ SCHEDULES = {
 def partitioner(stack: fdl.Partial, batch_axes: tuple[str, ...]) -> Partitioner:
     """Returns a language model's steps; outside the stack all have the same layout."""
     lm = fdl.Partial(TransformerLm, **SIZES, stacked_transformer_tpl=stack)
-    set_sharding_params(lm, batch_axes=batch_axes, data_axis=None)
+    set_sharding_params(lm, {**SHARDING_PRESETS["megatron"], "batch": batch_axes})
     batch = ("stage", "data")
     lm.softmax_tpl.activation_split_dims_mapping = (batch, None, "mdl")
     lm.softmax_tpl.lookup_split_dims_mapping = (batch, None, None)
@@ -84,9 +90,7 @@ class Step:
 
 def pipelined(settings: dict[str, Any]) -> fdl.Partial:
     """Returns the config of a stack on stages."""
-    return fdl.Partial(
-        Pipeline, num_stages=NUM_STAGES, activation_split_dims_mapping=("data",), **settings
-    )
+    return fdl.Partial(Pipeline, num_stages=NUM_STAGES, **settings)
 
 
 def loop_ticks(compiled: jax.stages.Compiled) -> int:

@@ -4,10 +4,10 @@ import fiddle as fdl
 
 from experiments import lm
 from praxis_lite import MeshConfig, RunConfig, register
-from praxis_lite.layers import TransformerFeedForwardMoe, set_sharding_params
+from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_sharding_params
 
 # Tokens are split over the experts' axis too: an all-to-all takes them to the experts and back.
-BATCH = ("data", "expert")
+BATCH = SHARDING_PRESETS["expert"]["batch"]
 
 
 def mesh():
@@ -26,14 +26,11 @@ def with_experts(task, **settings):
     experts = fdl.Partial(
         TransformerFeedForwardMoe,
         moe_load_balance_loss_weight=1e-2, moe_router_z_loss_weight=1e-3,
-        weight_split_dims_mapping=("expert", "data", "mdl"),
-        gate_split_dims_mapping=("data", None),
-        activation_split_dims_mapping=(BATCH, None, None),
         **settings,
     )
     mixture = fdl.copy_with(dense, tr_fflayer_tpl=experts)
     model.transformer_layer_tpl = [dense, mixture]
-    set_sharding_params(model, batch_axes=BATCH)
+    set_sharding_params(model, "expert")
     task.inputs_split_mapping = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}
     return task
 

@@ -4,7 +4,7 @@ import fiddle as fdl
 
 from experiments import lm
 from praxis_lite import MeshConfig, RunConfig, register
-from praxis_lite.layers import Pipeline, set_sharding_params
+from praxis_lite.layers import SHARDING_PRESETS, Pipeline, set_sharding_params
 
 # Embedding and softmax are outside the pipeline: there the stages share the batch.
 BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
@@ -19,12 +19,9 @@ def mesh():
 def pipelined(task, **settings):
     """Returns a language model's task config with a Pipeline for its stack, split for `mesh`."""
     model = task.model
-    model.stacked_transformer_tpl = fdl.Partial(
-        Pipeline, num_stages=2, activation_split_dims_mapping=(BATCH_OF_STAGE, None, None),
-        **settings,
-    )
+    model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **settings)
     # Weights are whole along "data": split there, each tick would gather them again.
-    set_sharding_params(model, batch_axes=BATCH_OF_STAGE, data_axis=None)
+    set_sharding_params(model, {**SHARDING_PRESETS["megatron"], "batch": BATCH_OF_STAGE})
     model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)
     task.inputs_split_mapping = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}

@@ -57,7 +57,7 @@ def decode(
             encoding="utf-8",
         )
         os.replace(partial, path)
-        note(f"decoded {len(records)} prompts of {name} with the weights of step {step}: {path}")
+        note(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
         records_of[name] = records
     return records_of
 

@@ -169,9 +169,8 @@ class Experiment:
             datasets=self._checked_datasets("datasets", self.datasets()),
             decode_datasets=self._checked_datasets("decode_datasets", self.decode_datasets()),
             run=run,
+            partitioner=partitioner,
         )
-        if partitioner is not None:  # Else no line of config.txt speaks of it.
-            config.partitioner = partitioner
         # What the methods share, with a class's attribute too, is shared in the copy and there
         # only: one job's --set must not reach another job of the same process.
         return copy.deepcopy(config)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from praxis_lite.hlo_layers import layers_of, together
 from praxis_lite.hlo_text import (
     Array,
     Program,
@@ -47,6 +48,8 @@ class Collective:
         at_most: in a branch that may not be taken; `count` takes it as taken.
         group_size: devices in one group; None for collective-permute.
         op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
+        layers: where the result comes from, and the bytes of each part: a layer, 'encoder/ffn' or
+            'gradient of encoder/ffn'; the source line, 'model.py:13', of what is in none; or ''.
     """
 
     kind: str
@@ -57,6 +60,12 @@ class Collective:
     at_most: bool
     group_size: int | None
     op_name: str
+    layers: tuple[tuple[str, int], ...] = (("", 0),)
+
+    @property
+    def layer(self) -> str:
+        """The layer in a word: 'several in encoder' for what XLA merged."""
+        return together(dict(self.layers)) or "unknown"
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,8 @@ def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
         size, dtypes = sum(a.bytes for a in arrays), tuple(dict.fromkeys(a.dtype for a in arrays))
         group_size = _group_size(attributes, program)
         bounds = site.count, site.at_least, site.at_most
-        op_name = op_name_of(site.instruction)
-        found.append(Collective(kind, size, dtypes, *bounds, group_size, op_name))
+        op_name, layers = op_name_of(site.instruction), tuple(layers_of(program, site).items())
+        found.append(Collective(kind, size, dtypes, *bounds, group_size, op_name, layers))
     return found
 
 
@@ -121,16 +130,44 @@ def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
     return {kind: total for kind, total in totals.items() if total != (0, 0)}
 
 
+def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Returns the collectives in groups of one kind and one layer, by kind, most bytes first."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        groups.setdefault((one.kind, one.layer), []).append(one)
+    return sorted(
+        groups.values(),
+        key=lambda group: (KINDS.index(group[0].kind), -sum(c.count * c.bytes for c in group)),
+    )
+
+
 def collectives_table(collectives: Iterable[Collective]) -> str:
-    """Returns a line of text per kind; '>=', '<=' (both: '~') mark what is only a bound."""
-    collectives = list(collectives)
-    lines = [f"{'collective':<21}{'count':>10}{'bytes':>14}"]
-    for kind, (count, size) in summarise(collectives).items():
+    """Returns a line of text per kind, and below it one per layer of that kind.
+
+    '>=', '<=' (both: '~') mark what is only a bound.
+    """
+    collectives, lines = list(collectives), []
+    for kind in summarise(collectives):
         same = [one for one in collectives if one.kind == kind]
-        at_least, at_most = any(c.at_least for c in same), any(c.at_most for c in same)
-        mark = "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
-        lines.append(f"{kind:<21}{f'{mark}{count:,}':>10}{mark + format_bytes(size):>14}")
-    return "\n".join(lines) if len(lines) > 1 else "no collectives"
+        lines.append(_row(kind, same))
+        lines += [_row(f"  {group[0].layer}", group) for group in by_layer(same)]
+    if not lines:
+        return "no collectives"
+    width = max(21, *(len(name) + 2 for name, *_ in lines))
+    lines.insert(0, ("collective", "count", "bytes"))
+    return "\n".join(f"{name:<{width}}{count:>10}{size:>14}" for name, count, size in lines)
+
+
+def _row(name: str, same: Sequence[Collective]) -> tuple[str, str, str]:
+    mark, count = bound(same), sum(one.count for one in same)
+    return name, f"{mark}{count:,}", mark + format_bytes(sum(c.count * c.bytes for c in same))
+
+
+def bound(same: Iterable[Collective]) -> str:
+    """Returns '>=' or '<=' where a sum over collectives is only a bound, '~' where both, or ''."""
+    flags = [(one.at_least, one.at_most) for one in same]
+    at_least, at_most = any(least for least, _ in flags), any(most for _, most in flags)
+    return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
 
 
 def format_bytes(size: int) -> str:

@@ -23,7 +23,9 @@ class Array(NamedTuple):
         return -(-math.prod(self.dims) * size // 8)
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
     name: str
     shape: str
     opcode: str
@@ -32,15 +34,16 @@ class _Instruction(NamedTuple):
     is_root: bool
 
 
-_Computation = dict[str, _Instruction]
+_Computation = dict[str, Instruction]
 
 
 class Program(NamedTuple):
-    """A module: its header line, and its computations by name."""
+    """A module: its header line, its computations by name, and its tables of source lines."""
 
     header: str
     computations: dict[str, _Computation]
     entry: str
+    tables: dict[str, dict[int, str]]
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
@@ -61,10 +64,19 @@ def _parse(text: str) -> Program:
             entry = opening.group(2) if opening.group(1) else entry
         elif current is not None and (head := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)):
             current[head.group(2)] = _instruction(head, re.sub(r"/\*index=\d+\*/", "", line))
-    return Program(header.group(0), computations, entry)
+    return Program(header.group(0), computations, entry, _tables(text))
 
 
-def _instruction(head: re.Match, line: str) -> _Instruction:
+def _tables(text: str) -> dict[str, dict[int, str]]:
+    tables = {}
+    for name in ("FileNames", "FileLocations", "StackFrames"):
+        found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        rows = (row.split(" ", 1) for row in found.group(1).splitlines()) if found else ()
+        tables[name] = {int(number): row for number, row in rows}
+    return tables
+
+
+def _instruction(head: re.Match, line: str) -> Instruction:
     start = head.end()
     end = bracket(line, start)[1] if line[start] == "(" else line.index(" ", start)
     opening = line.index("(", end)
@@ -72,7 +84,7 @@ def _instruction(head: re.Match, line: str) -> _Instruction:
     # An operand is 'f32[7]{0} %name' or '%name'.
     names = tuple(operand.split(" ")[-1].lstrip("%") for operand in operands)
     opcode = line[end:opening].strip()
-    return _Instruction(
+    return Instruction(
         head.group(2), line[start:end], opcode, names, line[close:], bool(head.group(1))
     )
 
@@ -104,7 +116,7 @@ def arrays_of(shape: str) -> list[Array]:
     ]
 
 
-def op_name_of(instruction: _Instruction) -> str:
+def op_name_of(instruction: Instruction) -> str:
     """Returns the JAX operation that an instruction comes from, or an empty string."""
     found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return found.group(1) if found else ""
@@ -113,7 +125,7 @@ def op_name_of(instruction: _Instruction) -> str:
 class Site(NamedTuple):
     """An instruction where it runs, and how often in one run of the program."""
 
-    instruction: _Instruction
+    instruction: Instruction
     computation: _Computation
     count: int
     at_least: bool
@@ -164,7 +176,7 @@ def _walk(
                     yield from _walk(program, callee, count, at_least, at_most, inside, fused)
 
 
-def _callees(instruction: _Instruction, key: str) -> list[str]:
+def _callees(instruction: Instruction, key: str) -> list[str]:
     found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
     return re.findall(r"[\w.\-]+", found.group(1)) if found else []
 
@@ -174,7 +186,7 @@ _Affine = tuple[int | None, int]
 _STATE: _Affine = (-1, 0)  # the state itself, a tuple
 
 
-def trip_count(program: Program, computation: _Computation, loop: _Instruction) -> int | None:
+def trip_count(program: Program, computation: _Computation, loop: Instruction) -> int | None:
     """Returns how often a while loop runs its body; None where the program does not tell."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known.group(1))
@@ -210,7 +222,7 @@ def trip_count(program: Program, computation: _Computation, loop: _Instruction) 
     return max(0, -(-distance // by)) if stops.get(direction) else None
 
 
-def _root(computation: _Computation) -> _Instruction:
+def _root(computation: _Computation) -> Instruction:
     return next(one for one in computation.values() if one.is_root)
 
 

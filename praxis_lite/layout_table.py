@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Iterable, Sequence
 
 from praxis_lite.hlo import format_bytes
 from praxis_lite.train_state import LeafLayout, StateLayout
@@ -9,28 +10,41 @@ from praxis_lite.train_state import LeafLayout, StateLayout
 # What is worth a warning: smaller arrays cost less than the reader's attention.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
+LONG_DECISION = 30
 
 
 def layout_table(layout: StateLayout) -> str:
-    """Returns a line per leaf: path, true shape, padded shape, dtype, spec, bytes, padding."""
-    header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding")
-    rows = [header]
-    for leaf in layout.leaves():
-        padded = "" if leaf.padded_shape == leaf.shape else _shape(leaf.padded_shape)
+    """Returns the table of a state's leaves, then what a device holds in all."""
+    return "\n".join([leaf_table(layout.leaves()), "", _totals(layout)])
+
+
+def leaf_table(leaves: Iterable[LeafLayout]) -> str:
+    """Returns a line per leaf: path, true and padded shape, dtype, spec, bytes, padding, decision.
+
+    The decision is what split the leaf: a rule, a line of the layer's. Long ones are numbered in
+    the table and written out below it.
+    """
+    header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
+    rows, numbers = [header], {}
+    for leaf in leaves:
+        padded = "" if leaf.padded_shape == leaf.shape else shape_text(leaf.padded_shape)
         share = f"{leaf.padding_share:.1%}" if padded else ""
-        spec = _spec(leaf)
         size = f"{leaf.bytes_per_device:,}"
-        rows.append((leaf.path, _shape(leaf.shape), padded, str(leaf.dtype), spec, size, share))
+        decided_by = " ".join(leaf.declared_by.split())
+        if len(decided_by) > LONG_DECISION:
+            decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
+        shape, spec = shape_text(leaf.shape), split_text(leaf.spec)
+        rows.append((leaf.path, shape, padded, str(leaf.dtype), spec, size, share, decided_by))
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = [
         "  ".join(
-            cell.rjust(width) if column >= 5 else cell.ljust(width)
+            cell.rjust(width) if column in (5, 6) else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, "", _totals(layout)])
+    return "\n".join([*lines, *(f"({number}) {text}" for text, number in numbers.items())])
 
 
 def layout_warnings(layout: StateLayout) -> list[str]:
@@ -44,11 +58,11 @@ def layout_warnings(layout: StateLayout) -> list[str]:
             if padded and 1 - true / padded > WASTEFUL_PADDING:
                 wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
     warnings = [
-        f"{leaf.path} {_shape(leaf.shape)} is replicated: {format_bytes(leaf.bytes_per_device)} on "
-        f"each of {num_devices} devices. "
+        f"{leaf.path} {shape_text(leaf.shape)} is replicated: "
+        f"{format_bytes(leaf.bytes_per_device)} on each of {num_devices} devices. "
         + (
             "Give it a weight_split_dims_mapping."
-            if _kind(leaf) == "weights"
+            if kind_of(leaf) == "weights"
             else "Give its weight a weight_split_dims_mapping, or set Learner.slot_mesh_axes."
         )
         for leaf in replicated
@@ -70,14 +84,15 @@ def bytes_per_device(layout: StateLayout) -> dict[str, int]:
     """
     totals: dict[str, int] = collections.defaultdict(int)
     for leaf in layout.leaves():
-        totals[_kind(leaf)] += leaf.bytes_per_device
+        totals[kind_of(leaf)] += leaf.bytes_per_device
     return {kind: totals[kind] for kind in ("weights", "optimizer slots", _EMA) if kind in totals}
 
 
 _EMA = "averaged weights (EMA)"
 
 
-def _kind(leaf: LeafLayout) -> str:
+def kind_of(leaf: LeafLayout) -> str:
+    """Returns what a leaf of a state is: a key of `bytes_per_device`."""
     if leaf.path.startswith("mdl_vars/"):
         return "weights"
     return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
@@ -85,7 +100,7 @@ def _kind(leaf: LeafLayout) -> str:
 
 def _totals(layout: StateLayout) -> str:
     leaves = list(layout.leaves())
-    num_weights = sum(math.prod(leaf.shape) for leaf in leaves if _kind(leaf) == "weights")
+    num_weights = sum(math.prod(leaf.shape) for leaf in leaves if kind_of(leaf) == "weights")
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     held = bytes_per_device(layout)
     parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
@@ -96,13 +111,16 @@ def _totals(layout: StateLayout) -> str:
     )
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Returns '[7, 13]'."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _spec(leaf: LeafLayout) -> str:
+def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
+    """Returns '(replica+data, -)': the axes of each dim of a spec or a mapping."""
     entries = [
-        "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
-        for entry in leaf.spec
+        "+".join(map(str, entry)) if isinstance(entry, Sequence) and not isinstance(entry, str)
+        else "-" if entry is None else str(entry)
+        for entry in split
     ]
     return "(" + ", ".join(entries) + ")"

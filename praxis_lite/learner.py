@@ -182,6 +182,7 @@ class Learner:
             opt_states["loss_scale"] = self.loss_scale.init()
         return opt_states
 
+    @jax.named_scope("learner")
     def update(
         self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, weight_specs: PyTree,
         loss: jax.Array,

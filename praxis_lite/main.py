@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
         help="set any field of the config, for instance run.num_train_steps=200",
     )
+    parser.add_argument(
+        "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
+    )
     parser.add_argument("--list", action="store_true", help="list the experiments and stop")
     return parser
 
@@ -87,6 +90,7 @@ def _run(args: argparse.Namespace) -> None:
             f"--step names the checkpoint for --mode=eval and --mode=decode; --mode={args.mode} "
             "takes the newest. Leave it out."
         )
+    html = _page_path(args)
     if args.mode == "summary":
         from praxis_lite.summary import summary
 
@@ -116,7 +120,9 @@ def _run(args: argparse.Namespace) -> None:
     if args.mode == "explain":
         from praxis_lite.explain import explain
 
-        explain(partitioner, job.datasets, job.decode_datasets, print)
+        explain(
+            partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
+        )
         return
 
     from praxis_lite import launch
@@ -127,6 +133,28 @@ def _run(args: argparse.Namespace) -> None:
         launch.evaluate(partitioner, job, job_dir, args.step)
     else:
         launch.decode(partitioner, job, job_dir, args.step)
+
+
+def _page_path(args: argparse.Namespace) -> Path | None:
+    if args.html is None:
+        return None
+    if args.mode != "explain":
+        raise ConfigError(
+            f"--html names the page that --mode=explain writes; --mode={args.mode} writes none. "
+            "Leave it out."
+        )
+    path = Path(args.html)
+    if path.is_dir() or not path.name:
+        raise ConfigError(
+            f"--html={args.html} is a directory; wanted is a file, such as "
+            f"{path / 'explain.html'}."
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--html={args.html}: there is no directory {path.parent}. Make it, or name another "
+            "file."
+        )
+    return path
 
 
 def _job_log_dir(args: argparse.Namespace) -> str:
@@ -210,9 +238,9 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
             task = job.task
             required = task.required_inputs if root == "datasets" else task.required_decode_inputs
             task.check_inputs(spec, required, f"{root}.{name}")
-            partitioner.check_batch(spec)
-            # What a layer refuses only when it is called is heard now; the step stays traced.
             step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
+            partitioner.check_batch(spec, step)
+            # What a layer refuses only when it is called is heard now; the step stays traced.
             if mode == step:
                 partitioner.trace(step, spec)
     if mode == "train":

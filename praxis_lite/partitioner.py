@@ -19,7 +19,7 @@ from praxis_lite.sharding.inputs import (
 )
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.train_state import TrainState, state_layout
-from praxis_lite.weight_sharding import decide_shardings
+from praxis_lite.weight_sharding import decide_shardings, flax_axis_rules
 
 PyTree = Any
 
@@ -45,10 +45,11 @@ class Partitioner:
 
     def __init__(self, task: Task, mesh: Mesh):
         self.task, self.mesh = task, mesh
-        self.layout = state_layout(task, dict(mesh.shape))
-        self._weight_specs = decide_shardings(
-            task.model.weight_specs(), task.weight_sharding, dict(mesh.shape)
-        ).weight_specs["params"]
+        with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
+            self.layout = state_layout(task, dict(mesh.shape))
+            self._weight_specs = decide_shardings(
+                task.model.weight_specs(), task.weight_sharding, dict(mesh.shape)
+            ).weight_specs["params"]
         self._mdl_layout = self.layout.select("mdl_vars")
         self.replicated = NamedSharding(mesh, PartitionSpec())
         state_shardings = self.layout.shardings(mesh)
@@ -85,8 +86,8 @@ class Partitioner:
         """Returns a host's NumPy batch as global arrays; see `sharding.inputs.global_batch`."""
         return global_batch(inputs, self.mesh)
 
-    def check_batch(self, element_spec: PyTree) -> None:
-        """Checks a batch's rows and ranks before anything compiles.
+    def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
+        """Checks the rows and ranks of a batch for a step before anything compiles.
 
         Raises:
           ConfigError: leaves disagree on their rows, or a rank has no entry in the mapping.
@@ -150,7 +151,11 @@ class Partitioner:
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         # The mesh is set while a step is traced, so that no caller has to and no call pays for it.
-        with naming_the_layer(), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+        with (
+            naming_the_layer(),
+            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
+            flax_axis_rules(self.task.weight_sharding),
+        ):
             yield
 
     def _inputs(self, batch: GlobalBatch) -> PyTree:
@@ -160,7 +165,7 @@ class Partitioner:
 
     def _init(self, key: jax.Array) -> TrainState:
         with self._tracing():
-            state = steps.init_state(self.task, key)
+            state = steps.init_state(self.task, key, self._weight_specs)
             return self.layout.pad(state)
 
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):

@@ -20,10 +20,16 @@ Batch = Mapping[str, jax.Array]
 ValueAndGrad = Callable[..., tuple[WeightedScalars, Any, Any]]
 
 
-def init_state(task: Task, key: jax.Array) -> TrainState:
-    """Returns a fresh state: variables drawn at their true shapes, empty slots, step 0."""
+def init_state(task: Task, key: jax.Array, weight_specs: Any = None) -> TrainState:
+    """Returns a fresh state: variables drawn at their true shapes, empty slots, step 0.
+
+    Args:
+      key: of the draws.
+      weight_specs: of the "params", their splits decided; None: as the model declares them.
+    """
     mdl_vars = task.model.init(key)
-    opt_states = task.learner.init(mdl_vars["params"], task.model.weight_specs()["params"])
+    weight_specs = weight_specs or task.model.weight_specs()["params"]
+    opt_states = task.learner.init(mdl_vars["params"], weight_specs)
     return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states)
 
 

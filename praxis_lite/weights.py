@@ -1,8 +1,12 @@
 """What a layer declares of a weight, and how its split travels with it."""
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, TypeVar
 
 import jax
@@ -79,14 +83,81 @@ class _ConstructorSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+# The layer whose method is being traced.
+_caller: contextvars.ContextVar["BaseLayer | None"] = contextvars.ContextVar("caller", default=None)
+
+
+@contextlib.contextmanager
+def _calling(layer: "BaseLayer | None", name: str) -> Iterator[None]:
+    token = _caller.set(layer)
+    try:
+        with jax.named_scope(name) if name else contextlib.nullcontext():
+            yield
+    finally:
+        _caller.reset(token)
+
+
+def _in_its_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a layer's method, its operations named after the layer.
+
+    The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
+    layer it would make two equal layers of a stack two kinds of pytree.
+    """
+
+    @functools.wraps(method)
+    def call(layer: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
+        caller = _caller.get()
+        if caller is layer:
+            return method(layer, *args, **kwargs)
+        with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
+            return method(layer, *args, **kwargs)
+
+    return call
+
+
+def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that names what is traced inside after `layer`, an attribute of `parent`.
+
+    For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
+    that look alike, so that the name has to stand outside.
+    """
+    return _calling(None, attribute_name(parent, layer))
+
+
+def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
+    """Returns the name of a layer in its parent, "blocks/3" in a list, "" if it has none there.
+
+    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: the first
+    attribute of its class is then taken.
+    """
+    attributes = {}
+    for name, value in vars(parent).items():
+        if isinstance(value, nnx.List):
+            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
+        else:
+            attributes[name] = value
+    for name, value in attributes.items():
+        if value is child:
+            return name
+    return next((name for name, value in attributes.items() if type(value) is type(child)), "")
+
+
 class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they split.
 
     Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
-    `__call__`. They take keys and caches as arguments and return new ones: nothing mutates.
+    `__call__`. They take keys and caches as arguments and return new ones: nothing mutates. What
+    `__call__` and public methods compute carries the layer's path in the compiled program.
     """
 
     __signature__ = _ConstructorSignature()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, member in list(vars(cls).items()):
+            is_public = name == "__call__" or not name.startswith("_")
+            if is_public and isinstance(member, FunctionType):
+                setattr(cls, name, _in_its_scope(member))
 
     def weight(
         self,

@@ -196,9 +196,9 @@ def lm_partitioner(shape, num_micro_batches, is_zero1=False):
         gradient_accumulation_steps=num_micro_batches,
         slot_mesh_axes=("data",) if is_zero1 else (),
     )
-    data_axis = None if is_zero1 else "data"
+    preset = "megatron" if is_zero1 else "fsdp+tensor"
     task = LanguageModelTask(
-        fdl.build(set_sharding_params(lm, data_axis=data_axis)), learner,
+        fdl.build(set_sharding_params(lm, preset)), learner,
         inputs_split_mapping={"map_2d": (("replica", "data"), None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))

@@ -29,7 +29,7 @@ def decoded(tmp_path_factory):
     shutil.rmtree(job.checkpoints / "7/opt_states")
     done = succeed("--mode=decode", f"--job_log_dir={job.path}")
     assert "restored the weights of step 7" in done.out
-    assert f"decoded 3 prompts of prompts with the weights of step 7: {job.path}" in done.out
+    assert f"decoded 3 records of prompts with the weights of step 7: {job.path}" in done.out
     return job, records(job)
 
 

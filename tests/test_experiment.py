@@ -65,6 +65,8 @@ def test_other_wrong_returns_say_what_to_write():
         variant(task=None).config()
     with pytest.raises(ConfigError, match=r"task\(\) returns an fdl\.Partial of Thing"):
         variant(task=fdl.Partial(Thing)).config()
+    with pytest.raises(ConfigError, match=r"partitioner\(\) returns Config, wanted an fdl"):
+        variant(partitioner=fdl.Config(Thing)).config()
     with pytest.raises(ConfigError, match=r"mesh\(\) returns the class Thing"):
         variant(mesh=Thing).config()
     with pytest.raises(ConfigError, match=r"datasets\(\)\['train'\] returns a built Thing"):

@@ -1,6 +1,8 @@
 """The figures read from compiled programs, against counts by hand and XLA's own."""
 
+import inspect
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import hlo
+from praxis_lite.hlo_layers import layers_of_name, source_line, together
 
 F32 = 4  # bytes
 
@@ -189,6 +192,7 @@ def test_table_lists_count_and_readable_bytes(mesh):
     assert [line.split() for line in lines] == [
         ["collective", "count", "bytes"],
         ["all-reduce", "7", "3.6", "KiB"],
+        ["layer", "7", "3.6", "KiB"],
     ]
 
 
@@ -506,3 +510,189 @@ ENTRY e {
 def test_text_that_is_no_hlo_is_refused():
     with pytest.raises(ValueError, match="as_text"):
         hlo.collectives("module @jit_f {}")
+
+
+@pytest.mark.parametrize(
+    ("op_name", "layers"),
+    [
+        ("jit(step)/encoder/blocks/0/ffn/dot_general", ["encoder/blocks/0/ffn"]),
+        # Linen's, under vmap; einsum opens a scope named after its equation.
+        ("jit(step)/vmap(ViT)/head/...d,df->...f/dot_general", ["ViT/head"]),
+        # jax 0.10, then 0.12, of one scanned and rematerialised layer.
+        ("jit(f)/jvp(lm)/while/body/closed_call/blocks/key/dot_general", ["lm/blocks/key"]),
+        (
+            "jit(f)/transpose(jvp(lm))/while/body/closed_call/checkpoint/rematted_computation/"
+            "blocks/key/dot_general",
+            ["gradient of lm/blocks/key"],
+        ),
+        (
+            "jit(f)/transpose(jvp(lm))/while/body/eval_jaxpr/checkpoint/blocks/key/dot_general",
+            ["gradient of lm/blocks/key"],
+        ),
+        # The backward pass of a jax.checkpoint outside any loop says all of it twice.
+        (
+            "jit(f)/transpose(jvp(lm))/blocks/0/jvp(lm)/blocks/0/checkpoint/key/dot_general",
+            ["gradient of lm/blocks/0/key"],
+        ),
+        ("jit(f)/learner/jvp(blocks)/blocks/dot_general", ["learner/blocks/blocks"]),
+        # Functions are no layers, nor are the names of operations.
+        ("jit(f)/jvp(jit(_take))/gather", [""]),
+        ("jit(f)/jvp(softmax)/jit(_take)/scatter-add", ["softmax"]),
+        ("jit(f)/cond/branch_1_fun/router/while/cond/lt", ["router"]),
+        ("jit(f)/shard_map/custom_vjp_call/ffn/psum_invariant", ["ffn"]),
+        ("add", [""]),
+        ("", [""]),
+        # Merged by XLA: what they share stands before the bracket.
+        (
+            "jit(f)/transpose(jvp(lm))/blocks/(ffn/bias/reduce_sum:...d,dnk->...nk/dot_general)",
+            ["gradient of lm/blocks/ffn/bias", "gradient of lm/blocks"],
+        ),
+        (
+            "jit(f)/(reduce_sum:transpose(jvp(ln))/reduce_sum:jvp(softmax)/(a/max:b/max))",
+            ["", "gradient of ln", "softmax/a", "softmax/b"],
+        ),
+    ],
+)
+def test_layers_of_a_name(op_name, layers):
+    assert layers_of_name(op_name) == layers
+
+
+def test_what_is_in_no_layer_has_its_source_line():
+    name = "jit(f)/(jvp(ffn)/max:transpose(jvp())/reduce_sum:add)"
+    assert layers_of_name(name, "m.py:7") == ["ffn", "gradient of m.py:7", "m.py:7"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (["lm/ffn"], "lm/ffn"),
+        (["lm/ffn/w", "lm/ffn"], "several in lm/ffn"),
+        (["gradient of lm/ff1", "gradient of lm/ff2"], "gradient of several in lm"),
+        (["gradient of lm/ffn", "lm/ffn"], "several in lm/ffn"),
+        (["lm/ffn", ""], "several (lm)"),
+        (["ln", "lm/ffn", "gradient of lm/ffn", "gradient of m.py:7"], "several (ln, lm, m.py:7)"),
+        (["a/x", "b/x", "c/x", "d/x"], "several (a, b, c, ...)"),
+    ],
+)
+def test_merged_layers_in_one_text(layers, text):
+    assert together(dict.fromkeys(layers, 7)) == together(dict.fromkeys(layers, 0)) == text
+    if len(layers) > 1:
+        # Below a hundredth of the bytes a layer is not spoken of.
+        small = dict.fromkeys(layers[1:], 1)
+        assert together({layers[0]: 99, layers[1]: 1}) != layers[0]
+        assert together({layers[0]: 100 * len(small), **small}) == layers[0]
+
+
+OURS = str(Path(hlo.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        # A user's model, which Flax's code and this library's call.
+        (
+            ["/x/site-packages/flax/nnx/nn/linear.py", "/home/me/model.py", f"{OURS}/steps.py",
+             "/home/me/main.py"],
+            "model.py:2",
+        ),
+        # No user's: the library's own line, not that of who launched it.
+        (["/x/site-packages/optax/a.py", f"{OURS}/learner.py", "/home/me/main.py"], "learner.py:2"),
+        (["/x/site-packages/flax/a.py", f"{OURS}/learner.py"], "learner.py:2"),
+        # Without this library.
+        (["/x/dist-packages/jax/b.py", "/home/me/a.py", "/home/me/main.py"], "a.py:2"),
+        ([], ""),
+    ],
+)
+def test_the_source_line_is_the_users(frames, text):
+    assert source_line([(file, i + 1) for i, file in enumerate(frames)]) == text
+
+
+def test_a_collective_in_no_layer_is_told_by_the_line_of_the_model(mesh):
+    def line():
+        return inspect.currentframe().f_back.f_lineno
+
+    lines = []
+
+    def model(x, w):
+        lines.append(line() + 1)
+        y = jnp.tanh(x) @ w
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("data", None)))
+
+    x, w = abstract(mesh, (20, 26), "data", "mdl"), abstract(mesh, (26, 37), "mdl")
+    (one,) = hlo.collectives(jax.jit(model).lower(x, w).compile())
+    assert one.layer == f"test_hlo.py:{lines[0]}"
+    # Differentiated, by the same line.
+    grad = jax.grad(lambda w, x: model(x, w).sum() ** 2)
+    found = hlo.collectives(jax.jit(grad).lower(w, x).compile())
+    assert f"gradient of test_hlo.py:{lines[-1]}" in {c.layer for c in found}
+
+
+def test_merged_collectives_have_the_layers_of_all_their_parts(mesh):
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"stack/layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return (x**2).sum()
+
+    ws = [abstract(mesh, (7 + 2 * i, 9 + 2 * i)) for i in range(3)]
+    compiled = jax.jit(jax.grad(loss)).lower(ws, abstract(mesh, (8, 7), "data")).compile()
+    (one,) = hlo.collectives(compiled)
+    parts = {f"gradient of stack/layer_{i}": (7 + 2 * i) * (9 + 2 * i) * F32 for i in range(3)}
+    assert dict(one.layers) == parts and one.bytes == sum(parts.values())
+    assert one.layer == "gradient of several in stack"
+
+
+def test_an_argument_gathered_as_it_comes_is_named(mesh):
+    gather = jax.jit(lambda state: state["ffn"]["w"], out_shardings=NamedSharding(mesh, P()))
+    lowered = gather.lower({"ffn": {"w": abstract(mesh, (24, 13), "data")}})
+    text = re.sub(r"(all-gather\(.*?), metadata=\{[^}]*\}", r"\1", lowered.compile().as_text())
+    assert hlo.collectives(text)[0].layer == "state/ffn/w"
+
+
+def test_table_lists_below_a_kind_its_layers_with_the_most_bytes_first():
+    def one(kind, layer, count, size, at_least=False):
+        return hlo.Collective(kind, size, ("f32",), count, at_least, False, 2, "", ((layer, size),))
+
+    found = [
+        one("all-reduce", "a/norm", 7, 10), one("all-gather", "a/ffn", 3, 1024),
+        one("all-reduce", "a/ffn", 2, 1024), one("all-reduce", "a/norm", 1, 5, at_least=True),
+    ]
+    lines = [re.split(r"  +", line.strip()) for line in hlo.collectives_table(found).splitlines()]
+    assert lines == [
+        ["collective", "count", "bytes"],
+        ["all-reduce", ">=10", ">=2.1 KiB"],
+        ["a/ffn", "2", "2.0 KiB"],
+        ["a/norm", ">=8", ">=75 B"],
+        ["all-gather", "3", "3.0 KiB"],
+        ["a/ffn", "3", "3.0 KiB"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "place",
+    ['source_file="/home/me/model.py" source_line=13', "stack_frame_id=2"],
+)
+def test_source_lines_in_both_spellings(place):
+    # Frames count from one, their parents too: 2 is the first.
+    text = f"""\
+HloModule m
+
+FileNames
+1 "/home/me/main.py"
+2 "/home/me/model.py"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=5 end_line=5 column=2 end_column=2}}
+2 {{file_name_id=2 function_name_id=2 line=13 end_line=13 column=2 end_column=9}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+
+ENTRY %main (a: f32[13]) -> f32[13] {{
+  %a = f32[13]{{0}} parameter(0)
+  ROOT %r = f32[13]{{0}} all-reduce(%a), replica_groups={{}}, to_apply=%add, \
+metadata={{op_name="jit(f)/add" {place}}}
+}}
+"""
+    assert hlo.collectives(text)[0].layer == "model.py:13"

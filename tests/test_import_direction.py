@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
     {"errors", "hlo_text", "source_scan"},
+    {"hlo_layers"},
     {"sharding", "hlo", "config", "initializers", "schedules"},
     {"weights"},
     {"weight_sharding"},
@@ -25,7 +26,7 @@ ORDER = (
     {"partitioner"},
     {"shard_map_partitioner"},
     {"early_stopping", "inputs", "metrics", "job_dir", "layout_table"},
-    {"checkpoints", "evaluation"},
+    {"checkpoints", "evaluation", "explain_page"},
     {"experiment", "summary"},
     {"registry", "job_checks"},
     {"trainer", "decoding", "explain", "interop"},

@@ -11,7 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layout_table import bytes_per_device, layout_table, layout_warnings
+from praxis_lite.layout_table import (
+    LONG_DECISION,
+    bytes_per_device,
+    layout_table,
+    layout_warnings,
+    leaf_table,
+)
 from praxis_lite.learner import Learner
 from praxis_lite.task import Task
 from praxis_lite.train_state import StateLayout, state_layout
@@ -58,14 +64,16 @@ def tiny_layout():
 
 
 ROW = re.compile(
-    r"(\S+) +(\[.*?\]) +(\[.*?\])? *(\w+) +(\(.*?\)) +([\d,]+) *([\d.]+%)?"
+    r"(\S+) +(\[.*?\]) +(\[.*?\])? *(\w+) +(\(.*?\)) +([\d,]+) *([\d.]+%)?(?: +(\D.*))?"
 )
 
 
 def rows_of(table):
     """Returns the table's rows as {path: the other cells}."""
     header, rule, *lines = table.splitlines()
-    assert header.split() == ["path", "shape", "padded", "dtype", "spec", "bytes/device", "padding"]
+    assert re.split(r"  +", header) == [
+        "path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by"
+    ]
     assert set(rule) == {"-"}
     rows = [ROW.fullmatch(line).groups(default="") for line in lines[: lines.index("")]]
     return {path: tuple(cells) for path, *cells in rows}
@@ -74,10 +82,29 @@ def rows_of(table):
 def test_every_weight_stands_in_the_table_as_counted_by_hand(tiny_layout):
     rows = rows_of(layout_table(tiny_layout))
     weights = {path: cells for path, cells in rows.items() if path.startswith("mdl_vars/")}
+    decided_by = dict(tiny_layout.declared_by)
+    assert all(len(text) <= LONG_DECISION for text in decided_by.values())
     assert weights == {
-        path: (shape, padded, "float32", spec, f"{size:,}", share)
+        path: (shape, padded, "float32", spec, f"{size:,}", share, decided_by[path])
         for path, (shape, padded, spec, size, share) in BY_HAND.items()
     }
+    # Only what the layers wrote splits these weights.
+    split = {path for path, (_, _, spec, _, _) in BY_HAND.items() if set(spec) - set("(-, )")}
+    assert {decided_by[path] for path in split} == {"weight_split_dims_mapping"}
+    assert "weight_split_dims_mapping" not in {decided_by[p] for p in BY_HAND.keys() - split}
+
+
+def test_a_long_decision_is_numbered_and_written_out_once_below_the_table():
+    struct, spec = jax.ShapeDtypeStruct((7,), "float32"), PartitionSpec(None)
+    long = f"rule {'y' * LONG_DECISION}"
+    by = {"a": "x" * LONG_DECISION, "b": long, "c": "a rule  of\ntwo lines", "d": long}
+    layout = StateLayout(
+        dict.fromkeys("abcd", struct), dict.fromkeys("abcd", spec), {}, by
+    )
+    lines = leaf_table(layout.leaves()).splitlines()
+    ends = [line.split("  ")[-1].strip() for line in lines[2:6]]
+    assert ends == [by["a"], "(1)", "a rule of two lines", "(1)"]
+    assert lines[6:] == [f"(1) {long}"]
 
 
 def test_every_slot_stands_in_the_table_as_its_weight(tiny_layout):
@@ -85,9 +112,10 @@ def test_every_slot_stands_in_the_table_as_its_weight(tiny_layout):
     for path, cells in rows.items():
         slot = re.fullmatch(r"opt_states/slots/\w+/0/[mn]u/(.*)", path)
         if slot:
-            assert cells == rows[f"mdl_vars/params/{slot.group(1)}"]
+            # A slot lies as its weight does: nothing was decided of it.
+            assert cells == (*rows[f"mdl_vars/params/{slot.group(1)}"][:-1], "")
     assert sum("/mu/" in path for path in rows) == sum("/nu/" in path for path in rows) == 12
-    assert rows["step"] == ("[]", "", "int32", "()", "4", "")
+    assert rows["step"] == ("[]", "", "int32", "()", "4", "", "")
 
 
 def test_the_last_line_sums_up(tiny_layout):
@@ -186,7 +214,7 @@ def layout_of(shape, spec, **axis_sizes):
 def test_a_dim_over_two_axes_is_split_by_their_product():
     layout = layout_of((13, 5), PartitionSpec(("data", "mdl"), None), data=4, mdl=2)
     assert rows_of(layout_table(layout))["mdl_vars/w"] == (
-        "[13, 5]", "[16, 5]", "float32", "(data+mdl, -)", str(2 * 5 * 4), f"{3 / 16:.1%}"
+        "[13, 5]", "[16, 5]", "float32", "(data+mdl, -)", str(2 * 5 * 4), f"{3 / 16:.1%}", ""
     )
 
 

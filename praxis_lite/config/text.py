@@ -159,7 +159,7 @@ def _texts(config: fdl.Config) -> dict[str, tuple[str, bool]]:
     return texts
 
 
-# What fiddle cannot write stands in the text as a config of one of these two.
+# What fiddle cannot write stands in the text as a config of one of these three.
 def _dtype(name: str) -> Any:
     import ml_dtypes  # noqa: F401 - numpy learns the name bfloat16 from it.
     import numpy as np
@@ -169,6 +169,12 @@ def _dtype(name: str) -> Any:
 
 def _partial(function: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     return functools.partial(function, *args, **keywords)
+
+
+def _partition_spec(entries: tuple[Any, ...]) -> Any:
+    from jax.sharding import PartitionSpec
+
+    return PartitionSpec(*entries)
 
 
 def _encode(value: Any, path: str, memo: dict[int, tuple[Any, Any]]) -> Any:
@@ -185,6 +191,9 @@ def _encode_new(value: Any, path: str, memo: dict[int, tuple[Any, Any]]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.dtype):
         return fdl.Config(_dtype, dtype_name(value))
+    sharding = sys.modules.get("jax.sharding")
+    if sharding is not None and isinstance(value, sharding.PartitionSpec):
+        return fdl.Config(_partition_spec, _encode(tuple(value), path, memo))
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, dict(value.keywords))
         return fdl.Config(_partial, *(_encode(one, path, memo) for one in parts))
@@ -217,6 +226,8 @@ def _decode_new(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
     # Called, not built: a config among the arguments stays one.
     if isinstance(decoded, fdl.Config) and fdl.get_callable(decoded) is _dtype:
         return _dtype(decoded.name)
+    if isinstance(decoded, fdl.Config) and fdl.get_callable(decoded) is _partition_spec:
+        return _partition_spec(decoded.entries)
     if isinstance(decoded, fdl.Config) and fdl.get_callable(decoded) is _partial:
         return _partial(decoded.function, decoded.args, decoded.keywords)
     return decoded

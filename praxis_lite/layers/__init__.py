@@ -40,6 +40,7 @@ from praxis_lite.layers.relative_bias import RelativeBias
 from praxis_lite.layers.repeats import Repeat, StackedTransformer
 from praxis_lite.layers.resnets import ResNet, ResNetBasicBlock, ResNetBlock
 from praxis_lite.layers.rg_lru import RgLru
+from praxis_lite.layers.sharding_presets import LOGICAL_DIMS, SHARDING_PRESETS
 from praxis_lite.layers.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 from praxis_lite.layers.transformer_models import TransformerLm, set_sharding_params
@@ -67,6 +68,7 @@ __all__ = [
     "GroupNorm",
     "GroupedQueryAttention",
     "IdentityNorm",
+    "LOGICAL_DIMS",
     "LayerNorm",
     "Linear",
     "Mlp",
@@ -88,6 +90,7 @@ __all__ = [
     "RmsNorm",
     "RmsNormNoScale",
     "RotaryPositionalEmbedding",
+    "SHARDING_PRESETS",
     "SharedEmbeddingSoftmax",
     "StackedTransformer",
     "StochasticResidual",

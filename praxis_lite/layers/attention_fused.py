@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.layers.attention_einsum import LogitOptions
 from praxis_lite.layers.attention_masks import AttentionMask
 from praxis_lite.sharding import SplitDims, to_partition_spec
+from praxis_lite.sharding.split_dims import without_axes
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
@@ -173,9 +174,11 @@ def _per_device(
     takes only what divides, so rows and heads are padded. `rest` is [B, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    if not auto_axes:  # No mesh, or the caller's shard_map has left none of its axes.
         return attend(q_BTNK, k_BSGK, v_BSGK, *rest)
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
+    spec = without_axes(spec, mesh.manual_axes)
     rows, _, heads, _ = spec
     num_row_shards, num_head_shards = (_num_shards(mesh, axes) for axes in (rows, heads))
     B, _, N, _ = q_BTNK.shape
@@ -194,7 +197,7 @@ def _per_device(
         attend,
         in_specs=(of_heads, of_heads, of_heads, *of_rest),
         out_specs=of_heads,
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        axis_names=auto_axes,
         check_vma=False,
     )(q, k, v, *rest)
     return outputs[:B, :, :N]

@@ -333,7 +333,9 @@ class DotProductAttention(BaseLayer):
             q_BTNK, k_BSGK, v_BSGK = checkpoint_name(self.combined_qkv(inputs), "combined_qkv_proj")
         else:
             q_BTNK = self.query(inputs)
-        q_BTNK = checkpoint_name(q_BTNK, "query_proj")
+        # Their layout as they are made, too: where time is split outside, it is gathered before the
+        # projections, and not the projections' weights.
+        q_BTNK = checkpoint_name(self._split(q_BTNK), "query_proj")
         q_BTNK = placed(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
             q_BTNK = self.per_dim_scale(q_BTNK)
@@ -342,10 +344,10 @@ class DotProductAttention(BaseLayer):
             return q_BTNK, None
         if self.combined_qkv is None:
             k_BSGK, v_BSGK = self.key(source), self.value(source)
-        k_BSGK = placed(checkpoint_name(k_BSGK, "key_proj"), kv_positions, self.layer_norm_k)
-        return q_BTNK, self._split_kv(
-            {"key": k_BSGK, "value": checkpoint_name(v_BSGK, "value_proj")}
-        )
+        kv = self._split_kv({"key": k_BSGK, "value": v_BSGK})
+        k_BSGK = placed(checkpoint_name(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
+        v_BSGK = checkpoint_name(kv["value"], "value_proj")
+        return q_BTNK, self._split_kv({"key": k_BSGK, "value": v_BSGK})
 
     def _split(self, x_BTNK: jax.Array) -> jax.Array:
         return constrain(x_BTNK, self.activation_split_dims_mapping)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.cross_entropy import TokenStats
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
-from praxis_lite.sharding.split_dims import DimSplit
+from praxis_lite.sharding.split_dims import DimSplit, without_axes
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
 # Less than any logit, and still finite after a logit is subtracted.
@@ -86,7 +86,8 @@ def _num_shards(class_split: DimSplit) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
-    (axes,) = to_partition_spec((class_split,), mesh.axis_names)
+    spec = to_partition_spec((class_split,), mesh.axis_names)
+    (axes,) = without_axes(spec, mesh.manual_axes)
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[axis] for axis in axes)
 

@@ -54,7 +54,7 @@ class Embedding(BaseLayer):
     def __call__(self, ids: jax.Array) -> jax.Array:
         table_VD = self.emb_var[...]
         embs = lookup(table_VD, ids, self.class_split, self.lookup_style, self.fprop_dtype)
-        return constrain(embs * self.scale, self.activation_split_dims_mapping)
+        return placed(embs * self.scale, self.activation_split_dims_mapping)
 
 
 def check_lookup_style(layer: object, lookup_style: str) -> None:
@@ -87,3 +87,14 @@ def lookup(
         return jnp.take(table_VD, ids, axis=0).astype(dtype)
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
     return jnp.einsum("...v,vd->...d", one_hot, table_VD.astype(dtype))
+
+
+def placed(embs: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:
+    """Returns embeddings [B, T, D] in their layout, by way of one that splits their batch alone.
+
+    Time may split over the axis that splits V. Then each device adds up its rows of the table for
+    all of the time and keeps its part; straight away XLA would gather the table.
+    """
+    split = activation_split_dims_mapping
+    batch_split = None if split is None else tuple(split)[:1]
+    return constrain(constrain(embs, batch_split), split)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
-from praxis_lite.sharding.split_dims import DimSplit
+from praxis_lite.sharding.split_dims import DimSplit, without_axes
 
 # G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
@@ -81,11 +81,15 @@ def first_dim(split: SplitDims) -> SplitDims:
 
 
 def axes_of(split: SplitDims) -> tuple[str, ...]:
-    """Returns the axes, of the mesh at hand, that split the first dim of a mapping."""
+    """Returns the axes, of the mesh at hand, that split the first dim of a mapping.
+
+    Inside `jax.shard_map` without its manual axes.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
         return ()
-    axes = to_partition_spec(first_dim(split), mesh.axis_names)[0] or ()
+    spec = to_partition_spec(first_dim(split), mesh.axis_names)
+    axes = without_axes(spec, mesh.manual_axes)[0] or ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 

@@ -15,7 +15,7 @@ from praxis_lite.layers.checkpoint_policy import remat
 from praxis_lite.layers.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.pipeline_schedules import Schedule
 from praxis_lite.sharding import SplitDims, to_partition_spec
-from praxis_lite.sharding.split_dims import DimSplit
+from praxis_lite.sharding.split_dims import DimSplit, without_axes
 from praxis_lite.weights import assigned_values
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
@@ -77,6 +77,7 @@ class StageLayout:
                 mesh.axis_names,
                 path="Pipeline.activation_split_dims_mapping",
             )
+            rows = without_axes(rows, mesh.manual_axes)
             entries[row_dim : row_dim + len(rows)] = rows
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 

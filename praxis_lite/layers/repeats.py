@@ -13,7 +13,14 @@ from praxis_lite.layers.checkpoint_policy import CHECKPOINT_POLICIES, check_poli
 from praxis_lite.layers.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding.split_dims import DimSplit
-from praxis_lite.weights import BaseLayer, assign, assigned_values, require_positive, stacked
+from praxis_lite.weights import (
+    BaseLayer,
+    assign,
+    assigned_values,
+    require_positive,
+    scope_of,
+    stacked,
+)
 
 __all__ = ["CHECKPOINT_POLICIES", "Repeat", "StackedTransformer"]
 
@@ -85,7 +92,8 @@ class Repeat(BaseLayer):
         caches = []
         for i, block in enumerate(self.blocks):
             layer_key, layer_cache = jax.tree.map(lambda leaf, i=i: leaf[i], (keys, cache))
-            x, (layer_cache, values) = step(x, (block, layer_key, layer_cache))
+            with scope_of(self, block):
+                x, (layer_cache, values) = step(x, (block, layer_key, layer_cache))
             assign(block, values)
             caches.append(layer_cache)
         if cache is None:
@@ -160,7 +168,8 @@ class StackedTransformer(BaseLayer):
         for name, layer_key in zip(self.layer_names, keys, strict=True):
             block = getattr(self, name)
             layer_cache = None if cache is None else cache[name]
-            x, (caches[name], values) = step(x, (block, layer_key, layer_cache))
+            with scope_of(self, block):
+                x, (caches[name], values) = step(x, (block, layer_key, layer_cache))
             assign(block, values)
             x = checkpoint_name(x, "transformer_layer_out")
         return x, None if cache is None else caches

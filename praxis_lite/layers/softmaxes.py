@@ -10,7 +10,7 @@ from flax import nnx
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.chunked_cross_entropy import token_stats
 from praxis_lite.layers.cross_entropy import TokenStats, cross_entropy, stats_of_logits
-from praxis_lite.layers.embeddings import check_lookup_style, lookup
+from praxis_lite.layers.embeddings import check_lookup_style, lookup, placed
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.sharding import SplitDims, constrain
 from praxis_lite.weights import AuxLoss, BaseLayer, Initializer, require_positive, xavier
@@ -271,4 +271,4 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         for table, into_D in self._tables():
             rows = lookup(table, ids, self.class_split, self.lookup_style, self.fprop_dtype)
             embs += rows if into_D is None else rows @ into_D.astype(self.fprop_dtype)
-        return constrain(embs * self.emb_scale, self.lookup_split_dims_mapping)
+        return placed(embs * self.emb_scale, self.lookup_split_dims_mapping)

@@ -1,6 +1,8 @@
 """Models seen as init and apply over plain trees."""
 
+from praxis_lite.models.function_model import FunctionModel
+from praxis_lite.models.linen_model import LinenModel
 from praxis_lite.models.model import Model
 from praxis_lite.models.nnx_model import NnxModel
 
-__all__ = ["Model", "NnxModel"]
+__all__ = ["FunctionModel", "LinenModel", "Model", "NnxModel"]

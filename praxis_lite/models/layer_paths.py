@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.weights import attribute_name
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def layer_path(traceback: TracebackType | None) -> str:
         if constructor:
             names.append(_assigned_name(frame, position))
         else:
-            names.append(_attribute_name(frame.f_locals["self"], child_frame.f_locals["self"]))
+            names.append(attribute_name(frame.f_locals["self"], child_frame.f_locals["self"]))
     return "/".join(filter(None, names))
 
 
@@ -90,21 +91,3 @@ def _assigned_name(frame: FrameType, position: tuple) -> str:
             if isinstance(target, ast.Name):
                 return target.id
     return ""
-
-
-def _attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
-    """Returns the name of a layer in its parent.
-
-    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: the first
-    attribute of its class is then taken.
-    """
-    attributes = {}
-    for name, value in vars(parent).items():
-        if isinstance(value, nnx.List):
-            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
-        else:
-            attributes[name] = value
-    for name, value in attributes.items():
-        if value is child:
-            return name
-    return next((name for name, value in attributes.items() if type(value) is type(child)), "")

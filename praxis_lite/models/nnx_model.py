@@ -1,87 +1,194 @@
 """A Flax NNX module seen as plain nested dicts of arrays: split once, outside every step."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.models.layer_paths import naming_the_layer
 from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.models.nnx_declarations import declared_spec
+from praxis_lite.models.nnx_variables import (
+    Leaf,
+    Path,
+    collection,
+    fresh_value,
+    leaves_of,
+    name_of,
+    nested,
+    require_array,
+    stored,
+    value_of,
+)
 from praxis_lite.sharding.gather import ShardedWeight
-from praxis_lite.weights import spec_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A module's structure in training and in evaluation, and its abstract leaves by path."""
+
+    training: nnx.GraphDef
+    evaluation: nnx.GraphDef
+    leaves: list[tuple[Path, Leaf]]
 
 
 class NnxModel(Model):
-    """A Flax NNX module.
+    """A Flax NNX module, as its users write it.
 
-    `nnx.Param` variables are "params", which a learner may touch; every other kind (statistics,
-    counters) is "non_trainable", but for `nnx.Intermediate` (auxiliary losses, summaries), which
-    is in neither: each `module` starts with zeros there.
+    `nnx.Param` variables are "params", which a learner may touch; statistics, caches, counters and
+    plain arrays are "non_trainable". What a pass records (`nnx.Intermediate`) and random streams
+    (the `nnx.Rngs` that `nnx.Dropout` keeps) are in neither: each pass starts with zeros there, and
+    with streams that come of the step's key. With a key every `deterministic` and
+    `use_running_average` of the module is False, without one True, as Flax's own `train()` and
+    `eval()` set them.
 
     Args:
-      build: called with `rngs`, returns the module; usually an `fdl.Partial` once built.
+      build: called with `rngs`, or with nothing where it takes none, returns the module; usually an
+        `fdl.Partial` once built.
     """
 
     def __init__(self, build: Callable[..., nnx.Module]):
         self._build = build
 
     @functools.cached_property
-    def _split(self) -> tuple[nnx.GraphDef, list[tuple[tuple, nnx.Variable]]]:
-        """The module's structure and its abstract variables by path; no array is made."""
+    def _split(self) -> _Split:
+        graphdefs = []
+
+        def state() -> nnx.State:
+            module = self._built(0)
+            for is_training in (True, False):
+                graphdef, state = nnx.split(_set_training(module, is_training))
+                graphdefs.append(graphdef)
+            return state
+
+        # Not `nnx.eval_shape`: where a mesh is set, it takes every name of a split for an axis.
         with naming_the_layer():
-            module = nnx.eval_shape(lambda: self._build(rngs=nnx.Rngs(0)))
-        graphdef, state = nnx.split(module)
-        return graphdef, list(nnx.to_flat_state(state))
+            abstract_state = jax.eval_shape(state)
+        return _Split(*graphdefs, list(nnx.to_flat_state(abstract_state)))
 
     def init(self, key: jax.Array) -> MdlVars:
-        return mdl_vars_of(self._build(rngs=nnx.Rngs(key)))
+        return mdl_vars_of(self._built(key))
 
     def weight_specs(self) -> MdlVars:
-        kept = _kept(self._split[1])
-        return _nested({path: spec_of(v) for path, v in kept.items()}, kept)
+        return nested(
+            self._split.leaves,
+            lambda path, leaf: declared_spec(name_of((collection(leaf), *path)), leaf),
+        )
 
     def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> nnx.Module:
-        graphdef, variables = self._split
+        split = self._split
+        streams = jax.random.key(0) if key is None else key
         flat = [
-            (path, _with_value(variable, _leaf(mdl_vars, path, variable)))
-            for path, variable in variables
+            (
+                path,
+                _with_value(leaf, fresh_value(path, leaf, streams))
+                if collection(leaf) is None
+                else _with_value(leaf, stored(mdl_vars, path, leaf)),
+            )
+            for path, leaf in split.leaves
         ]
+        graphdef = split.evaluation if key is None else split.training
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
     def non_trainable(self, module: nnx.Module) -> dict[str, Any]:
-        return mdl_vars_of(module)["non_trainable"]
+        """Returns the "non_trainable" variables as the pass through `module` left them.
+
+        Raises:
+          ConfigError: a variable's shape is no longer that of the constructor, or the pass made a
+            weight; names the path.
+        """
+        before, after = dict(self._split.leaves), dict(leaves_of(module))
+        for path, leaf in after.items():
+            if path not in before and collection(leaf) == "params":
+                raise ConfigError(
+                    f"{name_of(path)}: the pass made this weight, which no learner trains. Make it "
+                    "in the module's constructor."
+                )
+        kept = [one for one in before.items() if collection(one[1]) == "non_trainable"]
+        return nested(kept, lambda path, leaf: _as_before(path, leaf, after[path]))["non_trainable"]
 
     def abstract_module(self) -> nnx.Module:
         """Returns the module with shapes for arrays, for questions that need no weights."""
-        graphdef, variables = self._split
-        return nnx.merge(graphdef, nnx.from_flat_state(variables))
+        return nnx.merge(self._split.training, nnx.from_flat_state(self._split.leaves))
+
+    def _built(self, key: jax.Array | int) -> nnx.Module:
+        # Flax would place a weight that declares a split at once: on a mesh that must be set, and
+        # only where each dim divides.
+        with nnx.use_eager_sharding(False):
+            module = self._build(rngs=nnx.Rngs(key)) if _takes_rngs(self._build) else self._build()
+        if not isinstance(module, nnx.Module):
+            raise ConfigError(
+                f"The model is built as a {type(module).__name__}; wanted is a Flax NNX module. "
+                "A Flax Linen module is given as fdl.Config(LinenModel, fdl.Config(...), ...), "
+                "functions as fdl.Config(FunctionModel, ...)."
+            )
+        _mark_arrays(module)
+        for path, leaf in leaves_of(module):
+            require_array(path, leaf)
+        return module
 
 
 def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
-    variables = _kept(nnx.to_flat_state(nnx.split(module)[1]))
-    return _nested({path: v.get_value() for path, v in variables.items()}, variables)
+    return nested(leaves_of(module), _array)
 
 
-def _kept(variables: Iterable[tuple[tuple, nnx.Variable]]) -> dict[tuple, nnx.Variable]:
-    return {path: v for path, v in variables if not isinstance(v, nnx.Intermediate)}
+def _array(path: Path, leaf: Leaf) -> jax.Array:
+    # With a dtype of its own: that of a Python number gives way to any other's.
+    return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
 
 
-def _collection(variable: nnx.Variable) -> str:
-    return "params" if isinstance(variable, nnx.Param) else "non_trainable"
+def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
+    value, wanted = jnp.asarray(value_of(after)), value_of(before)
+    if value.shape != wanted.shape:
+        raise ConfigError(
+            f"{name_of(path)}: the constructor made it of shape {wanted.shape}, and a pass of "
+            f"{value.shape}. A train step keeps it, so its shape must stay the same."
+        )
+    return value.astype(wanted.dtype)
 
 
-def _nested(values: dict[tuple, Any], variables: dict[tuple, nnx.Variable]) -> MdlVars:
-    tree: MdlVars = {"params": {}, "non_trainable": {}}
-    for path, value in values.items():
-        node = tree[_collection(variables[path])]
-        for part in path[:-1]:
-            node = node.setdefault(str(part), {})
-        node[str(path[-1])] = value
-    return tree
+def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
+    """Returns whether to call `build` with `rngs`."""
+    function = build
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, type):  # Of a module's class, `signature` gives *args and **kwargs.
+        function = function.__init__
+    if function is object.__init__:
+        return False
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return "rngs" in parameters or takes_any
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    """Makes leaves of a module's plain arrays, such as a table of positions.
+
+    Flax does where the constructor runs by itself; under a trace it takes them for structure, from
+    which the trace's values would leak.
+    """
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.core.Tracer):
+                    setattr(node, name, nnx.data(value))
+
+
+def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
+    """Returns a module with its dropout and batch norms set for a pass."""
+    # What `Module.train` and `Module.eval` do, whatever a subclass calls by these names.
+    nnx.Module.set_attributes(
+        module, deterministic=not is_training, use_running_average=not is_training,
+        raise_if_not_found=False,
+    )
+    return module
 
 
 class _GatheredWhenRead(nnx.Param):
@@ -91,17 +198,20 @@ class _GatheredWhenRead(nnx.Param):
         value = self.get_metadata("gather")(super().get_value())
         return value if index is ... else value[index]
 
+    def __getattr__(self, name: str) -> Any:
+        metadata = object.__getattribute__(self, "_var_metadata")
+        return metadata[name] if name in metadata else getattr(self.get_value(), name)
 
-def _with_value(variable: nnx.Variable, value: jax.Array | ShardedWeight) -> nnx.Variable:
+
+@functools.cache
+def _gathered_when_read(kind: type[nnx.Param]) -> type[nnx.Param]:
+    return type(kind)(f"Gathered{kind.__name__}", (_GatheredWhenRead, kind), {})
+
+
+def _with_value(leaf: Leaf, value: Any) -> Leaf:
     if isinstance(value, ShardedWeight):
-        return _GatheredWhenRead(value.block, gather=value.gather, **variable.get_metadata())
-    return variable.replace(value)
-
-
-def _leaf(mdl_vars: MdlVars, path: tuple, variable: nnx.Variable) -> jax.Array:
-    if isinstance(variable, nnx.Intermediate):
-        return jnp.zeros(variable.shape, variable.dtype)
-    node = mdl_vars[_collection(variable)]
-    for part in path:
-        node = node[str(part)]
-    return node
+        if isinstance(leaf, nnx.Param):
+            metadata = {**leaf.get_metadata(), "gather": value.gather}
+            return _gathered_when_read(type(leaf)).from_metadata(value.block, metadata)
+        value = value.whole()
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value

@@ -1,20 +1,37 @@
-"""WHERE arrays live: meshes, split-dims mappings, padding, batches. Knows jax and numpy only."""
+"""WHERE arrays live: meshes, mappings, rules, padding, batches. Knows jax and numpy only."""
 
 from praxis_lite.sharding.inputs import global_batch, reshard_by_rank
+from praxis_lite.sharding.logical_axes import MeshRules, logical_to_mesh_axes
 from praxis_lite.sharding.mesh import MeshConfig, compiled_platform, make_mesh, simulate_devices
 from praxis_lite.sharding.padding import pad_tree, padded_shape, unpad_tree
+from praxis_lite.sharding.rules import (
+    Fsdp,
+    LogicalPartitioning,
+    Replicate,
+    ShardDim,
+    register_rule,
+)
 from praxis_lite.sharding.split_dims import SplitDims, constrain, to_partition_spec
+from praxis_lite.sharding.strategies import rule_shardings
 
 __all__ = [
+    "Fsdp",
+    "LogicalPartitioning",
     "MeshConfig",
+    "MeshRules",
+    "Replicate",
+    "ShardDim",
     "SplitDims",
     "compiled_platform",
     "constrain",
     "global_batch",
+    "logical_to_mesh_axes",
     "make_mesh",
     "pad_tree",
     "padded_shape",
+    "register_rule",
     "reshard_by_rank",
+    "rule_shardings",
     "simulate_devices",
     "to_partition_spec",
     "unpad_tree",

@@ -104,6 +104,7 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
     return GlobalBatch(jax.tree.map(struct, element_spec), num_rows)
 
 
+@jax.named_scope("inputs")
 def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
     """Returns the batch's inputs without the padding rows; runs inside a compiled step."""
 
@@ -115,6 +116,7 @@ def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
     return jax.tree.map(cut, batch.inputs)
 
 
+@jax.named_scope("inputs")
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:

@@ -62,6 +62,8 @@ VALUES = [
     np.float32,
     np.dtype("float32"),
     jnp.dtype("bfloat16"),
+    jax.sharding.PartitionSpec(("data", "mdl"), None, "replica"),
+    {"w": [jax.sharding.PartitionSpec()]},
     jax.nn.gelu,
     jax.nn.relu,
     jax.nn.silu,
@@ -268,7 +270,7 @@ def _parts(config):
 def test_the_lines_show_defaults_in_the_order_of_the_roots():
     lines = config_lines(job())
     roots = list(dict.fromkeys(line.partition("=")[0].partition(".")[0] for line in lines))
-    assert roots == ["mesh", "task", "datasets", "decode_datasets", "run"]
+    assert roots == ["mesh", "task", "datasets", "decode_datasets", "run", "partitioner"]
     wanted = {
         "mesh=<Config tests.callables.Mesh>",
         "mesh.ici_mesh_shape=1,4,2",
@@ -282,6 +284,7 @@ def test_the_lines_show_defaults_in_the_order_of_the_roots():
         "datasets.eval[0].path=a.txt",
         "run.seed=0",
         "run.eval_every_steps=None",
+        "partitioner=None",
     }
     assert wanted <= set(lines)
 

@@ -1,0 +1,116 @@
+"""Data parallelism by explicit collectives: the classifier of the shard_map notebook, and an LM."""
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from experiments.lm import PyDocs as LayersPyDocs
+from experiments.vision import Digits
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.inputs import InMemory
+from praxis_lite.learner import Learner
+from praxis_lite.models import LinenModel
+from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.weight_sharding import WeightSharding
+from tasks.loss import LossTask
+
+
+class Classifier(nn.Module):
+    """Two dense layers, as the notebook has them; not a word on devices."""
+
+    hidden_size: int = 512
+    dropout_rate: float = 0.1
+    dtype: jnp.dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = x.reshape(len(x), -1)
+        x = nn.silu(nn.Dense(self.hidden_size, dtype=self.dtype, name="input_dense")(x))
+        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        return nn.Dense(10, dtype=self.dtype, name="output_dense")(x).astype(jnp.float32)
+
+
+def random_rows():
+    """Returns the notebook's inputs [128, 784] and labels [128], all random."""
+    _, inputs, labels = jax.random.split(jax.random.key(42), 3)
+    return {"inputs": np.asarray(jax.random.normal(inputs, (128, 784))),
+            "labels": np.asarray(jax.random.randint(labels, (128,), 0, 10))}
+
+
+def loss(model, inputs, key):
+    """Returns nats per row [B], and whether the likeliest label was right."""
+    logits, labels = model(inputs["inputs"]), inputs["labels"]
+    xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return xent, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
+
+
+@register
+class NotebookDp(Experiment):
+    """Data parallel, 8 devices: gradients of four micro-batches, summed over devices once."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(8,), axis_names=("data",))
+
+    def task(self):
+        model = fdl.Config(LinenModel, fdl.Config(Classifier), {"x": (1, 784)})
+        learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=1e-3,
+                             gradient_accumulation_steps=4)
+        return fdl.Config(LossTask, model, loss, learner)
+
+    def datasets(self):
+        return {"train": fdl.Config(InMemory, random_rows, batch_size=128, shuffle=True)}
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=16)
+
+    def partitioner(self):
+        return fdl.Partial(ShardMapPartitioner)
+
+
+@register
+class NotebookFsdp(NotebookDp):
+    """Fully sharded: weights of more than 16 numbers lie in blocks, and are gathered when used."""
+
+    def task(self):
+        task = super().task()
+        rule = (".*", 'fsdp("data", min_weight_size=16)')
+        task.weight_sharding = fdl.Config(WeightSharding, strategy=(rule,))
+        return task
+
+
+@register
+class DigitsDp(NotebookDp):
+    """The classifier reads handwritten digits, in batches that neither devices nor cuts divide."""
+
+    def task(self):
+        task = super().task()
+        task.model.init_inputs = {"x": (1, 8, 8, 1)}
+        return task
+
+    def datasets(self):
+        return Digits.datasets(self)
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=300, eval_every_steps=100)
+
+
+@register
+class DigitsFsdp(DigitsDp):
+    """The same, fully sharded, with a hidden dim that no mesh divides."""
+
+    def task(self):
+        task = super().task()
+        task.model.module.hidden_size = 509
+        task.weight_sharding = fdl.Config(WeightSharding, strategy=((".*", 'fsdp("data", 0)'),))
+        return task
+
+
+@register
+class PyDocs(LayersPyDocs):
+    """lm.PyDocs, four-way fully sharded by hand and two-way tensor parallel by the compiler."""
+
+    def partitioner(self):
+        return fdl.Partial(ShardMapPartitioner, data_axes=("replica", "data"))

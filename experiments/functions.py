@@ -1,0 +1,89 @@
+"""Plain functions, no module library: from `init` and `loss` to training on a mesh."""
+
+import itertools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import optax
+
+from experiments.vision import digits
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.inputs import InMemory
+from praxis_lite.learner import Learner
+from praxis_lite.models import FunctionModel
+from praxis_lite.weight_sharding import WeightSharding
+from tasks.loss import LossTask
+
+SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
+# In the form of the params; None declares nothing of a weight, or of a whole layer.
+SPECS = [{"w": ("data", "mdl"), "b": ("mdl",)}, {"w": ("mdl", "data"), "b": None}, None]
+
+
+def init(key):
+    """Returns the params of an MLP: a list of layers."""
+    return [
+        {"w": jax.random.normal(jax.random.fold_in(key, n), (n, m)) * n**-0.5, "b": jnp.zeros(m)}
+        for n, m in itertools.pairwise(SIZES)
+    ]
+
+
+def mlp(params, images, key=None):
+    """Returns logits [B, 10] of images [B, 8, 8, 1]; with a key, a tenth of the pixels dropped."""
+    x = images.reshape(len(images), -1)
+    if key is not None:
+        x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0.0)
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"][None])
+    return x @ params[-1]["w"] + params[-1]["b"][None]
+
+
+def loss(params, inputs, key):
+    """Returns nats per image [B], and metrics; the task takes their means."""
+    logits, labels = mlp(params, inputs["inputs"], key), inputs["labels"]
+    xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return xent, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
+
+
+def predict(params, inputs, key):
+    """Returns what decoding writes of each image."""
+    return {"digit": jnp.argmax(mlp(params, inputs["inputs"]), -1), "label": inputs["labels"]}
+
+
+@register
+class DigitsMlp(Experiment):
+    """An MLP of plain functions reads handwritten digits, split as a tree of mesh axes says."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
+
+    def task(self):
+        model = fdl.Config(FunctionModel, init, specs=SPECS)
+        learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adamw), learning_rate=3e-3)
+        batch = (("replica", "data"),)
+        return fdl.Config(LossTask, model, loss, learner, predict=predict,
+                          inputs_split_mapping={"map_1d": batch, "map_4d": batch})
+
+    def datasets(self):
+        train, heldout = (fdl.Partial(digits, split) for split in ("train", "heldout"))
+        return {"train": fdl.Config(InMemory, train, batch_size=61, shuffle=True),
+                "heldout": fdl.Config(InMemory, heldout, batch_size=61, shuffle=False)}
+
+    def decode_datasets(self):
+        return {"heldout": self.datasets()["heldout"]}
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=300, eval_every_steps=100)
+
+
+@register
+class DigitsMlpFsdp(DigitsMlp):
+    """The same MLP without specs: a rule splits what is larger than 1 KiB over all devices."""
+
+    def task(self):
+        task = super().task()
+        task.model.specs = None
+        task.inputs_split_mapping = None  # Rows too stay split over all devices.
+        rule = (".*", 'fsdp(("data", "mdl"), 0.001)')
+        task.weight_sharding = fdl.Config(WeightSharding, strategy=(rule,))
+        return task

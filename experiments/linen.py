@@ -1,0 +1,78 @@
+"""Plain Flax Linen models: a ViT that says nothing of sharding, and an LM with logical names."""
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import optax
+
+from experiments.linen_models import CausalLm, VisionTransformer
+from experiments.lm import BATCH_OVER_DATA
+from experiments.lm import PyDocs as LayersPyDocs
+from experiments.vision import BATCH, Digits
+from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite.learner import Learner
+from praxis_lite.models import LinenModel
+from praxis_lite.weight_sharding import WeightSharding
+from tasks.image_classification import ClassificationTask
+from tasks.loss import LossTask
+
+
+@register
+class DigitsViT(Digits):
+    """A plain Linen ViT reads handwritten digits: a rule splits all weights over the data axis."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
+
+    def task(self):
+        model = fdl.Config(LinenModel, fdl.Config(VisionTransformer), {"images": (1, 8, 8, 1)})
+        learner = fdl.Config(
+            Learner, optimizer=fdl.Partial(optax.adamw, weight_decay=0.05),
+            learning_rate=fdl.Config(optax.warmup_cosine_decay_schedule, 0.0, 4e-3, 20, 300),
+            clip_gradient_norm_to_value=1.0,
+        )
+        return fdl.Config(
+            ClassificationTask, model, learner,
+            weight_sharding=fdl.Config(WeightSharding, strategy=((".*", 'fsdp("data", 0)'),)),
+            inputs_split_mapping={"map_1d": (BATCH,), "map_4d": (BATCH,)},
+        )
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=300, eval_every_steps=150)
+
+
+def next_token_loss(model, inputs, key):
+    """Returns nats per token [B, T], and whether the likeliest was right."""
+    logits, labels = model(inputs["ids"]), inputs["labels"]
+    xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    correct = jnp.argmax(logits, axis=-1) == labels
+    return xent, {"bits_per_byte": xent / jnp.log(2.0), "accuracy": correct}
+
+
+def continued(model, inputs, key, *, num_tokens):
+    """Returns prompts [B, T] with the likeliest tokens after them: a whole pass for each token."""
+    ids, lengths = inputs["ids"], inputs["prefix_lengths"]
+    ids = jnp.pad(ids, ((0, 0), (0, num_tokens)))
+
+    def add_one(n, ids):
+        rows, last = jnp.arange(len(ids)), lengths - 1 + n
+        token = jnp.argmax(model(ids)[rows, last], axis=-1)
+        return ids.at[rows, last + 1].set(token)
+
+    return {"ids": jax.lax.fori_loop(0, num_tokens, add_one, ids)}
+
+
+@register
+class PyDocs(LayersPyDocs):
+    """A plain Linen LM on Python's language reference: rules say which axes its names mean."""
+
+    def task(self):
+        model = fdl.Config(LinenModel, fdl.Config(CausalLm), {"ids": ("int32", (1, 128))})
+        rules = (("batch", ("replica", "data")), ("embed", "data"), ("heads", "mdl"),
+                 ("mlp", "mdl"), ("vocab", "mdl"), ("layers", None), ("kv", None))
+        return fdl.Config(
+            LossTask, model, next_token_loss, super().task().learner,
+            predict=fdl.Partial(continued, num_tokens=100),
+            weight_sharding=fdl.Config(WeightSharding, logical_axis_rules=rules),
+            inputs_split_mapping=BATCH_OVER_DATA, required_inputs=("ids", "labels", "weights"),
+        )

@@ -1,0 +1,106 @@
+"""The two models of Flax's guide to scaling NNX over devices, as it writes them, trained on a mesh.
+
+https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html. The guide's own calls to shard the
+model, its optimizer and its checkpoint are not needed; a size that no axis divides works too:
+`--set task.model.depth=1021 --set datasets.train.arrays.depth=1021`.
+"""
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.inputs import InMemory
+from praxis_lite.learner import Learner
+from praxis_lite.weight_sharding import WeightSharding
+from tasks.loss import LossTask
+
+SHARDING_RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+
+
+class DotReluDotModel(nnx.Module):
+    """Two products and a ReLU between; its weights name mesh axes."""
+
+    def __init__(self, depth: int, rngs: nnx.Rngs):
+        init_fn = nnx.initializers.lecun_normal()
+        self.dot1 = nnx.Linear(
+            depth, depth, kernel_init=nnx.with_partitioning(init_fn, (None, "model")),
+            use_bias=False, rngs=rngs,
+        )
+        self.w2 = nnx.Param(
+            init_fn(rngs.params(), (depth, depth)), out_sharding=("model", None)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jax.nn.relu(self.dot1(x))
+        y = jax.lax.with_sharding_constraint(y, PartitionSpec("data", "model"))
+        return jnp.dot(y, self.w2[...])
+
+
+class LogicalDotReluDotModel(nnx.Module):
+    """The same with names of its own: `dot1` brings the rules for them, `w2` has the job's."""
+
+    def __init__(self, depth: int, rngs: nnx.Rngs):
+        init_fn = nnx.initializers.lecun_normal()
+        kernel_init = nnx.with_metadata(
+            init_fn, out_sharding=("embed", "hidden"), sharding_rules=SHARDING_RULES
+        )
+        self.dot1 = nnx.Linear(depth, depth, kernel_init=kernel_init, use_bias=False, rngs=rngs)
+        self.w2 = nnx.Param(
+            nnx.with_metadata(init_fn, out_sharding=("hidden", "embed"))(
+                rngs.params(), (depth, depth)
+            )
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jax.nn.relu(self.dot1(x))
+        y = jax.lax.with_sharding_constraint(y, PartitionSpec("data", None))
+        return jnp.dot(y, self.w2[...])
+
+
+def noise(depth: int) -> dict[str, jax.Array]:
+    """Returns the guide's one batch: 8 rows `x`, and `y` to map them to."""
+    return {name: jax.random.normal(jax.random.key(seed), (8, depth))
+            for name, seed in (("x", 1), ("y", 2))}
+
+
+def squared_error(model: nnx.Module, inputs: dict[str, jax.Array], key: jax.Array | None):
+    """Returns the mean of (model(x) - y) ** 2."""
+    return jnp.mean((model(inputs["x"]) - inputs["y"]) ** 2)
+
+
+@register
+class DotReluDot(Experiment):
+    """Flax's guide: two matrices of 1024 x 1024 that learn a batch of noise by heart."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(2, 4), axis_names=("data", "model"))
+
+    def task(self):
+        learner = fdl.Config(Learner, fdl.Partial(optax.adam), learning_rate=1e-3)
+        return fdl.Config(
+            LossTask, fdl.Partial(DotReluDotModel, depth=1024), squared_error, learner,
+            inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
+        )
+
+    def datasets(self):
+        arrays = fdl.Partial(noise, depth=1024)
+        return {"train": fdl.Config(InMemory, arrays, batch_size=8, shuffle=True),
+                "learnt": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False)}
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=20, eval_every_steps=5)
+
+
+@register
+class LogicalDotReluDot(DotReluDot):
+    """The same with logical names, which the model's and the job's rules turn into mesh axes."""
+
+    def task(self):
+        task = super().task()
+        fdl.update_callable(task.model, LogicalDotReluDotModel)
+        task.weight_sharding = fdl.Config(WeightSharding, logical_axis_rules=SHARDING_RULES)
+        return task

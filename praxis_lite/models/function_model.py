@@ -1,0 +1,224 @@
+"""Plain functions seen as a model: `init(key)` returns the params, a loss is called with them."""
+
+import collections
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.config.paths import callable_name
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.sharding.gather import ShardedWeight
+from praxis_lite.weights import WeightSpec
+
+PyTree = Any
+Spec = PartitionSpec | tuple | None
+
+
+class FunctionModel(Model):
+    """Params that a function draws: any tree of float arrays, all of it trained.
+
+    The library sees the tree as nested dicts, whose names are the dict's keys (a "/" in one starts
+    another level, as Haiku's names mean it), the fields of named tuples and dataclasses, and the
+    places in lists and tuples: "layers/0/w". `module` returns the tree as `init` made it.
+
+    Args:
+      init: (key) -> params. More arguments are bound with functools.partial (fdl.Partial).
+      specs: mesh axes by weight: a tree like the params, or a prefix of it as `jax.jit` takes for
+        shardings, or a function of the params' shapes (jax.ShapeDtypeStructs) that returns one.
+        Its leaves are a PartitionSpec or a tuple like it, where a short one leaves the last dims
+        whole; or None: nothing is declared, and the task's `weight_sharding` decides. Where the
+        params are themselves a tuple or list, a tuple stands for its entries.
+
+    What is not trained belongs into the loss, bound with functools.partial; statistics that a loss
+    updates need a Flax model.
+
+    Raises:
+      ConfigError: `init` needs more than a key; when the specs are asked for, `init` returns no
+        arrays, or others than floats, or `specs` does not match the params. Names the path.
+    """
+
+    def __init__(self, init: Callable[[jax.Array], PyTree], specs: Any = None):
+        check_takes("FunctionModel.init", init, "key")
+        self._init, self._specs = init, specs
+
+    @functools.cached_property
+    def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
+        """The paths, shapes and structure of the params; no array is made."""
+        # The key inside: outside it would be an array, of two programs that had to be compiled.
+        shapes = jax.eval_shape(lambda: self._drawn(jax.random.key(0)))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        paths = [_path(path) for path, _ in leaves]
+        _check_distinct(paths)
+        return paths, [x for _, x in leaves], structure
+
+    def _drawn(self, key: jax.Array) -> PyTree:
+        params, init = self._init(key), name_of(self._init)
+        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+        if not leaves:
+            raise ConfigError(
+                f"{init} returns no arrays ({type(params).__name__}); wanted is a tree of float "
+                "arrays, the params. Is a `return` missing?"
+            )
+        for path, x in leaves:
+            is_number = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
+            if not (is_number and jnp.issubdtype(jnp.result_type(x), jnp.floating)):
+                found = jnp.result_type(x) if is_number else type(x).__name__
+                raise ConfigError(
+                    f"params/{_path(path)}: {init} returns {found}, which has no gradient; wanted "
+                    "are floats. Leave it out of the params and bind it to the loss with "
+                    "functools.partial, or make it a float and freeze it "
+                    "(Learner.bprop_variable_exclusion)."
+                )
+        return params
+
+    def init(self, key: jax.Array) -> MdlVars:
+        paths, shapes, _ = self._abstract
+        leaves = jax.tree.leaves(self._init(key))
+        # Without the weak type of a Python number, which a step would not return.
+        arrays = [jnp.asarray(x, s.dtype) for x, s in zip(leaves, shapes, strict=True)]
+        return {"params": _nested(paths, arrays), "non_trainable": {}}
+
+    def weight_specs(self) -> MdlVars:
+        paths, shapes, _ = self._abstract
+        declared = self._declared_specs()
+        specs = [
+            WeightSpec(
+                x.shape, x.dtype,
+                split_dims_mapping=None if spec is None else tuple(spec),
+                declared_by="" if spec is None else f"specs {tuple(spec)}",
+            )
+            for x, spec in zip(shapes, declared, strict=True)
+        ]
+        return {"params": _nested(paths, specs), "non_trainable": {}}
+
+    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> PyTree:
+        """Returns the params, in the tree that `init` makes."""
+        paths, _, structure = self._abstract
+        leaves = [_at(mdl_vars["params"], path) for path in paths]
+        return jax.tree.unflatten(
+            structure, [x.whole() if isinstance(x, ShardedWeight) else x for x in leaves]
+        )
+
+    def non_trainable(self, module: PyTree) -> dict[str, Any]:
+        return {}
+
+    def _declared_specs(self) -> list[Spec]:
+        _, shapes, structure = self._abstract
+        params, specs = jax.tree.unflatten(structure, shapes), self._specs
+        return list(_spec_of_leaves(params, specs(params) if callable(specs) else specs, ""))
+
+
+def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
+    """Yields the spec of each leaf of `params`, of which `specs` is a tree or a prefix."""
+    num_leaves = len(jax.tree.leaves(params))
+    is_array = jax.tree_util.all_leaves([params])
+    is_spec = specs is None or isinstance(specs, PartitionSpec)
+    # A tuple is a spec where it cannot be a tree: of an array, or of a dict.
+    if is_spec or (isinstance(specs, tuple) and (is_array or isinstance(params, Mapping))):
+        yield from [specs] * num_leaves
+    elif num_leaves:
+        if is_array or jax.tree_util.all_leaves([specs]):
+            axes = "or a tuple of mesh axes" if is_array else "or a tree like the params"
+            raise ConfigError(
+                f"specs has {specs!r} at {_place(path)}, where the params have {_kind(params)}; "
+                f"wanted is a PartitionSpec, None {axes}."
+            )
+        children, found = _children(params), _children(specs)
+        for name in found:
+            if name not in children:
+                raise ConfigError(
+                    f"specs names '{_join(path, name)}', but at {_place(path)} the params have "
+                    f"{_kind(params)}.{did_you_mean(name, children)}"
+                )
+        for name, child in children.items():
+            if name not in found and jax.tree.leaves(child):
+                raise ConfigError(
+                    f"specs has no entry for '{_join(path, name)}'. Add one: None declares nothing."
+                )
+            yield from _spec_of_leaves(child, found.get(name), _join(path, name))
+
+
+def _children(node: PyTree) -> dict[str, PyTree]:
+    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return {jax.tree_util.keystr(key, simple=True): child for key, child in children}
+
+
+def _kind(params: PyTree) -> str:
+    if hasattr(params, "shape"):
+        return f"an array of shape {tuple(params.shape)}"
+    return f"a {type(params).__name__} of {', '.join(map(repr, _children(params)))}"
+
+
+def _place(path: str) -> str:
+    return repr(path) if path else "the root"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name
+
+
+def _path(path: tuple) -> str:
+    # A single array has no name of its own.
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+
+
+def _check_distinct(paths: list[str]) -> None:
+    """Raises ConfigError where a "/" in a key makes two weights one, or a weight a dict too."""
+    num_of = collections.Counter(paths)
+    for path in paths:
+        parts = path.split("/")
+        parents = ("/".join(parts[:n]) for n in range(1, len(parts)))
+        if num_of[path] > 1 or any(parent in num_of for parent in parents):
+            raise ConfigError(
+                f"params/{path} stands for several things in the tree: keys are joined by '/', and "
+                "1 is the key '1'. Rename one of them."
+            )
+
+
+def _nested(paths: list[str], leaves: list[Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        *parents, name = path.split("/")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[name] = leaf
+    return tree
+
+
+def _at(tree: Mapping[str, Any], path: str) -> Any:
+    return functools.reduce(lambda node, part: node[part], path.split("/"), tree)
+
+
+def check_takes(what: str, function: Any, *arguments: str) -> None:
+    """Raises ConfigError where a function of the user's cannot be called with these arguments."""
+    if not callable(function):
+        raise ConfigError(f"{what} is {function!r}; wanted is a function of {_tuple(arguments)}.")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Some that are written in C have none.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} is called with {_tuple(arguments)}, but {name_of(function)} takes "
+            f"{signature}: {error}. Change its arguments, or bind the others with "
+            "functools.partial (in an experiment: fdl.Partial)."
+        ) from None
+
+
+def _tuple(arguments: tuple[str, ...]) -> str:
+    return f"({', '.join(arguments)})"
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function, of the one within where arguments are bound to it."""
+    return callable_name(getattr(function, "func", function))

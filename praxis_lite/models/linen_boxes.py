@@ -1,0 +1,104 @@
+"""What Flax Linen's boxes declare of a weight, and how it is drawn without their constraints."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import meta
+from jax.sharding import AbstractMesh
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.weights import WeightSpec
+
+PyTree = Any
+# The shape of a weight as its layer sees it, without the dims of stacks, by path.
+OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
+
+
+def spec_of(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
+    """Returns what a leaf of boxed shapes declares.
+
+    Args:
+      path: of the leaf, for the message.
+      leaf: a shape, perhaps boxed.
+      own_shape: that its layer gave it; what it has in front of that are layers of a stack.
+    """
+    value = unboxed(leaf)
+    spec = WeightSpec(tuple(value.shape), value.dtype)
+    num_stacked = 0
+    if own_shape is not None and spec.shape[value.ndim - len(own_shape) :] == own_shape:
+        num_stacked = value.ndim - len(own_shape)
+    if not isinstance(leaf, meta.Partitioned):
+        return dataclasses.replace(spec, stack_split_dims_mapping=(None,) * num_stacked)
+    names = tuple(leaf.names)
+    is_logical = isinstance(leaf, nn.LogicallyPartitioned)
+    function = "nn.with_logical_partitioning" if is_logical else "nn.with_partitioning"
+    if len(names) > value.ndim:
+        raise ConfigError(
+            f"{path}: {function} gives {len(names)} names, {names}, but the weight has "
+            f"{value.ndim} dims, {spec.shape}. Remove {len(names) - value.ndim} of them."
+        )
+    by = f"{function} {names}"
+    names += (None,) * (value.ndim - len(names))
+    stacked, own = names[:num_stacked], names[num_stacked:]
+    if not is_logical:
+        return dataclasses.replace(
+            spec, split_dims_mapping=own, stack_split_dims_mapping=stacked, declared_by=by
+        )
+    return dataclasses.replace(
+        spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
+        # What a name of a stack means is for the job's rules.
+        stack_split_dims_mapping=() if any(stacked) else stacked,
+    )
+
+
+def is_box(x: Any) -> bool:
+    """Returns whether `x` is metadata around a value."""
+    return isinstance(x, meta.AxisMetadata)
+
+
+def unboxed(tree: PyTree) -> PyTree:
+    """Returns what the boxes hold. Flax's own `unbox` states the layout too, of shapes even."""
+
+    def value(x: Any) -> Any:
+        while is_box(x):
+            x = x.unbox(apply_constraint=False) if isinstance(x, meta.Partitioned) else x.unbox()
+        return x
+
+    return jax.tree.map(value, tree, is_leaf=is_box)
+
+
+def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
+    """Returns an interceptor of methods under which initializers run as if there were no mesh.
+
+    Flax has an initializer's box state the layout of what it made, on every call, for it checks
+    the shape of each weight; DenseGeneral flattens its kernel first. With three names on a kernel
+    of two dims JAX refuses that as soon as a mesh is set.
+
+    Args:
+      own_shapes: to which the shape of each weight is added, by path, as its layer sees it.
+    """
+
+    def intercepted(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
+        scope = context.module.scope
+        if scope is None or "param" in vars(scope):
+            return call(*args, **kwargs)
+        flax_param = scope.param
+
+        def param(name: str, initializer: Callable, *args: Any, **kwargs: Any) -> Any:
+            def off_mesh(*args: Any, **kwargs: Any) -> Any:
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                    return initializer(*args, **kwargs)
+
+            value = flax_param(name, off_mesh, *args, **kwargs)
+            array = unboxed(value)
+            if own_shapes is not None and hasattr(array, "shape"):
+                own_shapes["params", *scope.path, name] = tuple(array.shape)
+            return value
+
+        scope.param = param
+        return call(*args, **kwargs)
+
+    return intercepted

@@ -1,0 +1,187 @@
+"""What a Linen module is initialised with: inputs described by plain data, and what is wrong."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import errors as flax_errors
+from flax import linen as nn
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+# What a module's method may call the flag of training, and its value in training.
+TRAINING_FLAGS = {
+    "train": True, "training": True, "is_training": True,
+    "deterministic": False, "use_running_average": False,
+}
+
+
+def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """Returns the positional and the named arguments that `init_inputs` describes.
+
+    Args:
+      init_inputs: a mapping by argument name, a sequence by position, or one input. An input is a
+        shape (float32), a pair (dtype, shape), an array, a ShapeDtypeStruct, a mapping of inputs,
+        or a flag or None, which is passed as it is.
+
+    Raises:
+      ConfigError: an input is none of these; names it.
+    """
+    if isinstance(init_inputs, Mapping):
+        named = {name: _struct(x, f"init_inputs[{name!r}]") for name, x in init_inputs.items()}
+        return (), named
+    if _is_one(init_inputs):
+        return (_struct(init_inputs, "init_inputs"),), {}
+    if not isinstance(init_inputs, Sequence) or isinstance(init_inputs, str):
+        raise _no_input("init_inputs", init_inputs)
+    return tuple(_struct(x, f"init_inputs[{i}]") for i, x in enumerate(init_inputs)), {}
+
+
+def filled(struct: Any) -> Any:
+    """Returns an array for a ShapeDtypeStruct: ones, or zeros where these are numbers of things."""
+    if not isinstance(struct, jax.ShapeDtypeStruct):
+        return struct
+    is_float = jnp.issubdtype(struct.dtype, jnp.inexact)
+    return (jnp.ones if is_float else jnp.zeros)(struct.shape, struct.dtype)
+
+
+def method_of(module: nn.Module, method: str | Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns the method as a function of the module and its arguments."""
+    return method if callable(method) else getattr(type(module), method or "__call__")
+
+
+def flags_of(
+    function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], *, is_training: bool
+) -> dict[str, bool]:
+    """Returns the flags of training that `function` takes and the caller has not given."""
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind_partial(None, *args, **kwargs).arguments
+    except TypeError:  # Python says better what is wrong when it is called.
+        return {}
+    return {
+        name: is_training == when_training
+        for name, when_training in TRAINING_FLAGS.items()
+        if name in signature.parameters and name not in given
+    }
+
+
+def check_arguments(
+    module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any],
+    given: Iterable[str],
+) -> None:
+    """Checks that a module's method takes the inputs, and that none is missing.
+
+    Args:
+      module, function, args, kwargs: the call.
+      given: those of kwargs that are the user's.
+
+    Raises:
+      ConfigError: names the argument, the module, and what init_inputs has.
+    """
+    signature = inspect.signature(function)
+    own = list(signature.parameters)[1:]
+    has = f"{len(args)} by position" if args else f"{sorted(given)}"
+    name = getattr(function, "__name__", "__call__")
+    where = f"{type(module).__name__}.{name}({', '.join(own)})"
+    for name in kwargs:
+        if name not in own and not _takes_any_name(signature):
+            raise ConfigError(
+                f"LinenModel.init_inputs has {name!r}, which {where} does not take."
+                f"{did_you_mean(name, own)} Rename or remove it."
+            )
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} cannot be initialised: {error}. LinenModel.init_inputs has {has}. Add what "
+            'is missing, for instance init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
+        ) from None
+
+
+@contextlib.contextmanager
+def as_config_error(
+    module: nn.Module, done: str, args: tuple, kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Turns what Flax and JAX say of a model that is traced into an error that names the layer."""
+    try:
+        yield
+    except (flax_errors.FlaxError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        inputs = ", ".join([*map(_text, args), *(f"{k}={_text(x)}" for k, x in kwargs.items())])
+        raise ConfigError(
+            f"{type(module).__name__} cannot be {done} ({inputs}): "
+            f"{' '.join(str(error).split())} ({_place(error.__traceback__)})"
+        ) from error
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """Returns the innermost layer and the line of its class that were running."""
+    layer = line = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module.scope is not None:
+            layer = "/".join(module.scope.path) or "the model itself"
+            if "flax" not in Path(frame.f_code.co_filename).parts:
+                line = f"{Path(frame.f_code.co_filename).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return ", ".join(filter(None, [layer and f"layer: {layer}", line])) or "outside its layers"
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, Mapping):
+        return "{" + ", ".join(f"{name}: {_text(child)}" for name, child in x.items()) + "}"
+    return f"{jnp.dtype(x.dtype).name}{tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
+
+
+def _takes_any_name(signature: inspect.Signature) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _is_shape(x: Any) -> bool:
+    return (
+        isinstance(x, Sequence) and not isinstance(x, str)
+        and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in x)
+    )
+
+
+def _is_pair(x: Any) -> bool:
+    """Returns whether `x` is (dtype, shape)."""
+    if not isinstance(x, Sequence) or isinstance(x, str) or len(x) != 2 or not _is_shape(x[1]):
+        return False
+    return isinstance(x[0], str | type | np.dtype)
+
+
+def _is_one(x: Any) -> bool:
+    is_array = isinstance(x, jax.ShapeDtypeStruct) or hasattr(x, "__array__")
+    return is_array or _is_shape(x) or _is_pair(x)
+
+
+def _struct(x: Any, name: str) -> Any:
+    if x is None or isinstance(x, bool):
+        return x
+    if isinstance(x, Mapping):
+        return {key: _struct(child, f"{name}[{key!r}]") for key, child in x.items()}
+    if not _is_one(x):
+        raise _no_input(name, x)
+    if _is_pair(x):
+        try:
+            return jax.ShapeDtypeStruct(tuple(x[1]), jnp.dtype(x[0]))
+        except TypeError as error:
+            raise _no_input(name, x) from error
+    return jax.ShapeDtypeStruct(tuple(x), jnp.float32) if _is_shape(x) else x
+
+
+def _no_input(name: str, found: Any) -> ConfigError:
+    return ConfigError(
+        f"LinenModel.{name} is {found!r}; wanted is a shape such as (1, 784), a pair of dtype and "
+        'shape such as ("int32", (1, 128)), or an array.'
+    )

@@ -1,0 +1,104 @@
+"""What each variable of an NNX module is to a step: a weight, state that is kept, or neither."""
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.models.model import MdlVars
+
+# A variable, or an array that a module has as a plain attribute; with its path.
+Leaf = nnx.Variable | jax.Array | jax.ShapeDtypeStruct
+Path = tuple[Any, ...]
+
+
+def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
+    """Returns each variable and each plain array of a module once, by the first path to it."""
+    return list(nnx.to_flat_state(nnx.split(module)[1]))
+
+
+def value_of(leaf: Leaf) -> Any:
+    """Returns what a variable stores, or the plain array itself."""
+    # Not `get_value`: what a kind of variable makes of it when it is read is not stored.
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def name_of(path: Path) -> str:
+    """Returns a path as messages and the layout print it."""
+    return "/".join(map(_part_name, path))
+
+
+def collection(leaf: Leaf) -> str | None:
+    """Returns "params", "non_trainable", or None: a pass makes it anew.
+
+    None are what a pass records (`nnx.Intermediate`), the state of random streams, which comes of
+    the step's key, and variables without a value.
+    """
+    value = value_of(leaf)
+    if isinstance(leaf, nnx.Intermediate | nnx.RngState) or value is None or _is_key(value):
+        return None
+    return "params" if isinstance(leaf, nnx.Param) else "non_trainable"
+
+
+def require_array(path: Path, leaf: Leaf) -> None:
+    """Checks that a leaf can be one leaf of the state.
+
+    Raises:
+      ConfigError: its value is a container; names the path.
+    """
+    if collection(leaf) is not None and not jax.tree_util.all_leaves([value_of(leaf)]):
+        raise ConfigError(
+            f"{name_of(path)}: the {type(leaf).__name__} holds a {type(value_of(leaf)).__name__}; "
+            "wanted is one array. Give each array a variable of its own, in an nnx.Dict or List."
+        )
+
+
+def nested(leaves: Iterable[tuple[Path, Leaf]], value: Callable[[Path, Leaf], Any]) -> MdlVars:
+    """Returns `value(path, leaf)` of the leaves that a state keeps, as plain nested dicts."""
+    tree: MdlVars = {"params": {}, "non_trainable": {}}
+    for path, leaf in leaves:
+        if (name := collection(leaf)) is not None:
+            node = tree[name]
+            for part in path[:-1]:
+                node = node.setdefault(_part_name(part), {})
+            node[_part_name(path[-1])] = value(path, leaf)
+    return tree
+
+
+def stored(mdl_vars: MdlVars, path: Path, leaf: Leaf) -> Any:
+    """Returns what `nested` put into the tree for a leaf."""
+    node = mdl_vars[collection(leaf)]
+    for part in path:
+        node = node[_part_name(part)]
+    return node
+
+
+def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
+    """Returns what a leaf that no state keeps has at the start of a pass.
+
+    A random stream's key is drawn from `key` by the stream's path, one of its own for each layer of
+    a stack, and its count is 0: where a job stopped, and on how many devices, does not matter.
+    """
+
+    def fresh(x: Any) -> jax.Array:
+        if not _is_key(x):
+            return jnp.zeros(x.shape, x.dtype)
+        # Each stream's own, whichever other streams a model has.
+        stream = jax.random.fold_in(key, zlib.crc32(name_of(path).encode()))
+        return jax.random.split(stream, x.shape) if x.shape else stream
+
+    return jax.tree.map(fresh, value_of(leaf))
+
+
+def _part_name(part: Any) -> str:
+    # A dict's keys may be tuples, as in `nnx.WeightNorm`.
+    return ".".join(map(str, part)) if isinstance(part, tuple) else str(part)
+
+
+def _is_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

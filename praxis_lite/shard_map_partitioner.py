@@ -1,0 +1,379 @@
+"""Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core import spmd
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite import accumulation, steps
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import constrain, pad_tree, padded_shape, unpad_tree
+from praxis_lite.sharding.gather import ShardedWeight, gather_of
+from praxis_lite.sharding.inputs import GlobalBatch, num_rows_of
+from praxis_lite.sharding.logical_axes import axes_of
+from praxis_lite.sharding.split_dims import without_axes
+from praxis_lite.task import Task, WeightedScalars
+
+PyTree = Any
+WHOLE = PartitionSpec()
+
+
+class ShardMapPartitioner(Partitioner):
+    """A Partitioner whose train and eval steps send what they send along some axes by hand.
+
+    Same interface, same state: a checkpoint of the one restores in the other. Along `data_axes`
+    each device has its rows of a batch and runs the model on them as if it were alone:
+
+    - a weight that is split over them (fully sharded data parallelism) is there as a block,
+      gathered where the model reads it, and again in the backward pass where that computes a
+      layer anew; its gradient is reduce-scattered;
+    - gradients of other weights, metrics and batch statistics are summed over devices once a step,
+      after all micro-batches. The compiler alone sums gradients once per micro-batch.
+
+    What splits over the mesh's other axes is left to the compiler (tensor parallelism). Init, the
+    learner's update, decoding and checkpoints are those of `Partitioner`.
+
+    Means over devices are weighted by the metrics' weights, so that losses and gradients are those
+    of one device. What is no sum over rows is another number, as with micro-batches: batch norm
+    takes a device's own statistics, and the running ones become the mean of the devices', weighted
+    as the loss; a router balances the load of a device. Each device has a key of its own.
+
+    Rows that do not divide are padded with rows of zeros, whose `weights` are 0.
+
+    Args:
+      task: see Partitioner.
+      mesh: see Partitioner.
+      data_axes: the axes that are taken out of the compiler's hands.
+
+    Raises:
+      ConfigError: an axis is not in the mesh; a weight's dim is split over a data axis and another
+        one; a stack's layers are split over a data axis.
+    """
+
+    def __init__(self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",)):
+        self.data_axes = _checked_axes(data_axes, mesh)
+        super().__init__(task, mesh)
+        self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
+        layout = self._mdl_layout.select("params")
+        self._weights = jax.tree_util.tree_map_with_path(
+            functools.partial(
+                _mapped_weight, data_axes=self.data_axes, axis_sizes=dict(mesh.shape)
+            ),
+            layout.shapes, layout.specs, self._weight_specs,
+        )
+
+    def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
+        """As Partitioner's; also, whether rows that do not divide can be told from true ones.
+
+        Raises:
+          ConfigError: they cannot, for the batch has no `weights`.
+        """
+        super().check_batch(element_spec, step)
+        if step != "decode":
+            self._num_padding_rows(element_spec, self._num_micro_batches(step))
+
+    def _num_micro_batches(self, step: str) -> int:
+        return self.task.learner.gradient_accumulation_steps if step == "train" else 1
+
+    def _num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
+        """Returns the rows that a batch lacks for each device to have as many in each micro-batch.
+
+        Raises:
+          ConfigError: it lacks some, and has no `weights` that could be 0 for them.
+        """
+        num_rows, multiple = num_rows_of(inputs), self._num_parts * num_micro_batches
+        num_missing = -num_rows % multiple
+        if num_missing and "weights" not in inputs:
+            raise ConfigError(
+                f"A batch has {num_rows} rows, but {self._num_parts} devices along "
+                f"{self.data_axes} with {num_micro_batches} micro-batches share a multiple of "
+                f"{multiple}, and it has no leaf 'weights' to mark rows of padding: it has "
+                f"{sorted(inputs)}. Make the batch size a multiple of {multiple}, or give each row "
+                "a weight (1.0) that the task's loss is weighted by."
+            )
+        return num_missing
+
+    def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
+        num_missing = self._num_padding_rows(inputs, num_micro_batches)
+        if not num_missing:
+            return inputs
+        return jax.tree.map(
+            lambda x: jnp.pad(x, [(0, num_missing)] + [(0, 0)] * (x.ndim - 1)) if x.ndim else x,
+            inputs,
+        )
+
+    def _on_devices(
+        self, function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any
+    ) -> Any:
+        """Returns `function(inputs, *others)`, run by each device on its rows.
+
+        Args:
+          inputs: arrays whose rows the devices divide; scalars go to each.
+          others: (tree, its PartitionSpecs or one for all).
+          out: the specs of what is returned.
+
+        Raises:
+          ConfigError: the model constrains an activation over one of `data_axes` itself.
+        """
+        rows = jax.tree.map(lambda x: PartitionSpec(self.data_axes) if x.ndim else WHOLE, inputs)
+        mapped = jax.shard_map(
+            function,
+            in_specs=(rows, *(specs for _, specs in others)),
+            out_specs=out,
+            axis_names=set(self.data_axes),
+            # What is written here sums gradients itself; tracking what varies would do it too.
+            check_vma=False,
+        )
+        rules = self._axis_rules()
+        try:
+            with spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext():
+                return mapped(inputs, *(tree for tree, _ in others))
+        except ValueError as error:
+            if "sharding_constraint" not in str(error) or "Manual" not in str(error):
+                raise
+            raise ConfigError(
+                f"The model constrains an activation over one of data_axes {self.data_axes}, along "
+                "which ShardMapPartitioner gives each device its own rows and nothing else. Leave "
+                "the axis out of jax.lax.with_sharding_constraint (praxis_lite.sharding.constrain "
+                f"does), or use Partitioner. JAX says: {error}"
+            ) from error
+
+    def _axis_rules(self) -> list[tuple[str, Any]]:
+        """Returns the job's logical axis rules without the axes that no constraint may name."""
+        rules = self.task.weight_sharding.rules_in_use if self.task.weight_sharding else ()
+        return [
+            (name, tuple(axis for axis in axes_of(axes) if axis not in self.data_axes) or None)
+            for name, axes in rules
+        ]
+
+    def _value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        fixed: Mapping[str, Any],
+        trainable: PyTree,
+        non_trainable: PyTree,
+        inputs: Mapping[str, jax.Array],
+        key: jax.Array,
+        *,
+        num_micro_batches: int,
+        **settings: Any,
+    ) -> tuple[WeightedScalars, PyTree, PyTree]:
+        weights, frozen = self.task.learner.split_trainable(self._weights, self._weight_specs)
+        inputs = self._padded(inputs, num_micro_batches)
+        # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
+        # the loss: float16 does not hold much more.
+        size = inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)
+        size = max(size, 1) / self._num_parts / num_micro_batches
+
+        def on_a_device(
+            inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
+        ) -> tuple[WeightedScalars, PyTree, PyTree]:
+            fixed = {**fixed, "frozen": _sharded(fixed["frozen"], frozen)}
+
+            def local_loss(blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array) -> Any:
+                inputs, counts = _counting(inputs)
+                loss, (metrics, new) = loss_fn(fixed, _sharded(blocks, weights), old, inputs, key)
+                metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+                weight = jax.lax.stop_gradient(metrics["loss"][1])
+                new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
+                # A sum over rows, which devices and micro-batches add to: each weighs 1.
+                one = {"loss": (jnp.zeros(()), jnp.ones(()))}
+                metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
+                return loss * (weight / size), (metrics, new)
+
+            metrics, new, grads = accumulation.value_and_grad(
+                local_loss, blocks, non_trainable, inputs,
+                jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
+                num_micro_batches=num_micro_batches,
+                inputs_split_mapping=settings["inputs_split_mapping"],
+                lay_out=lambda grads: jax.tree.map(
+                    lambda g, weight: constrain(g, tuple(weight.spec)), grads, weights
+                ),
+            )
+            del metrics["loss"]
+            metrics = {name.removeprefix("mean/"): pair for name, pair in metrics.items()}
+            with jax.named_scope("sum_over_devices"):
+                grads = jax.tree.map(self._summed, grads, weights)
+                new = self._mean_change(non_trainable, new, metrics["loss"][1])
+            metrics = self._weighted_means(metrics)
+            total = metrics["loss"][1] / (size * num_micro_batches)
+            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            return metrics, new, jax.tree.map(lambda g: g * factor, grads)
+
+        specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
+        frozen_specs = jax.tree.map(lambda weight: weight.mapped_spec, frozen)
+        metrics, non_trainable, grads = self._on_devices(
+            on_a_device,
+            inputs,
+            (
+                {**fixed, "frozen": self._blocks(fixed["frozen"], frozen)},
+                {name: frozen_specs if name == "frozen" else WHOLE for name in fixed},
+            ),
+            (self._blocks(trainable, weights), specs),
+            (non_trainable, WHOLE),
+            (key, WHOLE),
+            out=(WHOLE, WHOLE, specs),
+        )
+        return metrics, non_trainable, self._true(grads, weights)
+
+    def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch) -> WeightedScalars:
+        def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree) -> WeightedScalars:
+            inputs, counts = _counting(inputs)
+            params = _sharded(blocks, self._weights)
+            mdl_vars = {"params": params, "non_trainable": non_trainable}
+            metrics = steps.eval_step(self.task, mdl_vars, inputs)
+            return self._weighted_means(
+                {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+            )
+
+        with self._tracing():
+            mdl_vars = self._mdl_layout.unpad(mdl_vars)
+            return self._on_devices(
+                on_a_device,
+                self._padded(self._inputs(batch), 1),
+                (
+                    self._blocks(mdl_vars["params"], self._weights),
+                    jax.tree.map(lambda weight: weight.mapped_spec, self._weights),
+                ),
+                (mdl_vars["non_trainable"], WHOLE),
+                out=WHOLE,
+            )
+
+    def _blocks(self, params: PyTree, weights: PyTree) -> PyTree:
+        """Returns weights of true shape as they enter the devices' programs: padded."""
+        specs = jax.tree.map(lambda weight: weight.spec, weights)
+        return pad_tree(params, specs, dict(self.mesh.shape))
+
+    def _true(self, params: PyTree, weights: PyTree) -> PyTree:
+        specs = jax.tree.map(lambda weight: weight.spec, weights)
+        return unpad_tree(params, jax.tree.map(lambda weight: weight.shape, weights), specs)
+
+    def _summed(self, grad: jax.Array, weight: "_MappedWeight") -> jax.Array:
+        """Returns the sum over devices; over those of its axes, a gather's gradient is one."""
+        summed = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
+        axes = tuple(axis for axis in self.data_axes if axis not in summed)
+        return jax.lax.psum(grad, axes) if axes else grad
+
+    @jax.named_scope("sum_over_devices")
+    def _weighted_means(self, metrics: WeightedScalars) -> WeightedScalars:
+        def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            weight = jnp.asarray(weight, jnp.float32)
+            weighted = jnp.where(weight != 0, value * weight, 0.0)
+            weighted_sum, total = jax.lax.psum((weighted, weight), self.data_axes)
+            return weighted_sum / jnp.where(total == 0, 1.0, total), total
+
+        return {name: mean(*pair) for name, pair in metrics.items()}
+
+    def _mean_change(self, old: PyTree, new: PyTree, weight: jax.Array) -> PyTree:
+        """Returns variables changed by the weighted mean of what devices changed them by."""
+
+        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(new.dtype, jnp.floating):
+                return new  # A counter, a key: every device has the same.
+            # Exactly what it was where nothing changed, be it infinite.
+            change = jnp.where(new == old, 0.0, new - old) * weight
+            change, total = jax.lax.psum((change, weight), self.data_axes)
+            return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
+
+        return jax.tree.map(mean, old, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MappedWeight:
+    """How a weight enters the devices' programs.
+
+    Attributes:
+      path: under params.
+      shape: its true shape and dtype.
+      stack_shape: its leading dims that are layers.
+      spec: on the whole mesh.
+      mapped_spec: its axes of `data_axes` alone.
+      gather: of `sharding.gather.gather_of`; None: a device has it whole and of true shape.
+    """
+
+    path: str
+    shape: jax.ShapeDtypeStruct
+    stack_shape: tuple[int, ...]
+    spec: PartitionSpec
+    mapped_spec: PartitionSpec
+    gather: Callable[[jax.Array], jax.Array] | None
+
+
+def _mapped_weight(
+    path: tuple, shape: Any, spec: PartitionSpec, weight_spec: Any, *,
+    data_axes: Sequence[str], axis_sizes: Mapping[str, int],
+) -> _MappedWeight:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    num_stacked = len(weight_spec.stack_shape)
+    for dim, entry in enumerate(spec):
+        axes = set(axes_of(entry))
+        by_hand = axes & set(data_axes)
+        if by_hand and by_hand != axes:
+            raise ConfigError(
+                f"{name}: dim {dim} of {shape.shape} is split over {entry}, of which only "
+                f"{sorted(by_hand)} is in data_axes {tuple(data_axes)}. Split two dims, or put all "
+                "of these axes, or none, in data_axes."
+            )
+        if by_hand and dim < num_stacked:
+            raise ConfigError(
+                f"{name}: the layers of a stack (dim {dim} of {shape.shape}) are split over "
+                f"{entry}, which is in data_axes: each device would run its own layers. Split "
+                "another dim, or take the axis out of data_axes."
+            )
+    others = {axis for entry in spec for axis in axes_of(entry)} - set(data_axes)
+    mapped_spec = without_axes(spec, tuple(others))
+    is_block = any(entry is not None for entry in mapped_spec)
+    # JAX takes no uneven split at this boundary either: padding goes in, and is cut off inside.
+    is_padded = padded_shape(shape.shape, spec, axis_sizes) != shape.shape
+    has_gather = is_block or is_padded
+    gather = gather_of(name, shape.shape, spec, data_axes, axis_sizes) if has_gather else None
+    return _MappedWeight(name, shape, weight_spec.stack_shape, spec, mapped_spec, gather)
+
+
+def _sharded(blocks: PyTree, weights: PyTree) -> PyTree:
+    def sharded(x: jax.Array, weight: _MappedWeight) -> Any:
+        num_layers = weight.stack_shape
+        if x.shape[: len(num_layers)] != num_layers:
+            # What loops over layers reads none of padding.
+            x = x[tuple(slice(size) for size in num_layers)]
+        return ShardedWeight(x, weight.gather, weight.path) if weight.gather else x
+
+    return jax.tree.map(sharded, blocks, weights)
+
+
+def _counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns a device's inputs, and whether any of its rows weighs.
+
+    Where none does, it computes on weights of 1 and what it finds is multiplied by 0: a mean over
+    nothing may be NaN, and one device's NaN would be in everybody's sums.
+    """
+    if "weights" not in inputs:
+        return dict(inputs), jnp.ones((), bool)
+    weights = inputs["weights"]
+    counts = jnp.any(weights != 0)
+    return {**inputs, "weights": jnp.where(counts, weights, jnp.ones_like(weights))}, counts
+
+
+def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ConfigError(
+                f"ShardMapPartitioner.data_axes is {axes}, but the mesh has no axis {axis!r}: it "
+                f"has {mesh.axis_names}.{did_you_mean(axis, mesh.axis_names)} Fix data_axes or "
+                "mesh.axis_names."
+            )
+    if not axes or len(set(axes)) != len(axes):
+        raise ConfigError(
+            f"ShardMapPartitioner.data_axes is {axes}; wanted is one axis of {mesh.axis_names} or "
+            "more, each once."
+        )
+    return axes

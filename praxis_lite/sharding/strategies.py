@@ -1,0 +1,199 @@
+"""Strategies: which rules split which array, by patterns of their paths.
+
+For trees that declare nothing. Patterns and the string form are Big Vision's; a leaf has the rules
+of the first pattern that matches its whole path.
+"""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.sharding.rules import (
+    REGISTERED,
+    JobMesh,
+    Leaf,
+    Outcome,
+    Rule,
+    Spec,
+    UnknownName,
+    rule_text,
+)
+from praxis_lite.sharding.split_dims import to_partition_spec
+
+# (pattern, rules) pairs; see `parsed_rules`.
+Strategy = Sequence[tuple[str, Any]]
+
+
+class BadPattern(ConfigError, re.error):
+    """A pattern that is no regular expression."""
+
+    __init__ = Exception.__init__  # re.error's wants the position.
+
+
+def parsed_rules(rules: Any) -> tuple[Rule, ...]:
+    """Returns the rules that a string, a rule, or a nested sequence of both stands for, in order.
+
+    A string is one or more of a registered rule's name or call, with `|` between:
+    `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments are literals; nothing is evaluated.
+
+    Raises:
+      UnknownName: a name that is not registered; a KeyError too.
+      ConfigError: no such call, a call that its rule does not take, or what is no rule.
+    """
+    if isinstance(rules, str):
+        try:
+            node = ast.parse(rules.strip(), mode="eval").body
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"The rules {rules!r} cannot be read: {error}. {_WANTED}") from error
+        return tuple(_called(call, rules) for call in _alternatives(node))
+    if callable(rules):
+        return (rules,)
+    if isinstance(rules, Iterable) and not isinstance(rules, Mapping):
+        return tuple(rule for part in rules for rule in parsed_rules(part))
+    raise ConfigError(f"{rules!r} is no rule. {_WANTED}")
+
+
+_WANTED = (
+    "Wanted is a rule, a list of rules, or a string such as "
+    """'shard_dim("mdl", -1)|fsdp("data", 0)'."""
+)
+
+
+def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        yield from _alternatives(node.left)
+        yield from _alternatives(node.right)
+    else:
+        yield node
+
+
+def _called(node: ast.expr, text: str) -> Rule:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise ConfigError(f"The rules {text!r} have {ast.unparse(node)!r}. {_WANTED}")
+    name = call.func.id
+    if name not in REGISTERED:
+        raise UnknownName(
+            f"The rules {text!r} name '{name}', and there are {', '.join(REGISTERED)}."
+            f"{did_you_mean(name, REGISTERED)} A rule of your own is registered by "
+            "`register_rule` in a module that is loaded; or give the object in place of the string."
+        )
+    try:
+        args = [ast.literal_eval(arg) for arg in call.args]
+        keywords = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        return REGISTERED[name](*args, **keywords)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The rules {text!r} have {ast.unparse(node)!r}: {error}. Arguments are literals, of "
+            "those that the rule takes."
+        ) from error
+
+
+def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
+    """Returns (pattern, rules) pairs, the patterns checked and the rules parsed.
+
+    Raises:
+      BadPattern: a pattern is no regular expression; a re.error too.
+      ConfigError: see `parsed_rules`; or an entry is no pair.
+    """
+    pairs = []
+    for entry in strategy:
+        if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) != 2:
+            raise ConfigError(
+                f"strategy: found the entry {entry!r}; wanted is a pair (pattern, rules)."
+            )
+        pattern, rules = entry
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise BadPattern(
+                f"strategy: {pattern!r} is no regular expression: {error}. Mend the pattern."
+            ) from error
+        pairs.append((pattern, rules))
+    # A pattern that cannot be read comes before a rule that cannot, as in Big Vision.
+    return tuple((pattern, parsed_rules(rules)) for pattern, rules in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class RuledSplit:
+    """What rules made of a leaf.
+
+    Attributes:
+      spec: mesh axes per dim.
+      decided_by: the rules that changed the spec, as a strategy has them; "": none did.
+      notes: what is to be reported: why it is whole, or was not split further.
+      pattern: whose rules they are; one that no leaf has matched nothing, or came too late.
+    """
+
+    spec: Spec
+    decided_by: str = ""
+    notes: tuple[str, ...] = ()
+    pattern: str = ""
+
+
+def rule_shardings(
+    leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
+) -> dict[str, RuledSplit | None]:
+    """Returns by path how the rules split each leaf; None for one that no pattern matches.
+
+    Args:
+      leaves: of a tree.
+      strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf belongs to the first pattern that
+        matches its whole path, whose rules are applied in order, each to what the last one left.
+      job_mesh: sizes of the mesh axes, and what the job says of names and padding.
+
+    Raises:
+      ConfigError: two rules want one dim or one axis twice, an axis is not in the mesh, and what
+        the rules raise; names the leaf.
+    """
+    pairs = parsed_strategy(strategy)
+    splits: dict[str, RuledSplit | None] = {}
+    for leaf in leaves:
+        index = first_match(pairs, leaf.path)
+        if index is None:
+            splits[leaf.path] = None
+            continue
+        pattern, rules = pairs[index]
+        split = apply_rules(leaf, rules, job_mesh)
+        splits[leaf.path] = dataclasses.replace(split, pattern=pattern)
+    return splits
+
+
+def first_match(pairs: Sequence[tuple[str, Any]], path: str) -> int | None:
+    """Returns the place of the first pattern that matches the whole path."""
+    return next((i for i, (pattern, _) in enumerate(pairs) if re.fullmatch(pattern, path)), None)
+
+
+def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSplit:
+    """Returns how `rules`, in order, split a leaf.
+
+    Raises:
+      ConfigError: see `rule_shardings`.
+    """
+    spec = (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec)))
+    notes, skipped, deciding = [], [], []
+    for rule in rules:
+        text, outcome = rule_text(rule), rule(spec, leaf, job_mesh)
+        if not isinstance(outcome, Outcome):
+            outcome = Outcome(outcome)
+        # Whatever a rule returns, of a user's own too, is one entry per dim and each axis once.
+        checked = to_partition_spec(
+            outcome.spec,
+            tuple(job_mesh.axis_sizes),
+            rank=len(leaf.shape),
+            path=f"{leaf.path}, split by {text}",
+        )
+        if tuple(checked) != spec:
+            deciding.append(outcome.by or text)
+        spec = tuple(checked)
+        if outcome.note:
+            notes.append(f"{text}: {outcome.note}")
+        if outcome.skipped:
+            skipped.append(f"{text}: left whole, {outcome.skipped}")
+    is_whole = all(entry is None for entry in spec)
+    return RuledSplit(spec, "|".join(deciding), tuple([*notes, *skipped] if is_whole else notes))

@@ -1,0 +1,170 @@
+"""A loss that is a plain function, for a model of any kind."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.learner import Learner
+from praxis_lite.models import Model
+from praxis_lite.models.function_model import check_takes, name_of
+from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.weight_sharding import WeightSharding
+
+# B batch.
+Batch = Mapping[str, jax.Array]
+
+
+class LossTask(Task):
+    """Trains any model on `loss(model, inputs, key)`; decodes with `predict(model, inputs, key)`.
+
+    `model` is what `Model.module` returns: an NNX module, a bound Linen module, the params of a
+    `FunctionModel`. `inputs` is a batch, name -> array [B, ...]; `key` is None in evaluation.
+
+    What a loss returns is the loss, or (loss, {name: metric}). Each of them is one of
+      - an array of the shape of inputs["weights"] (a value per row, or per token): its mean is
+        taken with those weights, so that filler rows (weight 0) of an evaluation's last batch
+        count for nothing, whatever their values;
+      - a scalar: a mean that the loss has taken itself. It weighs sum(inputs["weights"]). Where a
+        batch may have filler rows take it with the weights: sum(x * weights) / sum(weights);
+      - a pair of scalars (value, weight): a mean over something else than rows.
+    A batch without "weights" has weight 1 for each row.
+
+    Args:
+      model, learner, weight_sharding, inputs_split_mapping: see Task.
+      loss: what training minimises.
+      predict: returns an array [B, ...] or a dict of them, written for each row by --mode=decode.
+      required_inputs: keys that batches of `datasets` must have.
+
+    Raises:
+      ConfigError: a function that does not take three arguments; while a step is traced, one that
+        returns something else. Names the function.
+    """
+
+    def __init__(
+        self,
+        model: Model | Callable[..., nnx.Module],
+        loss: Callable[[Any, Batch, jax.Array | None], Any],
+        learner: Learner,
+        *,
+        predict: Callable[[Any, Batch, jax.Array], Any] | None = None,
+        weight_sharding: WeightSharding | None = None,
+        inputs_split_mapping: InputsSplitMapping = None,
+        required_inputs: tuple[str, ...] = (),
+    ):
+        super().__init__(
+            model, learner,
+            weight_sharding=weight_sharding, inputs_split_mapping=inputs_split_mapping,
+        )
+        for setting, function in (("loss", loss), ("predict", predict)):
+            if function is not None:
+                check_takes(f"LossTask.{setting}", function, "model", "inputs", "key")
+        self.loss, self.predict = loss, predict
+        self.required_inputs = tuple(required_inputs)
+
+    def compute_loss(self, model: Any, inputs: Batch, key: jax.Array | None) -> WeightedScalars:
+        """Returns what the loss does, each as (mean, weight): "loss", and metrics by name."""
+        loss, metrics = self.loss(model, inputs, key), {}
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
+            loss, metrics = loss
+        weights = inputs.get("weights")
+        if weights is None:
+            weights = jnp.ones(num_rows_of(inputs), jnp.float32)
+        if "loss" in metrics:
+            raise ConfigError(
+                f"{name_of(self.loss)} returns a metric called 'loss', which is the name of the "
+                "loss itself. Give it another."
+            )
+        scalars = {}
+        for name, found in {"loss": loss, **metrics}.items():
+            scalars[name] = _weighted(found, weights)
+            if scalars[name] is None:
+                raise ConfigError(
+                    f"{name_of(self.loss)} returns {_described(found)} as {name!r}; wanted is a "
+                    f"scalar, a value for each of the weights {weights.shape}, or a pair of "
+                    "scalars (value, weight). Take the mean over other dims. Metrics come second, "
+                    "in a dict: (loss, {name: metric})."
+                )
+        value = loss[0] if isinstance(loss, tuple | list) else loss
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise ConfigError(
+                f"{name_of(self.loss)} returns {_described(value)} as the loss, which has no "
+                "gradient; wanted are floats. Counts can be metrics."
+            )
+        return scalars
+
+    def decode(self, model: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
+        """Returns what `predict` does, by name; an array by itself is called "prediction"."""
+        if self.predict is None:
+            raise ConfigError(
+                "LossTask.predict is not set, so there is nothing to decode with. Give the task a "
+                "function predict(model, inputs, key) that returns arrays [B, ...]."
+            )
+        predicted = self.predict(model, inputs, key)
+        outputs = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
+        num_rows = num_rows_of(inputs)
+        for name, x in outputs.items():
+            if not hasattr(x, "shape") or x.shape[:1] != (num_rows,):
+                raise ConfigError(
+                    f"{name_of(self.predict)} returns {_described(x)} as {name!r}; wanted is an "
+                    f"array with the {num_rows} rows of the batch first, or a dict of them."
+                )
+        return dict(outputs)
+
+    def decode_to_records(
+        self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
+    ) -> list[dict[str, Any]]:
+        """Returns a record per true row, what was predicted by name: numbers, or lists of them."""
+        outputs = {name: _json_able(np.asarray(x)) for name, x in outputs.items()}
+        num_rows = num_rows_of(inputs)
+        weights = inputs.get("weights", np.ones(num_rows))
+        is_true_row = np.asarray(weights).reshape(num_rows, -1).any(axis=1)
+        return [
+            {name: rows[row].tolist() for name, rows in outputs.items()}
+            for row in np.flatnonzero(is_true_row)
+        ]
+
+
+def _weighted(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """Returns (mean, weight) of what a loss returned for one name; None: it cannot be read."""
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    value, *weight = [_real(x) for x in (found if is_pair else [found])]
+    if value is None or (is_pair and (weight[0] is None or value.shape or weight[0].shape)):
+        return None
+    if is_pair:
+        return value, weight[0]
+    weights = weights.astype(jnp.float32)
+    total = jnp.sum(weights)
+    if value.shape == ():
+        return value, total
+    if value.shape != weights.shape:
+        return None
+    weighted_sum = jnp.sum(jnp.where(weights != 0, value * weights, 0.0))
+    return weighted_sum / jnp.where(total == 0, 1.0, total), total
+
+
+def _real(x: Any) -> jax.Array | None:
+    """Returns `x` as float32; None where it is no real number or array of them."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+        return None
+    x = jnp.asarray(x)
+    is_real = any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool))
+    return x.astype(jnp.float32) if is_real else None
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"{type(x).__name__} of {len(x)} ({', '.join(map(_described, x))})"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}{tuple(x.shape)}"
+    return f"a value of type {type(x).__name__}"
+
+
+def _json_able(x: np.ndarray) -> np.ndarray:
+    # NumPy's own kinds print as numbers; bfloat16 and its like, of ml_dtypes, do not.
+    return x if x.dtype.kind in "biuf" else x.astype(np.float32)

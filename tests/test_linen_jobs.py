@@ -1,0 +1,214 @@
+"""Jobs of plain Linen models through `main`: trained, stopped, resumed, evaluated and decoded."""
+
+import ast
+import functools
+import inspect
+import json
+import os
+from unittest import mock
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import linen
+from experiments.linen_models import CausalLm, VisionTransformer
+from experiments.vision import digits
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config
+from praxis_lite.inputs import InMemory
+from praxis_lite.job_dir import JobDir
+from praxis_lite.metrics import read_json_lines
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh
+from tests.job_runs import home, launch, succeed
+
+NUM_STEPS, SAVED_EVERY, STOPPED_AT = 5, 2, 3
+CLOCKS = {"step_time", "examples_per_second"}
+TINY_LM = '''
+import fiddle as fdl
+
+from experiments import linen
+from jobzoo.experiments import Tiny
+from praxis_lite import register
+
+
+@register
+class TinyPyDocs(linen.PyDocs):
+    """The LM with texts of this folder, without tensorflow."""
+
+    def datasets(self):
+        return Tiny().datasets()
+
+    def decode_datasets(self):
+        return Tiny().decode_datasets()
+'''
+RUN = (
+    "--set", f"run.num_train_steps={NUM_STEPS}", f"run.checkpoint_every_steps={SAVED_EVERY}",
+    "run.eval_every_steps=None",
+)
+SMALL = [
+    f"task.model.module.{setting}"
+    for setting in ("model_dims=15", "mlp_dims=7", "num_heads=3", "dropout=0.1")
+]
+SETTINGS = {
+    "vit": ("--exp=linen.DigitsViT", *RUN, *SMALL, "task.model.module.num_layers=1"),
+    "lm": ("--exp=jobzoo.linen.TinyPyDocs", *RUN, *SMALL, "task.model.module.num_layers=2",
+           "task.predict.num_tokens=4"),
+}
+
+
+def start(name, folder):
+    return (*SETTINGS[name], f"--job_log_dir={folder}")
+
+
+def stopping(self, index, which, rows=InMemory.rows):
+    if self.shuffle and index == STOPPED_AT:
+        raise RuntimeError("the plug was pulled")
+    return rows(self, index, which)
+
+
+@functools.cache
+def jobs(name):
+    """Returns a job trained in one go, and one that was stopped and went on."""
+    (home() / "jobzoo/linen.py").write_text(TINY_LM)
+    whole, resumed = (home() / f"linen_{name}_{which}" for which in ("whole", "resumed"))
+    succeed(*start(name, whole))
+    with (
+        mock.patch.object(InMemory, "rows", stopping),
+        mock.patch.dict(os.environ, {"JOBZOO_RAISE_AT": str(STOPPED_AT)}),
+        pytest.raises(RuntimeError, match="the plug was pulled"),
+    ):
+        launch(*start(name, resumed))
+    done = succeed(*start(name, resumed))
+    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
+    return JobDir(whole), JobDir(resumed)
+
+
+def lines_of(path):
+    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
+
+
+@functools.cache
+def state_of(path):
+    job = fdl.build(load_config(JobDir(path).config_json.read_text()).config)
+    partitioner = Partitioner(job.task, make_mesh(job.mesh))
+    with Checkpoints(JobDir(path).checkpoints) as saved:
+        restored = saved.restore(partitioner.layout, partitioner.mesh)
+    assert restored.step == NUM_STEPS
+    return jax.device_get(restored.state), partitioner, job
+
+
+def params_of(path):
+    """Returns the weights at their true shapes."""
+    state, partitioner, _ = state_of(path)
+    return jax.tree.map(
+        lambda x, true: x[tuple(slice(dim) for dim in true.shape)],
+        state.mdl_vars["params"], partitioner.layout.shapes.mdl_vars["params"],
+    )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_stopped_job_ends_in_the_same_bits(name):
+    whole, resumed = jobs(name)
+    steps = lines_of(whole.metrics_jsonl)
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    assert lines_of(resumed.metrics_jsonl) == steps
+    assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
+    one, other = state_of(whole.path)[0], state_of(resumed.path)[0]
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_evaluation_is_that_of_flax_with_the_weights_of_the_job(name):
+    whole, _ = jobs(name)
+    succeed("--mode=eval", f"--job_log_dir={whole.path}")
+    trained, evaluated = lines_of(whole.eval_metrics_jsonl)
+    assert evaluated == trained
+    variables, job = {"params": params_of(whole.path)}, state_of(whole.path)[2]
+    net = job.task.model.linen_module
+    if name == "vit":
+        batch = digits("heldout")
+        assert isinstance(net, VisionTransformer)
+        logits = jax.jit(lambda: net.apply(variables, batch["inputs"], train=False))()
+        weights = np.ones(len(logits))
+    else:
+        assert isinstance(net, CausalLm)
+        pipeline = job.datasets["heldout"]
+        parts = [pipeline.rows(n, slice(0, pipeline.batch_size))
+                 for n in range(pipeline.num_batches)]
+        batch = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        logits = jax.jit(lambda: net.apply(variables, batch["ids"], train=False))()
+        weights = batch["weights"]
+    labels = batch["labels"]
+    xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    assert evaluated["loss"] == pytest.approx(np.average(xent, weights=weights), abs=1e-5)
+    correct = np.argmax(logits, -1) == labels
+    assert evaluated["accuracy"] == pytest.approx(np.average(correct, weights=weights), abs=1e-6)
+
+
+def test_the_lm_decodes_as_flax_does():
+    whole, _ = jobs("lm")
+    succeed("--mode=decode", f"--job_log_dir={whole.path}")
+    text = whole.decode_jsonl("prompts", NUM_STEPS).read_text()
+    found = [json.loads(line)["ids"] for line in text.splitlines()]
+    variables, job = {"params": params_of(whole.path)}, state_of(whole.path)[2]
+    pipeline = job.decode_datasets["prompts"]
+    prompts = pipeline.rows(0, slice(0, 3))
+    assert len(found) == 3
+    apply = jax.jit(lambda ids: job.task.model.linen_module.apply(variables, ids, train=False))
+    ids = np.pad(prompts["ids"], ((0, 0), (0, 4)))
+    for n in range(4):
+        last = prompts["prefix_lengths"] - 1 + n
+        ids[np.arange(3), last + 1] = np.argmax(apply(jnp.asarray(ids)), -1)[np.arange(3), last]
+    assert found == ids.tolist()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_weight_is_split_by_what_the_job_or_the_layer_says(name):
+    whole, _ = jobs(name)
+    leaves = {leaf.path: leaf for leaf in state_of(whole.path)[1].layout.leaves()}
+    params = {p.removeprefix("mdl_vars/params/"): leaf for p, leaf in leaves.items()
+              if p.startswith("mdl_vars/params/")}
+    if name == "vit":
+        # One rule for weights of layers that declare nothing; [1, 1, 15] has no other dim.
+        assert all(leaf.num_shards == 4 for leaf in params.values())
+        assert all("fsdp" in leaf.declared_by for leaf in params.values())
+        assert params["cls"].padded_shape == (1, 1, 16)
+    else:
+        path = "blocks/MultiHeadDotProductAttention_0/query/kernel"
+        assert tuple(params[path].spec) == (None, "data", "mdl", None)
+        assert params[path].padded_shape == (2, 16, 4, 5)
+        assert "nn.with_logical_partitioning" in params[path].declared_by
+        assert any("slots/stack_2" in path for path in leaves)  # The optimizer sees one layer.
+
+
+def test_a_stranger_hears_which_input_is_missing(tmp_path):
+    inputs = "task.model.init_inputs={'pictures': (1, 8, 8, 1)}"
+    done = launch("--exp=linen.DigitsViT", f"--job_log_dir={tmp_path}", "--set", inputs)
+    assert done.code == 2 and done.num_compiled == 0, done
+    words = " ".join(done.err.split())
+    assert "init_inputs has 'pictures', which VisionTransformer.__call__(images, train)" in words
+
+
+def code_lines(*objects):
+    """Returns how many lines of code objects have: no blank ones, no docstrings."""
+    total = 0
+    for one in objects:
+        tree = ast.parse(inspect.getsource(one))
+        lines = {n for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt | ast.arg)
+                 for n in range(node.lineno, node.end_lineno + 1)}
+        doc = {n for node in ast.walk(tree)
+               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+               for n in range(node.lineno, node.end_lineno + 1)}
+        source = inspect.getsource(one).splitlines()
+        total += sum(1 for n in lines - doc if source[n - 1].strip())
+    return total
+
+
+def test_an_experiment_is_at_most_25_lines():
+    assert code_lines(linen.DigitsViT) <= 25
+    assert code_lines(linen.next_token_loss, linen.PyDocs) <= 25
