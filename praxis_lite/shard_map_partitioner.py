@@ -1,8 +1,6 @@
 """Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
 
 import contextlib
-import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,12 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 from praxis_lite import accumulation, steps
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import constrain, pad_tree, padded_shape, unpad_tree
-from praxis_lite.sharding.gather import ShardedWeight, gather_of
-from praxis_lite.sharding.inputs import GlobalBatch, num_rows_of
+from praxis_lite.sharding import constrain, pad_tree, unpad_tree
+from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
+from praxis_lite.sharding.inputs import GlobalBatch, InputsSplitMapping, num_rows_of
 from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import without_axes
 from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.weights import WeightSpec
 
 PyTree = Any
 WHOLE = PartitionSpec()
@@ -64,11 +62,15 @@ class ShardMapPartitioner(Partitioner):
         self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
         layout = self._mdl_layout.select("params")
         self._weights = jax.tree_util.tree_map_with_path(
-            functools.partial(
-                _mapped_weight, data_axes=self.data_axes, axis_sizes=dict(mesh.shape)
-            ),
-            layout.shapes, layout.specs, self._weight_specs,
+            self._mapped_weight, layout.shapes, layout.specs, self._weight_specs
         )
+
+    def _mapped_weight(
+        self, path: tuple, true: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
+    ) -> MappedWeight:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
+        return mapped_weight(name, true.shape, num_layers, spec, self.data_axes, sizes)
 
     def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
         """As Partitioner's; also, whether rows that do not divide can be told from true ones.
@@ -78,17 +80,11 @@ class ShardMapPartitioner(Partitioner):
         """
         super().check_batch(element_spec, step)
         if step != "decode":
-            self._num_padding_rows(element_spec, self._num_micro_batches(step))
-
-    def _num_micro_batches(self, step: str) -> int:
-        return self.task.learner.gradient_accumulation_steps if step == "train" else 1
+            num_micro_batches = self.task.learner.gradient_accumulation_steps
+            self._num_padding_rows(element_spec, num_micro_batches if step == "train" else 1)
 
     def _num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
-        """Returns the rows that a batch lacks for each device to have as many in each micro-batch.
-
-        Raises:
-          ConfigError: it lacks some, and has no `weights` that could be 0 for them.
-        """
+        """Returns the rows that a batch lacks to divide over devices and micro-batches."""
         num_rows, multiple = num_rows_of(inputs), self._num_parts * num_micro_batches
         num_missing = -num_rows % multiple
         if num_missing and "weights" not in inputs:
@@ -119,9 +115,6 @@ class ShardMapPartitioner(Partitioner):
           inputs: arrays whose rows the devices divide; scalars go to each.
           others: (tree, its PartitionSpecs or one for all).
           out: the specs of what is returned.
-
-        Raises:
-          ConfigError: the model constrains an activation over one of `data_axes` itself.
         """
         rows = jax.tree.map(lambda x: PartitionSpec(self.data_axes) if x.ndim else WHOLE, inputs)
         mapped = jax.shard_map(
@@ -132,7 +125,12 @@ class ShardMapPartitioner(Partitioner):
             # What is written here sums gradients itself; tracking what varies would do it too.
             check_vma=False,
         )
-        rules = self._axis_rules()
+        declared = self.task.weight_sharding
+        # No constraint inside may name a data axis.
+        rules = [
+            (name, tuple(axis for axis in axes_of(axes) if axis not in self.data_axes) or None)
+            for name, axes in (declared.rules_in_use if declared else ())
+        ]
         try:
             with spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext():
                 return mapped(inputs, *(tree for tree, _ in others))
@@ -146,14 +144,6 @@ class ShardMapPartitioner(Partitioner):
                 f"does), or use Partitioner. JAX says: {error}"
             ) from error
 
-    def _axis_rules(self) -> list[tuple[str, Any]]:
-        """Returns the job's logical axis rules without the axes that no constraint may name."""
-        rules = self.task.weight_sharding.rules_in_use if self.task.weight_sharding else ()
-        return [
-            (name, tuple(axis for axis in axes_of(axes) if axis not in self.data_axes) or None)
-            for name, axes in rules
-        ]
-
     def _value_and_grad(
         self,
         loss_fn: Callable[..., Any],
@@ -164,8 +154,10 @@ class ShardMapPartitioner(Partitioner):
         key: jax.Array,
         *,
         num_micro_batches: int,
-        **settings: Any,
+        inputs_split_mapping: InputsSplitMapping,
+        lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
+        del lay_out  # The slots' layout names data axes too: sums lie here as the weights do.
         weights, frozen = self.task.learner.split_trainable(self._weights, self._weight_specs)
         inputs = self._padded(inputs, num_micro_batches)
         # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
@@ -176,11 +168,11 @@ class ShardMapPartitioner(Partitioner):
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
-            fixed = {**fixed, "frozen": _sharded(fixed["frozen"], frozen)}
+            fixed = {**fixed, "frozen": sharded(fixed["frozen"], frozen)}
 
             def local_loss(blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array) -> Any:
                 inputs, counts = _counting(inputs)
-                loss, (metrics, new) = loss_fn(fixed, _sharded(blocks, weights), old, inputs, key)
+                loss, (metrics, new) = loss_fn(fixed, sharded(blocks, weights), old, inputs, key)
                 metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
@@ -193,7 +185,7 @@ class ShardMapPartitioner(Partitioner):
                 local_loss, blocks, non_trainable, inputs,
                 jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
                 num_micro_batches=num_micro_batches,
-                inputs_split_mapping=settings["inputs_split_mapping"],
+                inputs_split_mapping=inputs_split_mapping,
                 lay_out=lambda grads: jax.tree.map(
                     lambda g, weight: constrain(g, tuple(weight.spec)), grads, weights
                 ),
@@ -208,26 +200,27 @@ class ShardMapPartitioner(Partitioner):
             factor = jnp.where(total == 0, 0.0, 1.0 / total)
             return metrics, new, jax.tree.map(lambda g: g * factor, grads)
 
-        specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
-        frozen_specs = jax.tree.map(lambda weight: weight.mapped_spec, frozen)
+        blocks, specs = self._blocks(trainable, weights)
+        frozen_blocks, frozen_specs = self._blocks(fixed["frozen"], frozen)
         metrics, non_trainable, grads = self._on_devices(
             on_a_device,
             inputs,
             (
-                {**fixed, "frozen": self._blocks(fixed["frozen"], frozen)},
-                {name: frozen_specs if name == "frozen" else WHOLE for name in fixed},
+                fixed | {"frozen": frozen_blocks},
+                dict.fromkeys(fixed, WHOLE) | {"frozen": frozen_specs},
             ),
-            (self._blocks(trainable, weights), specs),
+            (blocks, specs),
             (non_trainable, WHOLE),
             (key, WHOLE),
             out=(WHOLE, WHOLE, specs),
         )
-        return metrics, non_trainable, self._true(grads, weights)
+        whole_specs = jax.tree.map(lambda weight: weight.spec, weights)
+        return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
 
     def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch) -> WeightedScalars:
         def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree) -> WeightedScalars:
             inputs, counts = _counting(inputs)
-            params = _sharded(blocks, self._weights)
+            params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
             metrics = steps.eval_step(self.task, mdl_vars, inputs)
             return self._weighted_means(
@@ -239,24 +232,18 @@ class ShardMapPartitioner(Partitioner):
             return self._on_devices(
                 on_a_device,
                 self._padded(self._inputs(batch), 1),
-                (
-                    self._blocks(mdl_vars["params"], self._weights),
-                    jax.tree.map(lambda weight: weight.mapped_spec, self._weights),
-                ),
+                self._blocks(mdl_vars["params"], self._weights),
                 (mdl_vars["non_trainable"], WHOLE),
                 out=WHOLE,
             )
 
-    def _blocks(self, params: PyTree, weights: PyTree) -> PyTree:
-        """Returns weights of true shape as they enter the devices' programs: padded."""
+    def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns weights of true shape as they enter the devices' programs, padded; and specs."""
         specs = jax.tree.map(lambda weight: weight.spec, weights)
-        return pad_tree(params, specs, dict(self.mesh.shape))
+        mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
+        return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
 
-    def _true(self, params: PyTree, weights: PyTree) -> PyTree:
-        specs = jax.tree.map(lambda weight: weight.spec, weights)
-        return unpad_tree(params, jax.tree.map(lambda weight: weight.shape, weights), specs)
-
-    def _summed(self, grad: jax.Array, weight: "_MappedWeight") -> jax.Array:
+    def _summed(self, grad: jax.Array, weight: MappedWeight) -> jax.Array:
         """Returns the sum over devices; over those of its axes, a gather's gradient is one."""
         summed = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
         axes = tuple(axis for axis in self.data_axes if axis not in summed)
@@ -286,69 +273,6 @@ class ShardMapPartitioner(Partitioner):
         return jax.tree.map(mean, old, new)
 
 
-@dataclasses.dataclass(frozen=True)
-class _MappedWeight:
-    """How a weight enters the devices' programs.
-
-    Attributes:
-      path: under params.
-      shape: its true shape and dtype.
-      stack_shape: its leading dims that are layers.
-      spec: on the whole mesh.
-      mapped_spec: its axes of `data_axes` alone.
-      gather: of `sharding.gather.gather_of`; None: a device has it whole and of true shape.
-    """
-
-    path: str
-    shape: jax.ShapeDtypeStruct
-    stack_shape: tuple[int, ...]
-    spec: PartitionSpec
-    mapped_spec: PartitionSpec
-    gather: Callable[[jax.Array], jax.Array] | None
-
-
-def _mapped_weight(
-    path: tuple, shape: Any, spec: PartitionSpec, weight_spec: Any, *,
-    data_axes: Sequence[str], axis_sizes: Mapping[str, int],
-) -> _MappedWeight:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    num_stacked = len(weight_spec.stack_shape)
-    for dim, entry in enumerate(spec):
-        axes = set(axes_of(entry))
-        by_hand = axes & set(data_axes)
-        if by_hand and by_hand != axes:
-            raise ConfigError(
-                f"{name}: dim {dim} of {shape.shape} is split over {entry}, of which only "
-                f"{sorted(by_hand)} is in data_axes {tuple(data_axes)}. Split two dims, or put all "
-                "of these axes, or none, in data_axes."
-            )
-        if by_hand and dim < num_stacked:
-            raise ConfigError(
-                f"{name}: the layers of a stack (dim {dim} of {shape.shape}) are split over "
-                f"{entry}, which is in data_axes: each device would run its own layers. Split "
-                "another dim, or take the axis out of data_axes."
-            )
-    others = {axis for entry in spec for axis in axes_of(entry)} - set(data_axes)
-    mapped_spec = without_axes(spec, tuple(others))
-    is_block = any(entry is not None for entry in mapped_spec)
-    # JAX takes no uneven split at this boundary either: padding goes in, and is cut off inside.
-    is_padded = padded_shape(shape.shape, spec, axis_sizes) != shape.shape
-    has_gather = is_block or is_padded
-    gather = gather_of(name, shape.shape, spec, data_axes, axis_sizes) if has_gather else None
-    return _MappedWeight(name, shape, weight_spec.stack_shape, spec, mapped_spec, gather)
-
-
-def _sharded(blocks: PyTree, weights: PyTree) -> PyTree:
-    def sharded(x: jax.Array, weight: _MappedWeight) -> Any:
-        num_layers = weight.stack_shape
-        if x.shape[: len(num_layers)] != num_layers:
-            # What loops over layers reads none of padding.
-            x = x[tuple(slice(size) for size in num_layers)]
-        return ShardedWeight(x, weight.gather, weight.path) if weight.gather else x
-
-    return jax.tree.map(sharded, blocks, weights)
-
-
 def _counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns a device's inputs, and whether any of its rows weighs.
 
@@ -364,16 +288,11 @@ def _counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], ja
 
 def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            raise ConfigError(
-                f"ShardMapPartitioner.data_axes is {axes}, but the mesh has no axis {axis!r}: it "
-                f"has {mesh.axis_names}.{did_you_mean(axis, mesh.axis_names)} Fix data_axes or "
-                "mesh.axis_names."
-            )
-    if not axes or len(set(axes)) != len(axes):
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    if unknown or not axes or len(set(axes)) != len(axes):
+        hint = did_you_mean(str(unknown[0]), mesh.axis_names) if unknown else ""
         raise ConfigError(
-            f"ShardMapPartitioner.data_axes is {axes}; wanted is one axis of {mesh.axis_names} or "
-            "more, each once."
+            f"ShardMapPartitioner.data_axes is {axes}; wanted is one axis or more of the mesh's "
+            f"{mesh.axis_names}, each once.{hint}"
         )
     return axes

@@ -1,5 +1,4 @@
-"""Jobs with explicit collectives through `main`: trained, stopped, resumed, evaluated; and their
-checkpoints in the jit partitioner, and back."""
+"""Jobs with explicit collectives through `main`; their checkpoints in the jit partitioner."""
 
 import contextlib
 import shutil

@@ -70,8 +70,11 @@ def test_the_names_of_the_logical_model_are_reported_with_the_rules_that_they_to
     assert "('hidden', 'embed'): hidden->model" in said["mdl_vars/params/w2"]
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values())
-@pytest.mark.parametrize("depth", [64, UNEVEN])
+@pytest.mark.parametrize(
+    ("experiment", "depth"),
+    [(nnx_guide.DotReluDot, 64), (nnx_guide.DotReluDot, UNEVEN),
+     (nnx_guide.LogicalDotReluDot, UNEVEN)],
+)
 def test_no_device_makes_a_whole_weight(experiment, depth):
     partitioner, _ = run_of(experiment, depth)
     compiled = partitioner.init.lower(partitioner.key(0)).compile()
@@ -104,11 +107,11 @@ def test_an_uneven_depth_learns_as_on_one_device():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize("depth", [64, UNEVEN])
-def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path, depth):
-    partitioner, state, _ = trained(nnx_guide.DotReluDot, 2, depth=depth)
+@pytest.mark.parametrize(("depth", "num_steps"), [(64, 0), (UNEVEN, 2)])
+def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path, depth, num_steps):
+    partitioner, state, _ = trained(nnx_guide.DotReluDot, num_steps, depth=depth)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(2, state, partitioner.layout, {})
+        checkpoints.save(num_steps, state, partitioner.layout, {})
     wanted = jax.jit(partitioner.layout.unpad)(state)
     for mesh_shape in ((2, 4), (1, 8)):
         other, _ = run_of(nnx_guide.DotReluDot, depth, mesh_shape)

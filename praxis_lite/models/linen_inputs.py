@@ -52,8 +52,21 @@ def filled(struct: Any) -> Any:
 
 
 def method_of(module: nn.Module, method: str | Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns the method as a function of the module and its arguments."""
-    return method if callable(method) else getattr(type(module), method or "__call__")
+    """Returns the method as a function of the module and its arguments.
+
+    Raises:
+      ConfigError: the module has no method of that name.
+    """
+    if callable(method):
+        return method
+    function = getattr(type(module), method or "__call__", None)
+    if function is None:
+        methods = [name for name in vars(type(module)) if not name.startswith("_")]
+        raise ConfigError(
+            f"{type(module).__name__} has no method {method!r}."
+            f"{did_you_mean(str(method), methods)} Its own are {', '.join(methods)}."
+        )
+    return function
 
 
 def flags_of(

@@ -37,7 +37,8 @@ class LinenModel(Model):
       module: built, for instance an `fdl.Config` of its class.
       init_inputs: what `module.init` gets besides keys: a mapping by argument name, or a sequence
         by position, of shapes (float32), of pairs (dtype, shape), or of arrays:
-        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. Flags of training need not be given.
+        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. A flag of training that is not given says
+        evaluation.
       eval_module: called instead of `module` in evaluation and decoding, with the same weights;
         for modules that are told by a setting, not an argument, that it is no training.
       init_method: the method that creates all variables; None: `__call__`.

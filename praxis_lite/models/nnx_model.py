@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.models.layer_paths import naming_the_layer
 from praxis_lite.models.model import MdlVars, Model
 from praxis_lite.models.nnx_declarations import declared_spec
@@ -155,17 +155,29 @@ def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
 
 
 def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
-    """Returns whether to call `build` with `rngs`."""
-    function = build
+    """Returns whether to call `build` with `rngs`.
+
+    Raises:
+      ConfigError: it is given a setting that it does not take; names those it does.
+    """
+    function, settings = build, set()
     while isinstance(function, functools.partial):
-        function = function.func
+        function, settings = function.func, settings | set(function.keywords)
+    name = getattr(function, "__name__", "the model")
     if isinstance(function, type):  # Of a module's class, `signature` gives *args and **kwargs.
         function = function.__init__
     if function is object.__init__:
         return False
     parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return "rngs" in parameters or takes_any
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return True
+    if unknown := sorted(settings - set(parameters)):
+        known = [one for one in parameters if one not in ("self", "rngs")]
+        raise ConfigError(
+            f"{name} has no setting '{unknown[0]}'; it has {', '.join(known) or 'none'}."
+            f"{did_you_mean(unknown[0], known)}"
+        )
+    return "rngs" in parameters
 
 
 def _mark_arrays(module: nnx.Module) -> None:

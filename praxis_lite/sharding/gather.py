@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -90,3 +91,77 @@ def gather_of(
         return constrain(whole, tuple(own_left)) if left_axes else whole
 
     return gather
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedWeight:
+    """How a weight enters a `jax.shard_map`.
+
+    Attributes:
+      path: of the weight, for messages.
+      shape: its true shape.
+      num_layers: of its leading dims, those that are stacked layers.
+      spec: on the whole mesh.
+      mapped_spec: the manual axes of it alone.
+      gather: of `gather_of`; None: each device has it whole and of true shape.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    num_layers: int
+    spec: PartitionSpec
+    mapped_spec: PartitionSpec
+    gather: Callable[[jax.Array], jax.Array] | None
+
+
+def mapped_weight(
+    path: str, shape: Sequence[int], num_layers: int, spec: PartitionSpec,
+    manual_axes: Sequence[str], axis_sizes: Mapping[str, int],
+) -> MappedWeight:
+    """Returns how a weight enters; the arguments are those of MappedWeight and `gather_of`.
+
+    Raises:
+      ConfigError: a dim splits over manual axes and others, or stacked layers over manual ones.
+    """
+    shape = tuple(shape)
+    for dim, entry in enumerate(spec):
+        axes = set(axes_of(entry))
+        by_hand = axes & set(manual_axes)
+        if by_hand and by_hand != axes:
+            raise ConfigError(
+                f"{path}: dim {dim} of {shape} is split over {entry}, of which only "
+                f"{sorted(by_hand)} is in data_axes {tuple(manual_axes)}. Split two dims, or put "
+                "all of these axes, or none, in data_axes."
+            )
+        if by_hand and dim < num_layers:
+            raise ConfigError(
+                f"{path}: the layers of a stack (dim {dim} of {shape}) are split over {entry}, "
+                "which is in data_axes: each device would run its own layers. Split another dim, "
+                "or take the axis out of data_axes."
+            )
+    others = {axis for entry in spec for axis in axes_of(entry)} - set(manual_axes)
+    mapped_spec = without_axes(spec, tuple(others))
+    is_block = any(entry is not None for entry in mapped_spec)
+    # JAX takes no uneven split at this boundary either: padding goes in, and is cut off inside.
+    is_padded = padded_shape(shape, spec, axis_sizes) != shape
+    has_gather = is_block or is_padded
+    gather = gather_of(path, shape, spec, manual_axes, axis_sizes) if has_gather else None
+    return MappedWeight(path, shape, num_layers, spec, mapped_spec, gather)
+
+
+def sharded(blocks: Any, weights: Any) -> Any:
+    """Returns blocks as a model is given them: what is whole as it is, the rest ShardedWeights.
+
+    Args:
+      blocks: tree of arrays, as they are inside the `jax.shard_map`.
+      weights: the same tree of MappedWeight.
+    """
+
+    def one(block: jax.Array, weight: MappedWeight) -> jax.Array | ShardedWeight:
+        layers = weight.shape[: weight.num_layers]
+        if block.shape[: weight.num_layers] != layers:
+            # What loops over layers reads none of padding.
+            block = block[tuple(slice(size) for size in layers)]
+        return ShardedWeight(block, weight.gather, weight.path) if weight.gather else block
+
+    return jax.tree.map(one, blocks, weights)

@@ -254,9 +254,10 @@ class LogicalPartitioning:
         if split.unmapped and job_mesh.unmapped_is_error:
             name, known = split.unmapped[0], dict(rules)
             raise ConfigError(
-                f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule, and the "
-                f"mesh has no such axis. Rules are there for {', '.join(known) or 'no name'}."
-                f"{did_you_mean(name, known)} Add ('{name}', AXES) to "
+                f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule, and is "
+                f"none of the mesh's axes {', '.join(job_mesh.axis_sizes)}. Rules are there for "
+                f"{', '.join(known) or 'no name'}."
+                f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 "WeightSharding.logical_axis_rules, with None for AXES where it is not split."
             )
         merged = list(spec)

@@ -203,8 +203,8 @@ def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     np.testing.assert_allclose(uneven_run(word, shape)[0], wanted, atol=1e-5)
 
 
-def outputs(models, mesh):
-    """Returns by name the outputs of models with the weights that `drawn` gives, on a mesh."""
+def run(models, mesh):
+    """Returns by name the outputs of models whose weights `drawn` gives, and what was compiled."""
     built = {name: NnxModel(fdl.build(config)) for name, (config, _) in models.items()}
 
     def placed(model, mdl_vars):
@@ -212,12 +212,10 @@ def outputs(models, mesh):
             return mdl_vars
         specs = [s.partition_spec(mesh.axis_names, p) for p, s in spec_leaves(model.weight_specs())]
         leaves, treedef = jax.tree.flatten(mdl_vars)
-        return jax.tree.unflatten(
-            treedef, map(jax.lax.with_sharding_constraint, leaves, specs)
-        )
+        return jax.tree.unflatten(treedef, map(jax.lax.with_sharding_constraint, leaves, specs))
 
     @jax.jit
-    def run(all_vars):
+    def outputs(all_vars):
         return {
             name: models[name][1](model.module(placed(model, all_vars[name])))
             for name, model in built.items()
@@ -225,35 +223,33 @@ def outputs(models, mesh):
 
     arguments = {name: drawn(model) for name, model in built.items()}
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return jax.device_get(run(arguments))
+        compiled = outputs.lower(arguments).compile()
+        return jax.device_get(compiled(arguments)), compiled
 
 
-def other_models(words):
+def other_models(word):
     """Returns a config and a call of each, on sizes that no axis divides."""
     rng = np.random.default_rng(6)
     source, target = rng.integers(0, 17, (2, 5, 7)).astype(np.int32)
-    x_BTD = rng.normal(size=(5, 7, 6)).astype(np.float32)
     images = rng.normal(size=(5, 4, 6, 1)).astype(np.float32)
     vit = layers.build_vision_transformer(
         pos_emb_shapes=(2, 3), patch_size=2, image_channels=1, model_dims=6, mlp_dims=11,
         num_xformer_layers=1, num_heads=3,
     )
     vit.entry_layers_tpl.prepend_cls_tokens = 1
-    experts = fdl.Partial(layers.TransformerFeedForwardMoe, 6, 11, num_experts=3)
     models = {
         "both ends": (both_ends(), lambda module: module(source, target)[0]),
-        "experts": (experts, lambda module: module(x_BTD)),
         "vit": (vit, lambda module: module(images)),
     }
-    for name, word in words.items():
-        set_sharding_params(models[name][0], word)
+    for model, _ in models.values():
+        set_sharding_params(model, word)
     return models
 
 
 def test_other_models_have_the_outputs_of_one_device():
-    words = {"both ends": "sequence", "experts": "fsdp", "vit": "sequence"}
-    found = outputs(other_models(words), mesh_of("sequence", (2, 2, 2)))
-    assert_near(found, outputs(other_models(words), None), tolerance=5e-6)
+    found, _ = run(other_models("sequence"), mesh_of("sequence", (2, 2, 2)))
+    wanted, _ = run(other_models("replicated"), None)
+    assert_near(found, wanted, tolerance=5e-6)
 
 
 # Collectives on a CPU, which has no reduce-scatter: it sums all and keeps a part.
@@ -326,18 +322,18 @@ def test_replicated_sums_gradients_and_nothing_else():
 
 
 def test_expert_exchanges_tokens_and_splits_experts():
-    experts = fdl.Partial(layers.TransformerFeedForwardMoe, num_experts=4)
-    _, per_layer, found = collectives("expert", (2, 2, 2), tr_fflayer_tpl=experts)
-    exchanges = [one for one in found if one.kind == "all-to-all"]
-    # There and back, in both passes.
-    assert sum(one.count for one in exchanges) == 4 * NUM_LAYERS
-    assert {one.group_size for one in exchanges} == {2}
-    # Two experts of four, gathered along data; half of their hidden dims.
-    in_and_out = 4 * 2 * DIMS * HIDDEN // 2
-    gathered = collections.Counter(
-        one.bytes for one in found if one.kind == "all-gather" and one.count == NUM_LAYERS
-    )
-    assert gathered[in_and_out] == 4
+    x_BTD = np.random.default_rng(6).normal(size=(ROWS, TIME, DIMS)).astype(np.float32)
+    experts = fdl.Partial(layers.TransformerFeedForwardMoe, DIMS, HIDDEN, num_experts=4)
+    models = {"experts": (set_sharding_params(experts, "expert"), lambda module: module(x_BTD))}
+    found, compiled = run(models, mesh_of("expert", (2, 2, 2)))
+    assert_near(found, run(models, None)[0], tolerance=5e-6)
+    exchanges = [one for one in hlo.collectives(compiled) if one.kind == "all-to-all"]
+    # There and back; tests/layers/test_sharded_experts.py has the backward pass.
+    assert [(one.count, one.group_size) for one in exchanges] == [(1, 2), (1, 2)]
+    # Two experts of four, half of their hidden dims, gathered along data.
+    in_or_out = 4 * 2 * DIMS * HIDDEN // 2
+    gathers = [one for one in hlo.collectives(compiled) if one.kind == "all-gather"]
+    assert [one.group_size for one in gathers if one.bytes == in_or_out] == [2, 2]
 
 
 @pytest.mark.slow

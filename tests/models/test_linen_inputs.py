@@ -1,0 +1,98 @@
+"""What is wrong with a Linen model or its inputs, said before anything compiles."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.models import LinenModel
+
+lecun = nn.initializers.lecun_normal()
+
+
+class Two(nn.Module):
+    """Takes two inputs; its second layer has a wrong width when `wrong`."""
+
+    wrong: bool = False
+
+    @nn.compact
+    def __call__(self, ids: jax.Array, mask: jax.Array, train: bool = False) -> jax.Array:
+        x = nn.Embed(11, 6, name="embed")(ids) * mask[..., None]
+        return Second(name="second")(x, 5 if self.wrong else 6)
+
+    def embedded(self, ids: jax.Array) -> jax.Array:
+        return self(ids, jnp.ones(ids.shape))
+
+
+class Second(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, dims: int) -> jax.Array:
+        return x @ self.param("kernel", lecun, (dims, 3))
+
+
+ids = ("int32", (1, 4))
+WRONG = {
+    "an input that is missing": (
+        lambda: LinenModel(Two(), {"ids": ids}),
+        ["Two.__call__(ids, mask, train)", "missing a required argument: 'mask'", "has ['ids']",
+         "Add what is missing"],
+    ),
+    "an input by another name": (
+        lambda: LinenModel(Two(), {"ids": ids, "maks": (1, 4)}),
+        ["has 'maks', which Two.__call__", "Did you mean mask?"],
+    ),
+    "inputs by position": (
+        lambda: LinenModel(Two(), [ids]), ["missing a required argument: 'mask'", "1 by position"]
+    ),
+    "a wrong shape": (
+        lambda: LinenModel(Two(wrong=True), [ids, (1, 4)]),
+        ["Two cannot be initialised with init_inputs (int32(1, 4), float32(1, 4), train=False)",
+         "dot_general", "(6,) and (5,)", "layer: second", "test_linen_inputs.py:"],
+    ),
+    "a wrong dtype": (
+        lambda: LinenModel(Two(), {"ids": (1, 4), "mask": (1, 4)}),
+        ["must be an integer", "layer: embed"],
+    ),
+    "no dtype": (
+        lambda: LinenModel(Two(), {"ids": ("int23", (1, 4))}),
+        ["LinenModel.init_inputs['ids'] is ('int23', (1, 4))", "a pair of dtype and shape"],
+    ),
+    "a method that is not there": (
+        lambda: LinenModel(Two(), [(1, 4)], init_method="embeded"),
+        ["Two has no method 'embeded'", "Did you mean embedded?"],
+    ),
+    "no inputs": (lambda: LinenModel(Two(), 784), ["LinenModel.init_inputs is 784"]),
+    "a module that is not built": (
+        lambda: LinenModel(Two, [(1, 4)]), ["LinenModel.module is", "that is built"]
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_said_before_anything_compiles(wrong):
+    make, words = WRONG[wrong]
+    with pytest.raises(ConfigError) as refused:
+        make().weight_specs()
+    for word in words:
+        assert word in str(refused.value), str(refused.value)
+
+
+def test_more_names_than_dims_are_refused_with_the_weights_path():
+    class Long(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            bias = nn.with_partitioning(nn.initializers.zeros, ("data", "mdl"))
+            return nn.Dense(3, bias_init=bias, name="out")(x)
+
+    with pytest.raises(ConfigError, match=r"params/out/bias: .* 2 names, .* 1 dims, \(3,\)"):
+        LinenModel(Long(), [(1, 5)]).weight_specs()
+
+
+def test_a_call_with_other_shapes_is_refused_while_it_is_traced():
+    model = LinenModel(Two(), [ids, (1, 4)])
+    mdl_vars = {"params": {"embed": {"embedding": jnp.ones((11, 5))},
+                           "second": {"kernel": jnp.ones((6, 3))}}, "non_trainable": {}}
+    with pytest.raises(ConfigError, match="Two cannot be applied to .*layer: embed") as refused:
+        model.module(mdl_vars)(jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4)))
+    assert "(11, 5)" in str(refused.value) and "(11, 6)" in str(refused.value)
