@@ -129,12 +129,14 @@ def _restored(
 
 
 def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:
-    task, table = partitioner.task, layout_table(partitioner.layout)
-    job_dir.layout_txt.write_text(table + "\n", encoding="utf-8")
-    for line in task.learner.report(task.model.weight_specs()["params"]):
+    layout, table = partitioner.layout, layout_table(partitioner.layout)
+    job_dir.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
+    for line in partitioner.task.learner.report(layout.weight_specs):
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
-    for warning in layout_warnings(partitioner.layout):
+    for note in layout.notes:
+        print(f"note: {note}")
+    for warning in layout_warnings(layout):
         print(f"WARNING: {warning}")
 
 

@@ -61,9 +61,9 @@ def layout_warnings(layout: StateLayout) -> list[str]:
         f"{leaf.path} {shape_text(leaf.shape)} is replicated: "
         f"{format_bytes(leaf.bytes_per_device)} on each of {num_devices} devices. "
         + (
-            "Give it a weight_split_dims_mapping."
+            "Give it a weight_split_dims_mapping, or a rule in the task's weight_sharding."
             if kind_of(leaf) == "weights"
-            else "Give its weight a weight_split_dims_mapping, or set Learner.slot_mesh_axes."
+            else "Give its weight a split, or set Learner.slot_mesh_axes."
         )
         for leaf in replicated
     ]

@@ -19,7 +19,7 @@ from praxis_lite.sharding.inputs import (
 )
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.train_state import TrainState, state_layout
-from praxis_lite.weight_sharding import decide_shardings, flax_axis_rules
+from praxis_lite.weight_sharding import flax_axis_rules
 
 PyTree = Any
 
@@ -47,9 +47,6 @@ class Partitioner:
         self.task, self.mesh = task, mesh
         with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout = state_layout(task, dict(mesh.shape))
-            self._weight_specs = decide_shardings(
-                task.model.weight_specs(), task.weight_sharding, dict(mesh.shape)
-            ).weight_specs["params"]
         self._mdl_layout = self.layout.select("mdl_vars")
         self.replicated = NamedSharding(mesh, PartitionSpec())
         state_shardings = self.layout.shardings(mesh)
@@ -165,7 +162,7 @@ class Partitioner:
 
     def _init(self, key: jax.Array) -> TrainState:
         with self._tracing():
-            state = steps.init_state(self.task, key, self._weight_specs)
+            state = steps.init_state(self.task, key, self.layout.weight_specs)
             return self.layout.pad(state)
 
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
@@ -173,7 +170,7 @@ class Partitioner:
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(
                 self.task, state, self._inputs(batch), key,
-                weight_specs=self._weight_specs, value_and_grad=self._value_and_grad,
+                weight_specs=self.layout.weight_specs, value_and_grad=self._value_and_grad,
             )
             return self.layout.pad(state), outputs
 
@@ -189,7 +186,7 @@ class Partitioner:
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
             params = self.task.learner.eval_params(
                 layout.unpad(params), opt_states,
-                self._weight_specs, use_ema=use_ema,
+                self.layout.weight_specs, use_ema=use_ema,
             )
             return layout.pad(params)
 

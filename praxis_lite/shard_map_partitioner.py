@@ -62,7 +62,7 @@ class ShardMapPartitioner(Partitioner):
         self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
         layout = self._mdl_layout.select("params")
         self._weights = jax.tree_util.tree_map_with_path(
-            self._mapped_weight, layout.shapes, layout.specs, self._weight_specs
+            self._mapped_weight, layout.shapes, layout.specs, self.layout.weight_specs
         )
 
     def _mapped_weight(
@@ -158,7 +158,7 @@ class ShardMapPartitioner(Partitioner):
         lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
         del lay_out  # The slots' layout names data axes too: sums lie here as the weights do.
-        weights, frozen = self.task.learner.split_trainable(self._weights, self._weight_specs)
+        weights, frozen = self.task.learner.split_trainable(self._weights, self.layout.weight_specs)
         inputs = self._padded(inputs, num_micro_batches)
         # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
         # the loss: float16 does not hold much more.

@@ -64,6 +64,7 @@ class StateLayout:
       shapes: tree of ShapeDtypeStruct: true shapes.
       specs: the same tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: devices along each mesh axis, in the mesh's order.
+      weight_specs: of the "params" of a TrainState: WeightSpecs, their splits decided.
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
     """
@@ -71,6 +72,7 @@ class StateLayout:
     shapes: PyTree
     specs: PyTree
     axis_sizes: Mapping[str, int]
+    weight_specs: PyTree = None
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -169,6 +171,7 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
         shapes=TrainState(step, mdl_shapes, opt_shapes),
         specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
         axis_sizes=dict(axis_sizes),
+        weight_specs=weight_specs["params"],
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
     )

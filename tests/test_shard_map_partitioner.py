@@ -396,3 +396,35 @@ def test_a_constraint_over_a_data_axis_is_named():
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
     with pytest.raises(ConfigError, match=r"constrains an activation over one of data_axes"):
         ShardMapPartitioner(task, mesh).trace("train", structs(DATA))
+
+
+# ---- Layers that place things themselves.
+
+
+@pytest.mark.parametrize("by_hand", [("data",), ("data", "mdl")])
+def test_layers_leave_the_axes_that_are_taken_by_hand_alone(mesh_of, by_hand):
+    """Kernels, experts, chunked classes, pipelines: each asks the mesh itself what splits what."""
+    axes, seen = ("data", "mdl"), {}
+    left = tuple(axis for axis in axes if axis not in by_hand)
+
+    def kernel(q, k, v):
+        seen["q"] = q.shape
+        return q
+
+    def on_a_device(x):
+        seen["experts"] = moe_experts.axes_of((axes, None))
+        seen["classes"] = chunked_cross_entropy._num_shards(axes)
+        stages = pipeline_ticks.StageLayout(None, (axes,))
+        return attention_fused._per_device(
+            kernel, *[stages.constrain(x)] * 3, (), ("data", None, "mdl", None)
+        )
+
+    with jax.set_mesh(mesh_of(1, 4, 2)):
+        mapped = jax.shard_map(
+            on_a_device, in_specs=P("data"), out_specs=P("data"), axis_names=set(by_hand),
+            check_vma=False,
+        )
+        assert jax.eval_shape(mapped, jnp.ones((12, 5, 4, 2))).shape == (12, 5, 4, 2)
+    assert seen == {
+        "q": (3, 5, 4 // 2 ** len(left), 2), "experts": left, "classes": 2 ** len(left),
+    }

@@ -32,7 +32,7 @@ def init_from_checkpoints(partitioner: Partitioner, key: jax.Array, plan: InitPl
 
     def opt_states(mdl_vars: PyTree) -> PyTree:
         params = mdl_layout.unpad(mdl_vars)["params"]
-        return task.learner.init(params, task.model.weight_specs()["params"])
+        return task.learner.init(params, layout.weight_specs)
 
     arrays |= _made(partitioner, "opt_states", plan, opt_states, mdl_vars)
     step = plan.step[0] if plan.step else 0

@@ -81,10 +81,9 @@ def begin_job(
 def _first_state(partitioner: Partitioner, mdl_vars: MdlVars) -> TrainState:
     """Returns the state of step 0, each array in its shards."""
     learner, layout = partitioner.task.learner, partitioner.layout
-    specs = partitioner.task.model.weight_specs()["params"]
 
     def state_of(mdl_vars: MdlVars) -> TrainState:
-        slots = learner.init(mdl_vars["params"], specs)
+        slots = learner.init(mdl_vars["params"], layout.weight_specs)
         return layout.pad(TrainState(jnp.zeros((), jnp.int32), mdl_vars, slots))
 
     return jax.jit(state_of, out_shardings=layout.shardings(partitioner.mesh))(mdl_vars)

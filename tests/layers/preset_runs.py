@@ -17,10 +17,12 @@ from praxis_lite import hlo, layers
 from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig, make_mesh
 from tasks.language_model import LanguageModelTask
 from tests.lm_runs import structs, zero_padded
 
 NUM_LAYERS, NUM_STEPS = 2, 3
+AXES = ("replica", "data", "mdl")
 KEEPS_ALL = fdl.Partial(layers.Repeat, checkpoint_policy="save_everything")
 # What no axis of a mesh divides, with an embedding, positions and a softmax apart.
 UNEVEN = functools.partial(
@@ -41,6 +43,21 @@ def even_lm(sizes: Sequence[int] = EVEN, **settings: Any) -> fdl.Partial:
         dim_per_head=dim_per_head, num_layers=NUM_LAYERS, **settings,
         stacked_transformer_tpl=KEEPS_ALL,
     )
+
+
+def both_ends() -> fdl.Partial:
+    """Returns an encoder-decoder that no axis divides."""
+    block = fdl.Partial(layers.Transformer, tr_atten_tpl=fdl.Partial(layers.DotProductAttention))
+    return fdl.Partial(
+        layers.TransformerEncoderDecoder, 17, 6, 11, 3, 1, 1, dim_per_head=4,
+        decoder_layer_tpl=block, encoder_embedding_tpl=layers.Embedding,
+    )
+
+
+def mesh_of(word: str, shape: tuple[int, ...]) -> Mesh:
+    """Returns a mesh with the axes that a preset names."""
+    names = ("data", "expert", "mdl") if word == "expert" else AXES
+    return make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=names))
 
 
 def partitioner_of(lm: fdl.Partial, preset: str, mesh: Mesh) -> Partitioner:
@@ -107,7 +124,7 @@ def main() -> None:
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     devices = mesh_utils.create_device_mesh((1, 1, 8), topology.devices)
-    mesh = Mesh(devices, ("replica", "data", "mdl"))
+    mesh = Mesh(devices, AXES)
     found = {
         preset: [(one.kind, one.bytes, one.count) for one in collectives(preset, mesh, OF_TPU)]
         for preset in ("megatron", "sequence", "fsdp")
