@@ -1,15 +1,15 @@
 """What gradient accumulation costs and saves: N micro-batches against the same batch whole.
 
 `python benchmarks/accumulation.py` prints median step times measured in one run, the steps taking
-turns, and of the compiled programs temporary memory, matmul flops and collective bytes, for three
-ways of splitting the state over the data axis.
+turns, and of the compiled programs temporary memory, matmul flops and collective bytes, for ways
+of splitting the state over the data axis, and with the sums over it by the compiler or by hand.
 """
 
 import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +28,7 @@ from experiments.lm import BATCH_OVER_DATA, rotary_lm  # noqa: E402
 from praxis_lite.layers import set_sharding_params  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
+from praxis_lite.shard_map_partitioner import ShardMapPartitioner  # noqa: E402
 from tasks.language_model import LanguageModelTask  # noqa: E402
 
 VOCAB_SIZE, BATCH, TIME = 256, 64, 64
@@ -39,11 +40,14 @@ LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
     "weights and slots": {"preset": "fsdp+tensor"},
+    "nothing, by hand": {"preset": "megatron", "partitioner": ShardMapPartitioner},
+    "weights and slots, by hand": {"preset": "fsdp+tensor", "partitioner": ShardMapPartitioner},
 }
 
 
 def partitioner_of(
-    num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = ()
+    num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = (),
+    partitioner: Callable[..., Partitioner] = Partitioner,
 ) -> Partitioner:
     """Returns the steps of a small language model."""
     lm = rotary_lm(
@@ -56,7 +60,7 @@ def partitioner_of(
     )
     model = fdl.build(set_sharding_params(lm, preset))
     task = LanguageModelTask(model, learner, inputs_split_mapping=BATCH_OVER_DATA)
-    return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
+    return partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
 
 
 def random_batch() -> dict[str, np.ndarray]:
@@ -96,14 +100,14 @@ def main() -> None:
         print(f"{n:<16}{one:>16.4f}{one / seconds[0]:>14.3f}")
     names = ("temporary memory", "matmul flops", "collective bytes")
     heads = "".join(f"{name:>20}{'/ one':>8}" for name in names)
-    print(f"\n{'split over data':<20}{'micro-batches':>14}{heads}")
+    print(f"\n{'split over data':<28}{'micro-batches':>14}{heads}")
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch())
     for layout, settings in LAYOUTS.items():
         for n in NUM_MICRO_BATCHES:
             found = figures(partitioner_of(n, **settings).lower("train", spec).compile())
             one = found if n == 1 else one
             row = "".join(f"{found[x]:>20,.6g}{found[x] / one[x]:>8.3f}" for x in names)
-            print(f"{layout:<20}{n:>14}{row}", flush=True)
+            print(f"{layout:<28}{n:>14}{row}", flush=True)
 
 
 if __name__ == "__main__":

@@ -64,17 +64,17 @@ class StateLayout:
       shapes: tree of ShapeDtypeStruct: true shapes.
       specs: the same tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: devices along each mesh axis, in the mesh's order.
-      weight_specs: of the "params" of a TrainState: WeightSpecs, their splits decided.
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
+      weight_specs: of the "params" of a TrainState: WeightSpecs, their splits decided.
     """
 
     shapes: PyTree
     specs: PyTree
     axis_sizes: Mapping[str, int]
-    weight_specs: PyTree = None
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    weight_specs: PyTree = None
 
     @property
     def padded_shapes(self) -> PyTree:

@@ -15,6 +15,7 @@ from praxis_lite.config.text import load_config
 from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
+from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import make_mesh
 from tests.job_runs import home, launch, succeed
@@ -69,9 +70,9 @@ def jobs():
     return JobDir(whole), JobDir(resumed)
 
 
-def state_of(job, partitioner=ShardMapPartitioner):
+def state_of(job):
     built = fdl.build(load_config(job.config_json.read_text()).config)
-    partitioner = partitioner(built.task, make_mesh(built.mesh))
+    partitioner = ShardMapPartitioner(built.task, make_mesh(built.mesh))
     with Checkpoints(job.checkpoints) as saved:
         return saved.restore(partitioner.layout, partitioner.mesh).state
 
@@ -92,6 +93,14 @@ def test_a_job_is_evaluated(jobs):
     assert f"accuracy {trained['accuracy']:.4f}" in done.out
 
 
+def test_the_state_is_that_of_the_other_partitioner(jobs):
+    """Which is what a checkpoint is restored by."""
+    job = fdl.build(load_config(jobs[0].config_json.read_text()).config)
+    mesh = make_mesh(job.mesh)
+    assert ShardMapPartitioner(job.task, mesh).layout == Partitioner(job.task, mesh).layout
+
+
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(jobs, tmp_path):
     settings = (*SETTINGS, NO_DROPOUT)  # Whose draws are the devices' own.
     by_hand, mixed = (JobDir(shutil.copytree(jobs[0].path, tmp_path / n)) for n in ("a", "b"))

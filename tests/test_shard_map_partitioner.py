@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec as P
 from experiments import explicit
 from praxis_lite import hlo
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import Repeat
+from praxis_lite.layers import (
+    Repeat,
+    attention_fused,
+    chunked_cross_entropy,
+    moe_experts,
+    pipeline_ticks,
+)
 from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.models import FunctionModel
@@ -414,10 +420,8 @@ def test_layers_leave_the_axes_that_are_taken_by_hand_alone(mesh_of, by_hand):
     def on_a_device(x):
         seen["experts"] = moe_experts.axes_of((axes, None))
         seen["classes"] = chunked_cross_entropy._num_shards(axes)
-        stages = pipeline_ticks.StageLayout(None, (axes,))
-        return attention_fused._per_device(
-            kernel, *[stages.constrain(x)] * 3, (), ("data", None, "mdl", None)
-        )
+        x = pipeline_ticks.StageLayout("replica", (axes,)).constrain(x, row_dim=1)
+        return attention_fused._per_device(kernel, x, x, x, (), ("data", None, "mdl", None))
 
     with jax.set_mesh(mesh_of(1, 4, 2)):
         mapped = jax.shard_map(

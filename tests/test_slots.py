@@ -90,6 +90,7 @@ class DeclaredModel:
 class DeclaredTask(NamedTuple):
     model: DeclaredModel
     learner: Learner
+    weight_sharding: None = None
 
 
 def layout_of(weight_specs, optimizer, axis_sizes, **settings):
