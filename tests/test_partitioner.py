@@ -28,14 +28,16 @@ from tests.lm_runs import (
 )
 
 # Together they take a minute: `-m "not slow"` leaves them out.
-SLOW = {("even", optimizer, shape) for optimizer in OPTIMIZERS
-        for shape in ((1, 8, 1), (1, 1, 8), (1, 3, 2))}
+SLOW = {("even", "adamw", shape) for shape in ((1, 8, 1), (1, 1, 8), (1, 3, 2))}
+# Adafactor on even sizes on all meshes would take half a minute more and say little.
+LEFT_OUT = {("even", "adafactor", shape) for _, _, shape in SLOW}
 every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
 every_run = pytest.mark.parametrize(
     ("size", "optimizer", "shape"),
     [
         pytest.param(*run, marks=[pytest.mark.slow] if run in SLOW else [])
         for run in itertools.product(SIZES, OPTIMIZERS, MESHES)
+        if run not in LEFT_OUT
     ],
     ids=str,
 )

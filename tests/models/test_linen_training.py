@@ -157,7 +157,6 @@ def plain(sizes: str) -> tuple[list, list, Any, Any, float]:
 
 @pytest.mark.parametrize(("sizes", "shape"), [
     ("uneven", (1, 4, 2)),
-    pytest.param("even", (1, 4, 2), marks=pytest.mark.slow),
     pytest.param("uneven", (2, 1, 3), marks=pytest.mark.slow),
 ])
 def test_training_is_that_of_flax_and_optax_on_one_device(sizes, shape):
