@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.optimizer_groups import Group, spec_items
 from praxis_lite.sharding import padded_shape
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import to_partition_spec
 from praxis_lite.weights import WeightSpec
 
@@ -57,14 +58,14 @@ def extended_specs(
         for name in path[:-1]:
             node = node.setdefault(name, {})
         spec = weight.partition_spec(tuple(axis_sizes), "/".join(path))
-        node[path[-1]] = _extended(spec, weight, _axes(entry), axis_sizes)
+        node[path[-1]] = _extended(spec, weight, axes_of(entry), axis_sizes)
     return specs
 
 
 def _extended(
     spec: PartitionSpec, weight: WeightSpec, mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    entries = [_axes(entry) for entry in spec]
+    entries = [axes_of(entry) for entry in spec]
     used = {axis for axes in entries for axis in axes}
     added = tuple(axis for axis in mesh_axes if axis not in used)
     if not added:
@@ -79,10 +80,6 @@ def _extended(
         stored = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
         candidates.append(((dim < stack_rank, stored, -size, dim), candidate))
     return min(candidates)[1] if candidates else spec
-
-
-def _axes(entry: None | str | tuple[str, ...]) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def split_as_slots(tree: PyTree, weight_specs: PyTree, slot_mesh_axes: Sequence[str]) -> PyTree:

@@ -1,8 +1,6 @@
 """Jobs of plain Linen models through `main`: trained, stopped, resumed, evaluated and decoded."""
 
-import ast
 import functools
-import inspect
 import json
 import os
 from unittest import mock
@@ -175,23 +173,3 @@ def test_a_stranger_hears_which_input_is_missing(tmp_path):
     assert done.code == 2 and done.num_compiled == 0, done
     words = " ".join(done.err.split())
     assert "init_inputs has 'pictures', which VisionTransformer.__call__(images, train)" in words
-
-
-def code_lines(*objects):
-    """Returns how many lines of code objects have: no blank ones, no docstrings."""
-    total = 0
-    for one in objects:
-        tree = ast.parse(inspect.getsource(one))
-        lines = {n for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt | ast.arg)
-                 for n in range(node.lineno, node.end_lineno + 1)}
-        doc = {n for node in ast.walk(tree)
-               if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-               for n in range(node.lineno, node.end_lineno + 1)}
-        source = inspect.getsource(one).splitlines()
-        total += sum(1 for n in lines - doc if source[n - 1].strip())
-    return total
-
-
-def test_an_experiment_is_at_most_25_lines():
-    assert code_lines(linen.DigitsViT) <= 25
-    assert code_lines(linen.next_token_loss, linen.PyDocs) <= 25
