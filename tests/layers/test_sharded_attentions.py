@@ -18,7 +18,7 @@ BATCH = ("replica", "data")
 T, S = 5, 3
 # Batch, model dims, heads and heads of keys: of the even ones all divide (1, 4, 2), of the uneven
 # none does.
-SIZES = {"even": (4, 8, 4, 2), "uneven": (7, 13, 6, 3)}
+SIZES = {"uneven": (7, 13, 6, 3)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "grouped": {
         "window": 3, "use_rotary_position_emb": True, "ln_tpl": layers.RmsNorm, "num_kv_heads": 2,
