@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -169,6 +168,7 @@ def test_classes_of_main_are_found_and_a_notebook_may_define_one_again():
 
 LOOK_UP = """
 import sys
+import time
 from praxis_lite import ConfigError, register
 from praxis_lite.registry import get_experiment
 assert not {"jax", "flax", "fiddle"} & set(sys.modules), "import praxis_lite is not light"
@@ -177,18 +177,17 @@ try:
 except ConfigError as error:
     print(error)
 assert not {"jax", "flax", "fiddle", "mypackage"} & set(sys.modules), "a lookup is not light"
+assert time.process_time() < 3, "a lookup takes long"  # Not the clock: the machine may be busy.
 """
 
 
 @pytest.mark.parametrize("name", ["nothing.Such", "mypackage.experiments.MyL", "jax.numpy.Arrey"])
-def test_an_unknown_name_is_answered_in_three_seconds_without_jax(tmp_path, name):
+def test_an_unknown_name_is_answered_in_three_seconds_of_cpu_without_jax(tmp_path, name):
     folder = tmp_path / "mypackage"
     folder.mkdir()
     (folder / "experiments.py").write_text(textwrap.dedent(EXPERIMENT.format(name="MyLm")))
     command = [sys.executable, "-c", LOOK_UP, name]
-    began = time.monotonic()
     done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
-    assert time.monotonic() - began < 3
     assert done.returncode == 0, done.stderr
     wanted = "Did you mean mypackage.experiments.MyLm?" if "MyL" in name else "No experiment"
     assert wanted in done.stdout
