@@ -15,13 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
+import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
+from praxis_lite.metrics import read_json_lines
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -267,6 +272,29 @@ def succeed(*argv: str) -> Launch:
     assert done.code == 0, done.err
     assert done.err == ""
     return done
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a JSON lines file, without what the clock says."""
+    clocks = {"step_time", "examples_per_second"}
+    return [{k: v for k, v in line.items() if k not in clocks} for line in read_json_lines(path)]
+
+
+@contextlib.contextmanager
+def unplugged_at(batch: int) -> Iterator[None]:
+    """Stops the job that is launched inside, in training from arrays, at a batch."""
+    rows = InMemory.rows
+
+    def stopping(self, index, which):
+        if self.shuffle and index == batch:
+            raise RuntimeError("the plug was pulled")
+        return rows(self, index, which)
+
+    with (
+        mock.patch.object(InMemory, "rows", stopping),
+        pytest.raises(RuntimeError, match="the plug was pulled"),
+    ):
+        yield
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Jobs with explicit collectives through `main`; their checkpoints in the jit partitioner."""
 
-import contextlib
 import shutil
 from unittest import mock
 
@@ -14,14 +13,12 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
 from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, succeed
+from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
 
 SAVED_EVERY, STOPPED_AT, NUM_STEPS = 3, 4, 7
-CLOCKS = {"step_time", "examples_per_second"}
 # 60 rows: four micro-batches of both partitioners; 64 for eight devices.
 SETTINGS = (
     "--exp=explicit.DigitsFsdp", "--set", f"run.checkpoint_every_steps={SAVED_EVERY}",
@@ -36,26 +33,8 @@ def steps(number):
     return f"run.num_train_steps={number}"
 
 
-@contextlib.contextmanager
-def stopping_at(batch, rows=InMemory.rows):
-    def stopping(self, index, which):
-        if self.shuffle and index == batch:
-            raise RuntimeError("the plug was pulled")
-        return rows(self, index, which)
-
-    with (
-        mock.patch.object(InMemory, "rows", stopping),
-        pytest.raises(RuntimeError, match="the plug was pulled"),
-    ):
-        yield
-
-
 def by_the_compiler():
     return mock.patch.object(explicit.NotebookDp, "partitioner", lambda self: None)
-
-
-def lines_of(path):
-    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +42,7 @@ def jobs():
     """Returns a job trained in one go, and one that was stopped in step 5 and went on."""
     whole, resumed = home() / "explicit", home() / "explicit_resumed"
     succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={whole}")
-    with stopping_at(STOPPED_AT):
+    with unplugged_at(STOPPED_AT):
         launch(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={resumed}")
     done = succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={resumed}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out

@@ -1,7 +1,6 @@
 """Jobs of plain functions through `main`: trained, stopped, resumed, evaluated and decoded."""
 
 import json
-from unittest import mock
 
 import fiddle as fdl
 import jax
@@ -12,15 +11,12 @@ from experiments.functions import SIZES, DigitsMlpFsdp
 from experiments.vision import digits
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
-from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, succeed
+from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
 
 NUM_STEPS, SAVED_EVERY, STOPPED_AT = 31, 13, 17
-CLOCKS = {"step_time", "examples_per_second"}
 SETTINGS = (
     "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
     f"run.checkpoint_every_steps={SAVED_EVERY}", "run.eval_every_steps=None",
@@ -28,29 +24,16 @@ SETTINGS = (
 )
 
 
-def rows_until(stop, rows=InMemory.rows):
-    def stopping(self, index, which):
-        if self.shuffle and index == stop:
-            raise RuntimeError("the plug was pulled")
-        return rows(self, index, which)
-
-    return mock.patch.object(InMemory, "rows", stopping)
-
-
 @pytest.fixture(scope="module")
 def jobs():
     """Returns a job trained in one go, and one that was stopped in step 18 and went on."""
     whole, resumed = home() / "functions", home() / "functions_resumed"
     succeed(*SETTINGS, f"--job_log_dir={whole}")
-    with rows_until(STOPPED_AT), pytest.raises(RuntimeError, match="the plug was pulled"):
+    with unplugged_at(STOPPED_AT):
         launch(*SETTINGS, f"--job_log_dir={resumed}")
     done = succeed(*SETTINGS, f"--job_log_dir={resumed}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
     return JobDir(whole), JobDir(resumed)
-
-
-def lines_of(path):
-    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
 
 
 def state_of(job):

@@ -17,13 +17,11 @@ from experiments.linen_models import CausalLm
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
 from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, succeed
+from tests.job_runs import home, launch, lines_of, succeed
 
 NUM_STEPS, SAVED_EVERY, STOPPED_AT = 5, 2, 3
-CLOCKS = {"step_time", "examples_per_second"}
 TINY_LM = '''
 import fiddle as fdl
 
@@ -74,10 +72,6 @@ def jobs():
     done = succeed(*start(resumed))
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
     return JobDir(whole), JobDir(resumed)
-
-
-def lines_of(path):
-    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Jobs of users' NNX models through `main`: trained, stopped, resumed, evaluated."""
 
 import functools
-from unittest import mock
 
 import fiddle as fdl
 import jax
@@ -11,15 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
-from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, succeed
+from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
 
 NUM_STEPS, SAVED_EVERY, STOPPED_AT = 7, 3, 4
-CLOCKS = {"step_time", "examples_per_second"}
 DEPTH = 29
 
 PACKAGE = '''
@@ -103,17 +99,6 @@ SETTINGS = {
 }
 
 
-def stopped():
-    rows = InMemory.rows
-
-    def stopping(self, index, which):
-        if self.shuffle and index == STOPPED_AT:
-            raise RuntimeError("the plug was pulled")
-        return rows(self, index, which)
-
-    return mock.patch.object(InMemory, "rows", stopping)
-
-
 @functools.cache
 def jobs(name):
     """Returns a job trained in one go, and one that was stopped in step 5 and went on."""
@@ -121,15 +106,11 @@ def jobs(name):
     (home() / "nnxzoo/experiments.py").write_text(PACKAGE)
     whole, resumed = (home() / f"nnx_{name}_{which}" for which in ("whole", "resumed"))
     succeed(*SETTINGS[name], f"--job_log_dir={whole}")
-    with stopped(), pytest.raises(RuntimeError, match="the plug was pulled"):
+    with unplugged_at(STOPPED_AT):
         launch(*SETTINGS[name], f"--job_log_dir={resumed}")
     done = succeed(*SETTINGS[name], f"--job_log_dir={resumed}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
     return JobDir(whole), JobDir(resumed)
-
-
-def lines_of(path):
-    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
 
 
 def state_of(job):

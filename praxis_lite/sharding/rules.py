@@ -255,7 +255,7 @@ class LogicalPartitioning:
             name, known = split.unmapped[0], dict(rules)
             raise ConfigError(
                 f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule, and is "
-                f"none of the mesh's axes {', '.join(job_mesh.axis_sizes)}. Rules are there for "
+                f"none of the mesh's axes {', '.join(job_mesh.axis_sizes)}. There are rules for "
                 f"{', '.join(known) or 'no name'}."
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 "WeightSharding.logical_axis_rules, with None for AXES where it is not split."
