@@ -13,7 +13,6 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import ConfigError
-from praxis_lite.evaluation import host_of
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
@@ -72,7 +71,7 @@ def _batch_by_batch(
     partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, base_key: jax.Array
 ) -> Iterator[tuple[Any, Any]]:
     """Yields inputs and outputs of each batch."""
-    for index, inputs in enumerate(pipeline.batches(**host_of())):
+    for index, inputs in enumerate(pipeline.batches()):
         key = jax.device_put(jax.random.fold_in(base_key, index), partitioner.replicated)
         yield inputs, partitioner.decode_step(mdl_vars, partitioner.global_batch(inputs), key)
 
@@ -100,7 +99,7 @@ def _in_slots(
     places: list[tuple[int, int]] = []  # Of each prompt: its batch, and its row in the outputs.
 
     def prompts() -> Iterator[Prompt]:
-        for index, inputs in enumerate(pipeline.batches(**host_of())):
+        for index, inputs in enumerate(pipeline.batches()):
             num_rows, shape = len(inputs["ids"]), (decoder.max_decode_steps,)
             num_hyps = num_rows * decoder.num_hyps
             empty = {

@@ -1,6 +1,6 @@
 """Means of a task's metrics over datasets: when and over what they are taken, and their lines."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,15 +29,25 @@ class Evaluator:
         self._max_eval_batches = max_eval_batches
         self._writer = writer
 
-    def run(self, step: int, mdl_vars: Any) -> dict[str, dict[str, float]]:
-        """Returns metrics by dataset, weighted over all batches, and writes a line for each."""
+    def run(
+        self, step: int, mdl_vars: Any, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, dict[str, float]] | None:
+        """Returns metrics by dataset, weighted over all batches, and writes a line for each.
+
+        Args:
+          should_stop: asked before each batch; None is returned, and nothing written, if it is so.
+        """
         results = {}
         for name, pipeline in self._pipelines.items():
             mean, pending = WeightedMean(), None
-            for index, inputs in enumerate(pipeline.batches(**host_of())):
+            num_rows = pipeline.batch_size
+            rows = self._partitioner.process_rows(num_rows)
+            for index, inputs in enumerate(pipeline.batches(rows=rows)):
                 if index == self._max_eval_batches:
                     break
-                batch = self._partitioner.global_batch(inputs)
+                if should_stop():
+                    return None
+                batch = self._partitioner.global_batch(inputs, num_rows)
                 scalars = self._partitioner.eval_step(mdl_vars, batch)
                 if pending is not None:
                     mean.add(jax.device_get(pending))
@@ -45,7 +55,8 @@ class Evaluator:
             if pending is not None:
                 mean.add(jax.device_get(pending))
             results[name] = {**mean.result(), **pipeline.baselines()}
-            self._writer.write({"step": step, "dataset": name, **results[name]})
+        for name, one in results.items():
+            self._writer.write({"step": step, "dataset": name, **one})
         return results
 
 
@@ -58,8 +69,3 @@ def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> st
     """Returns an evaluation as a line to read."""
     words = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
     return f"step {step}  {dataset}: {words}"
-
-
-def host_of() -> dict[str, int]:
-    """Returns which host's rows a pipeline gives here."""
-    return {"host_index": jax.process_index(), "num_hosts": jax.process_count()}

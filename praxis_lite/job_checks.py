@@ -1,7 +1,7 @@
 """What is checked of a job before its first step compiles."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from praxis_lite.errors import ConfigError, did_you_mean
@@ -33,11 +33,14 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
             )
 
 
-def check_resumable(data: Mapping[str, Any], pipeline: InputPipeline) -> None:
+def check_resumable(
+    data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
+) -> None:
     """Checks that the training data goes on where the checkpoint left it.
 
     Args:
       data: what was saved beside the state.
+      accepted: names that may differ (run.accept_changed_data).
 
     Raises:
       ConfigError: the pipeline is not the one that the checkpoint was trained with; names what

@@ -10,6 +10,7 @@ from praxis_lite import decoding, trainer
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init_from_checkpoint import init_from_checkpoints
 from praxis_lite.checkpoints.init_plan import plan_init
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line
@@ -17,8 +18,10 @@ from praxis_lite.experiment import Job
 from praxis_lite.job_checks import TRAIN, check_resumable
 from praxis_lite.job_dir import JobDir
 from praxis_lite.layout_table import layout_table, layout_warnings
+from praxis_lite.loss_spikes import LossSpike
 from praxis_lite.metrics import JsonLinesWriter, ProgressLine
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.stopping import StopRequest
 from praxis_lite.train_state import TrainState
 
 
@@ -44,16 +47,15 @@ def train(
     if not job_dir.config_json.is_file():
         # Before any other file: a launch that is stopped from here on leaves a job to go on with.
         job_dir.write_config(*texts)
-    with Checkpoints(
-        job_dir.checkpoints, max_to_keep=run.max_checkpoints_to_keep, best=run.best_checkpoints
+    with StopRequest(run.time_limit_seconds) as stop, Checkpoints(
+        job_dir.checkpoints, saving=SaveSettings.of(run), note=_say
     ) as saved:
+        skipped: tuple[int, ...] = ()
         if saved.latest_step() is None:
             first_step, state = _new_state(partitioner, job, job_dir)
         else:
-            check_resumable(saved.latest_data(), job.datasets[TRAIN])
-            restored = saved.restore(partitioner.layout, partitioner.mesh)
-            first_step, state = restored.step, restored.state
-            print(f"restored the checkpoint of step {first_step}", flush=True)
+            check_resumable(saved.latest_data(), job.datasets[TRAIN], run.accept_changed_data)
+            first_step, state, skipped = _resumed(partitioner, saved)
             _print_changes(job_dir, config)
         job_dir.write_config(*texts)
         _print_layout(partitioner, job_dir)
@@ -61,11 +63,26 @@ def train(
             print(reason)
             return
         print("compiling the first step", flush=True)
-        progress = ProgressLine(run.num_train_steps, sys.stdout, run.log_every_steps, first_step)
-        last_step = trainer.train(
-            partitioner, job.datasets, run, job_dir, saved, state, first_step, progress
+        stop.training_begins()
+        while True:
+            progress = ProgressLine(
+                run.num_train_steps, sys.stdout, run.log_every_steps, first_step
+            )
+            try:
+                trained = trainer.train(
+                    partitioner, job.datasets, run, job_dir, saved, state, first_step, progress,
+                    stop, skipped,
+                )
+                break
+            except LossSpike as spike:
+                first_step, state, skipped = _rolled_back(partitioner, saved, spike, skipped)
+    if trained.stopped_by:
+        print(
+            f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
+            f"goes on from there: {job_dir.path}"
         )
-    print(f"trained to step {last_step}: {job_dir.path}")
+    else:
+        print(f"trained to step {trained.step}: {job_dir.path}")
 
 
 def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:
@@ -115,13 +132,32 @@ def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> tuple[int
     return int(state.step), state
 
 
+def _resumed(
+    partitioner: Partitioner, saved: Checkpoints, step: int | None = None
+) -> tuple[int, TrainState, tuple[int, ...]]:
+    """Returns the step, the state and the batches left out so far; None: of the newest."""
+    restored = saved.restore(partitioner.layout, partitioner.mesh, step=step)
+    print(f"restored the checkpoint of step {restored.step}", flush=True)
+    return restored.step, restored.state, tuple(restored.data.get("skipped", ()))
+
+
+def _rolled_back(
+    partitioner: Partitioner, saved: Checkpoints, spike: LossSpike, skipped: Sequence[int]
+) -> tuple[int, TrainState, tuple[int, ...]]:
+    raise NotImplementedError
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def _restored(
     partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
 ) -> tuple[int, Any]:
     """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
     layout = partitioner.layout
     read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
-    with Checkpoints(job_dir.checkpoints) as saved:
+    with Checkpoints(job_dir.checkpoints, note=_say) as saved:
         restored = saved.restore_for_eval(layout, partitioner.mesh, tuple(read), step=step)
     averages = ", averaged over the steps before it" if read else ""
     print(f"restored the weights of step {restored.step}{averages}", flush=True)

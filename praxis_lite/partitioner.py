@@ -14,6 +14,7 @@ from praxis_lite.sharding.inputs import (
     abstract_global_batch,
     check_inputs_split_mapping,
     global_batch,
+    process_rows,
     reshard_by_rank,
     true_rows,
 )
@@ -79,9 +80,13 @@ class Partitioner:
         """Returns the run's key, on every device."""
         return jax.device_put(jax.random.key(seed), self.replicated)
 
-    def global_batch(self, inputs: PyTree) -> GlobalBatch:
-        """Returns a host's NumPy batch as global arrays; see `sharding.inputs.global_batch`."""
-        return global_batch(inputs, self.mesh)
+    def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
+        """Returns a process's NumPy rows as global arrays; see `sharding.inputs.global_batch`."""
+        return global_batch(inputs, self.mesh, num_rows)
+
+    def process_rows(self, num_rows: int) -> slice:
+        """Returns which rows of a global batch this process feeds."""
+        return process_rows(num_rows, self.mesh)
 
     def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
         """Checks the rows and ranks of a batch for a step before anything compiles.

@@ -2,20 +2,23 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from praxis_lite.agreement import Agreement
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
-from praxis_lite.evaluation import Evaluator, evaluation_line, host_of, watched_values
+from praxis_lite.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.experiment import RunConfig
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_checks import TRAIN
 from praxis_lite.job_dir import JobDir
+from praxis_lite.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.metrics import (
     JsonLinesWriter,
     ProgressLine,
@@ -24,7 +27,22 @@ from praxis_lite.metrics import (
     read_json_lines,
 )
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.stopping import StopRequest
 from praxis_lite.train_state import TrainState
+from praxis_lite.watchdog import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """How training ended.
+
+    Attributes:
+      step: the last one made; its checkpoint is saved.
+      stopped_by: what asked for an early end, such as "SIGTERM"; None: nothing did.
+    """
+
+    step: int
+    stopped_by: str | None = None
 
 
 def train(
@@ -36,19 +54,25 @@ def train(
     state: TrainState,
     first_step: int,
     progress: ProgressLine,
-) -> int:
-    """Trains to `run.num_train_steps`, or until it stops early, and returns the last step.
+    stop: StopRequest,
+    skipped_batches: Sequence[int] = (),
+) -> Trained:
+    """Trains to `run.num_train_steps`, or until it stops early or is asked to.
 
     Step N's line is in metrics.jsonl before the checkpoint of step N is begun. Metrics are read
     one step late, while the next step runs, so the devices never wait for the host.
 
     Args:
       state: of `first_step`; donated.
-      first_step: also the index of the first training batch.
+      first_step: the steps made; the data goes on from there.
+      stop: asked after every step, and before every batch of an evaluation.
+      skipped_batches: indices of training batches that are left out.
 
     Raises:
       ConfigError: `run.max_skipped_steps_in_a_row` steps were skipped; names the newest checkpoint
         from before.
+      LossSpike: where run.on_loss_spike is "roll_back".
+      FailedSave: a checkpoint could not be written.
     """
     train_pipeline = datasets[TRAIN]
     key = partitioner.key(run.seed)
@@ -59,40 +83,72 @@ def train(
     metrics_writer = JsonLinesWriter(job.metrics_jsonl, first_step)
     reporter = _Reporter(partitioner, run, metrics_writer, board, progress, checkpoints, state)
     watched = watched_history(run.early_stopping, job, first_step)
+    agreement = Agreement(partitioner.mesh)
+    watchdog = Watchdog(run.watchdog_seconds, exits=run.watchdog_exits)
+
+    def should_stop() -> bool:
+        return agreement.any(stop.reason is not None)
+
+    def evaluate(step: int, state: TrainState) -> dict[str, float]:
+        """Returns the values by the names that settings give them; {}: it was asked to stop."""
+        # Not kept in a variable: averages are another copy of the weights.
+        results = evaluator.run(
+            step, partitioner.eval_mdl_vars(state, use_ema=run.eval_use_ema_states), should_stop
+        )
+        if results is None:
+            return {}
+        for name, one in results.items():
+            progress.note(evaluation_line(step, name, one))
+        values = watched_values(results)
+        board.scalars(step, values)
+        if run.early_stopping is not None:
+            watched[step] = values[run.early_stopping.metric]
+        return values
+
+    stopped_by, step = None, first_step
     try:
-        batches = train_pipeline.batches(start=first_step, **host_of())
-        for step in range(first_step + 1, run.num_train_steps + 1):
-            batch = partitioner.global_batch(next(batches))
-            state, outputs = partitioner.train_step(state, batch, key)
-            reporter.report()
-            reporter.pending = _Pending(step, outputs)
-            is_last = step == run.num_train_steps
-            evaluates = bool(eval_sets) and (is_last or _is_due(step, run.eval_every_steps))
-            values, reason_to_stop = {}, None
-            if evaluates:
+        with watchdog:
+            if _is_due(first_step, run.eval_every_steps) and _lacks_evaluation(job, first_step):
+                # The run that saved this step was stopped in the middle of its evaluation.
+                evaluate(first_step, state)
+            position = DataPosition.of_step(first_step, tuple(skipped_batches))
+            num_rows = train_pipeline.batch_size
+            batches = position.batches(train_pipeline, partitioner.process_rows(num_rows))
+            for step in range(first_step + 1, run.num_train_steps + 1):
+                checkpoints.raise_if_failed()
+                index, inputs = next(batches)
+                batch = partitioner.global_batch(inputs, num_rows)
+                state, outputs = partitioner.train_step(state, batch, key)
+                stops = should_stop()
                 reporter.report()
-                # Not kept in a variable: averages are another copy of the weights.
-                results = evaluator.run(
-                    step, partitioner.eval_mdl_vars(state, use_ema=run.eval_use_ema_states)
+                reporter.pending = _Pending(step, index, outputs)
+                is_last = step == run.num_train_steps
+                evaluates = bool(eval_sets) and (is_last or _is_due(step, run.eval_every_steps))
+                values, reason_to_stop = {}, None
+                if evaluates and not stops:
+                    reporter.report()
+                    values = evaluate(step, state)
+                    stops = not values
+                    if values and run.early_stopping is not None:
+                        reason_to_stop = run.early_stopping.reason_to_stop(watched)
+                saves = (
+                    is_last or stops or reason_to_stop or _is_due(step, run.checkpoint_every_steps)
                 )
-                for name, one in results.items():
-                    progress.note(evaluation_line(step, name, one))
-                values = watched_values(results)
-                board.scalars(step, values)
-                if run.early_stopping is not None:
-                    watched[step] = values[run.early_stopping.metric]
-                    reason_to_stop = run.early_stopping.reason_to_stop(watched)
-            saves = is_last or reason_to_stop or _is_due(step, run.checkpoint_every_steps)
-            if saves:
-                reporter.report()
-                data = {"next_batch": step, "fingerprint": train_pipeline.fingerprint()}
-                checkpoints.save(step, state, partitioner.layout, data, values)
-            if saves or evaluates:
-                reporter.last_time = time.perf_counter()
-            if reason_to_stop:
-                progress.note(f"stopped early at step {step}: {reason_to_stop}")
-                break
-        reporter.report()
+                if saves:
+                    reporter.report()
+                    data = DataPosition.of_step(step, position.skipped).as_json(train_pipeline)
+                    checkpoints.save(step, state, partitioner.layout, data, values)
+                if saves or evaluates:
+                    reporter.last_time = time.perf_counter()
+                watchdog.step_ended(step)
+                if stops:
+                    stopped_by = stop.reason or "another process"
+                    break
+                if reason_to_stop:
+                    progress.note(f"stopped early at step {step}: {reason_to_stop}")
+                    break
+            reporter.report()
+            checkpoints.wait()
     finally:
         progress.close()
         metrics_writer.close()
@@ -100,7 +156,13 @@ def train(
         board.close()
     title = f"{job.path.name}, {step} steps"
     plot_loss_curve(job.metrics_jsonl, job.loss_curve_png, job.eval_metrics_jsonl, title)
-    return step
+    return Trained(step, stopped_by)
+
+
+def _lacks_evaluation(job: JobDir, step: int) -> bool:
+    if step == 0 or not job.eval_metrics_jsonl.exists():
+        return False
+    return all(line["step"] != step for line in read_json_lines(job.eval_metrics_jsonl))
 
 
 def watched_history(
@@ -120,9 +182,10 @@ def watched_history(
 
 @dataclasses.dataclass
 class _Pending:
-    """A step whose outputs are still on the devices."""
+    """A step whose outputs are still on the devices; `batch` is the index of its batch."""
 
     step: int
+    batch: int
     outputs: Any
 
 
@@ -147,6 +210,7 @@ class _Reporter:
         self._weight_unit = partitioner.task.weight_unit
         self._run, self._writer, self._board = run, writer, board
         self._progress, self._checkpoints = progress, checkpoints
+        self._spikes = SpikeDetector(run.loss_spike_factor)
         self._num_skipped = int(jax.device_get(state.opt_states["num_skipped_steps"]))
         self._board_every = run.log_every_steps or max(1, run.num_train_steps // 200)
         self.pending: _Pending | None = None
@@ -155,7 +219,8 @@ class _Reporter:
     def report(self) -> None:
         if self.pending is None:
             return
-        step, outputs = self.pending.step, jax.device_get(self.pending.outputs)
+        step, batch = self.pending.step, self.pending.batch
+        outputs = jax.device_get(self.pending.outputs)
         self.pending = None
         now = time.perf_counter()
         line = _metrics_line(step, outputs, now - self.last_time, self._weight_unit)
@@ -166,6 +231,10 @@ class _Reporter:
         self._progress.update(
             step, loss=line["loss"], tokens_per_second=line.get("tokens_per_second")
         )
+        if self._spikes.is_spike(line["loss"]):
+            self._progress.note(f"step {step}: loss spike: {line['loss']:.4f}")
+            if self._run.on_loss_spike == "roll_back":
+                raise LossSpike(step, batch)
         self._report_skipped(step, outputs["learner"])
 
     def _report_skipped(self, step: int, learner: Mapping[str, Any]) -> None:

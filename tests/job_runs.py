@@ -132,7 +132,7 @@ class Averaged(Tiny):
     def run(self):
         return fdl.Config(
             RunConfig, num_train_steps=9, checkpoint_every_steps=2, eval_every_steps=1,
-            max_checkpoints_to_keep=1, eval_use_ema_states=True, decode_use_ema_states=True,
+            max_checkpoints_to_keep=2, eval_use_ema_states=True, decode_use_ema_states=True,
             best_checkpoints=fdl.Config(BestCheckpoints, metric="heldout/loss", max_to_keep=1),
             early_stopping=fdl.Config(EarlyStopping, metric="heldout/loss", patience=2),
         )

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
-    {"errors", "hlo_text", "source_scan"},
-    {"hlo_layers"},
+    {"errors", "hlo_text", "processes", "source_scan", "stopping", "watchdog"},
+    {"agreement", "hlo_layers", "loss_spikes"},
     {"sharding", "hlo", "config", "initializers", "schedules"},
     {"weights"},
     {"weight_sharding"},

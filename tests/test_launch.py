@@ -82,7 +82,7 @@ def test_the_averages_evaluated_are_those_of_the_checkpoint():
     assert "final_ln" not in ema  # Frozen: not averaged.
     mdl_vars = {**state.mdl_vars, "params": {**ema, "final_ln": params["final_ln"]}}
     mean = WeightedMean()
-    for inputs in built.datasets["heldout"].batches(host_index=0, num_hosts=1):
+    for inputs in built.datasets["heldout"].batches():
         batch = partitioner.global_batch(inputs)
         mean.add(jax.device_get(partitioner.eval_step(mdl_vars, batch)))
     assert math.isclose(mean.result()["loss"], dict(heldout_losses(job)[:step])[step], rel_tol=1e-6)

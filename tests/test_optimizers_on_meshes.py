@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import hlo
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from tests.lm_runs import on_host
 from tests.optimizer_runs import (
     MESHES,
@@ -100,7 +101,7 @@ def test_saved_on_one_mesh_and_restored_on_the_next_it_goes_on_as_it_would_have(
 ):
     meshes = [mesh for one, mesh in RUNS if one == size]
     saved, other = trained(size, shape), trained(size, meshes[meshes.index(shape) - 1])
-    with Checkpoints(tmp_path, max_to_keep=1) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
         checkpoints.save(SAVED_STEP, saved.saved, saved.partitioner.layout, {})
     with Checkpoints(tmp_path) as checkpoints:
         restored = checkpoints.restore(other.partitioner.layout, other.partitioner.mesh)

@@ -6,7 +6,7 @@ mesh: by itself it would also cut a real mismatch, without a word.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints, KeepBest
 from praxis_lite.checkpoints.manifest import Leaves, differences, manifest_leaf, manifest_leaves
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.train_state import LeafLayout, StateLayout, TrainState
 
@@ -32,10 +33,12 @@ class Restored:
     Attributes:
       step: of the checkpoint.
       state: a TrainState on the mesh.
+      data: what was saved beside it: the position of the training data.
     """
 
     step: int
     state: PyTree
+    data: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -43,18 +46,19 @@ class Checkpoints:
 
     Args:
       directory: of all steps.
-      max_to_keep: older steps are deleted; None: nothing is ever deleted (reading).
-      best: steps that are kept besides. None: none; what the best one is, is then told by what the
-        newest checkpoint was saved with.
+      saving: how this job saves. None: it reads only, and nothing is ever renamed or deleted.
+      note: told, a line each, of what is damaged and what is done about it.
     """
 
     def __init__(
         self,
         directory: Path,
         *,
-        max_to_keep: int | None = None,
-        best: BestCheckpoints | None = None,
+        saving: SaveSettings | None = None,
+        note: Callable[[str], None] = print,
     ):
+        best = saving.best if saving else None
+        max_to_keep = saving.max_to_keep if saving else None
         self.directory, self._best = directory, best
         self._metrics: dict[int, dict[str, float]] = {}
         kept = [_policies.LatestN(max_to_keep)]
@@ -79,6 +83,14 @@ class Checkpoints:
     def __exit__(self, *exc_info: object) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+
+    def raise_if_failed(self) -> None:
+        """Raises what made the save in the background fail, once."""
+        self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Waits for the save in flight; raises what made it fail."""
+        self._manager.wait_until_finished()
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
@@ -221,7 +233,8 @@ class Checkpoints:
         arrays = self._read(step, {leaf.path: leaf for leaf in part.leaves()}, mesh)
         tree = jax.tree.unflatten(jax.tree.structure(part.shapes), arrays.values())
         step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
-        return Restored(step, TrainState(step_array, tree["mdl_vars"], tree["opt_states"]))
+        state = TrainState(step_array, tree["mdl_vars"], tree["opt_states"])
+        return Restored(step, state, manifest["data"])
 
     def _read(self, step: int, leaves: Mapping[str, LeafLayout], mesh: Mesh) -> dict[str, Any]:
         """Returns the padded arrays in the order of `leaves`, which have been compared."""

@@ -1,4 +1,4 @@
-"""What a pipeline of batches promises: any batch by its index, on any number of hosts."""
+"""What a pipeline of batches promises: any rows of any batch by its index."""
 
 import abc
 import itertools
@@ -13,7 +13,7 @@ from praxis_lite.errors import ConfigError
 
 
 class InputPipeline(abc.ABC):
-    """Batches of host arrays, each a pure function of (settings, seed, index, host).
+    """Batches of host arrays, each a pure function of (settings, seed, index).
 
     Resuming at step k is `batches(start=k)`: nothing is replayed and no position is stored. Every
     batch of a pipeline has the same shapes; a last batch that is not full ends in zero rows whose
@@ -37,14 +37,16 @@ class InputPipeline(abc.ABC):
 
     @abc.abstractmethod
     def batches(
-        self, start: int = 0, *, host_index: int = 0, num_hosts: int = 1
+        self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Returns this host's rows of batch `start`, `start + 1`, ...
+        """Returns batch `start`, `start + 1`, ..., or these rows of each.
 
-        The rows of all hosts, concatenated in the order of host_index, are the global batch.
+        Args:
+            rows: from start to stop, of the batch_size rows of the global batch; None: all. A
+                process asks for those that its devices hold (`sharding.inputs.process_rows`).
 
         Raises:
-            ConfigError: as `check`, or where num_hosts does not divide batch_size.
+            ConfigError: as `check`.
         """
 
     @abc.abstractmethod
@@ -69,20 +71,9 @@ class InputPipeline(abc.ABC):
                     f"{minimum} or more."
                 )
 
-    def host_rows(self, host_index: int, num_hosts: int) -> slice:
-        """Returns the rows of the global batch that this host provides."""
-        if num_hosts < 1 or self.batch_size % num_hosts:
-            raise ConfigError(
-                f"{type(self).__name__}: batch_size {self.batch_size} does not divide over "
-                f"{num_hosts} hosts. Make batch_size a multiple of the number of hosts."
-            )
-        if not 0 <= host_index < num_hosts:
-            raise ConfigError(
-                f"{type(self).__name__}: host_index is {host_index}; with {num_hosts} hosts it "
-                f"must be 0 to {num_hosts - 1}."
-            )
-        rows_per_host = self.batch_size // num_hosts
-        return slice(host_index * rows_per_host, (host_index + 1) * rows_per_host)
+    def whole_or(self, rows: slice | None) -> slice:
+        """Returns `rows`, or all rows of the batch where they are None."""
+        return slice(0, self.batch_size) if rows is None else rows
 
 
 class IndexedPipeline(InputPipeline):
@@ -93,12 +84,11 @@ class IndexedPipeline(InputPipeline):
         """Returns these rows (start to stop) of the global batch `index`."""
 
     def batches(
-        self, start: int = 0, *, host_index: int = 0, num_hosts: int = 1
+        self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         # Checks now, not at the first next(): the function that does so is no generator.
         self.check()
-        rows = self.host_rows(host_index, num_hosts)
-        end = self.num_batches
+        rows, end = self.whole_or(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)
         return (self.rows(index, rows) for index in indices)
 

@@ -25,10 +25,10 @@ class TextWindows(numpy_data.TextWindows):
             raise missing_tensorflow("tf_data.TextWindows", "numpy_data.TextWindows")
 
     def batches(
-        self, start: int = 0, *, host_index: int = 0, num_hosts: int = 1
+        self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         self.check()
-        rows = self.host_rows(host_index, num_hosts)
+        rows = self.whole_or(rows)
         tf = tensorflow("tf_data.TextWindows", "numpy_data.TextWindows")
         end = np.iinfo(np.int64).max if self.num_batches is None else self.num_batches
         with tf.device("/CPU:0"):

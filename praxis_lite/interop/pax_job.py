@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from praxis_lite import registry
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.config.overrides import apply_overrides, check_required
 from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.errors import ConfigError
@@ -66,7 +67,7 @@ def begin_job(
     weights = read_pax_checkpoint(pax_directory, step)
     key = jax.random.key(job.run.seed)
     mdl_vars = mdl_vars_from_pax(job.task.model, weights, ignore=ignore, new=new, key=key)
-    with Checkpoints(job_dir.checkpoints, max_to_keep=1) as saved:
+    with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
         if saved.latest_step() is not None:
             raise ConfigError(
                 f"{job_dir.path} has a checkpoint of step {saved.latest_step()} already. Name a "

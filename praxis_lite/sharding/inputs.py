@@ -55,36 +55,63 @@ def num_rows_of(inputs: PyTree) -> int:
     return next(iter(rows.values()))[0] if rows else 0
 
 
-def global_batch(inputs: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns a host's batch as global arrays over `mesh`, rows padded with zeros to divide it.
+def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
+    """Returns which rows of a batch of `num_rows` a process feeds: those that its devices hold.
+
+    The batch is padded to a multiple of the devices and split over all of them in the mesh's
+    order, so a process may hold fewer true rows than another, or none. Where its devices do not
+    follow each other in that order, the rows in between are in the slice too.
 
     Args:
-      inputs: NumPy arrays: this process's rows. Processes hold equally many, in process order.
+      process_index: None: this process.
+    """
+    index = jax.process_index() if process_index is None else process_index
+    rows_per_device = math.ceil(num_rows / mesh.size)
+    places = [place for place, one in enumerate(mesh.devices.flat) if one.process_index == index]
+    if not places:
+        return slice(0, 0)
+    start, stop = places[0] * rows_per_device, (places[-1] + 1) * rows_per_device
+    return slice(min(start, num_rows), min(stop, num_rows))
+
+
+def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> GlobalBatch:
+    """Returns a process's part of a batch as global arrays over `mesh`, padded with zero rows.
+
+    Args:
+      inputs: NumPy arrays: the rows `process_rows(num_rows, mesh)`.
       mesh: all of whose axes split the rows.
+      num_rows: of the global batch; None: this one process holds them all.
 
     Raises:
-      ConfigError: the leaves disagree on their rows; or several processes hold rows that their
-        devices do not divide.
+      ConfigError: the leaves disagree on their rows.
     """
-    num_processes = len({device.process_index for device in mesh.devices.flat})
-    num_rows = num_rows_of(inputs) * num_processes
+    held = num_rows_of(inputs)
+    num_rows = held if num_rows is None else num_rows
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
-    if num_processes > 1 and padded_rows != num_rows:
-        raise ConfigError(
-            f"A batch of {num_rows} rows does not divide over {mesh.size} devices of "
-            f"{num_processes} processes. Make the batch size a multiple of {mesh.size}."
-        )
-
-    def pad(x: np.ndarray) -> np.ndarray:
-        if x.ndim == 0 or padded_rows == num_rows:
-            return x
-        return np.concatenate([x, np.zeros((padded_rows - num_rows, *x.shape[1:]), x.dtype)])
-
     shardings = jax.tree.map(lambda x: batch_sharding(x.ndim, mesh), inputs)
-    if num_processes == 1:
+    if jax.process_count() == 1:
+
+        def pad(x: np.ndarray) -> np.ndarray:
+            if x.ndim == 0 or padded_rows == num_rows:
+                return x
+            return np.concatenate([x, np.zeros((padded_rows - num_rows, *x.shape[1:]), x.dtype)])
+
         return GlobalBatch(jax.device_put(jax.tree.map(pad, inputs), shardings), num_rows)
-    arrays = jax.tree.map(jax.make_array_from_process_local_data, shardings, inputs)
-    return GlobalBatch(arrays, num_rows)
+    first = process_rows(num_rows, mesh).start
+
+    def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        def block(index: tuple) -> np.ndarray:
+            if not index:
+                return x
+            start, stop, _ = index[0].indices(padded_rows)
+            rows = x[start - first : max(min(stop, num_rows) - first, start - first)]
+            filler = np.zeros((stop - start - len(rows), *x.shape[1:]), x.dtype)
+            return np.concatenate([rows, filler])
+
+        shape = (padded_rows, *x.shape[1:]) if x.ndim else ()
+        return jax.make_array_from_callback(shape, sharding, block)
+
+    return GlobalBatch(jax.tree.map(place, inputs, shardings), num_rows)
 
 
 def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.errors import ConfigError
 from praxis_lite.partitioner import Partitioner
@@ -71,7 +72,7 @@ def placed(true_state, partitioner):
 
 
 def save(folder, step, state, layout, data=None):
-    with Checkpoints(folder, max_to_keep=3) as checkpoints:
+    with Checkpoints(folder, saving=SaveSettings(max_to_keep=3)) as checkpoints:
         checkpoints.save(step, state, layout, data or {})
 
 
@@ -280,7 +281,7 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
     shutil.copytree(folder / "13", folder / "17.orbax-checkpoint-tmp")
     shutil.rmtree(folder / "17.orbax-checkpoint-tmp/manifest")
     partitioner = partitioner_on(mesh_of(1, 1, 1))
-    with Checkpoints(folder, max_to_keep=3) as checkpoints:
+    with Checkpoints(folder, saving=SaveSettings(max_to_keep=3)) as checkpoints:
         assert checkpoints.all_steps() == [13]
         restored = checkpoints.restore(partitioner.layout, partitioner.mesh)
         checkpoints.save(17, restored.state, partitioner.layout, {})
@@ -291,7 +292,7 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
 def test_older_checkpoints_are_deleted(tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
     state = placed(random_true_state(partitioner.layout), partitioner)
-    with Checkpoints(tmp_path, max_to_keep=2) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=2)) as checkpoints:
         for step in (3, 7, 11):
             checkpoints.save(step, state, partitioner.layout, {})
     with Checkpoints(tmp_path) as checkpoints:
@@ -321,11 +322,11 @@ def small_state(mesh, number):
     ("mode", "kept", "best_step"), [("min", [2, 7, 8], 2), ("max", [1, 5, 8], 5)]
 )
 def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, best_step):
-    mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, max_to_keep=2)
+    mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, saving=SaveSettings(max_to_keep=2))
     values = {1: 5.0, 2: 2.0, 3: float("nan"), 4: None, 5: 5.5, 6: 4.0, 7: 2.0, 8: None}
     # As two launches of a job: the second learns from the manifests what the first saved.
     for steps in ((1, 2, 3, 4), (5, 6, 7, 8)):
-        with Checkpoints(tmp_path, max_to_keep=1, best=best) as checkpoints:
+        with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1, best=best)) as checkpoints:
             for step in steps:
                 metrics = {} if values[step] is None else {"heldout/loss": values[step]}
                 checkpoints.save(step, small_state(mesh, step), SMALL, {}, metrics)
@@ -345,7 +346,7 @@ def test_without_the_metric_there_is_no_best(tmp_path, mesh_of):
     mesh = mesh_of(1, 4, 2)
     best = BestCheckpoints(metric="heldout/loss")
     for step, metrics in [(1, {"heldout/accuracy": 0.5}), (2, {"heldout/loss": float("nan")})]:
-        with Checkpoints(tmp_path, max_to_keep=3, best=best) as checkpoints:
+        with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=3, best=best)) as checkpoints:
             checkpoints.save(step, small_state(mesh, step), SMALL, {}, metrics)
             assert checkpoints.best_step() is None
     wrong = pytest.raises(ConfigError, match="no best checkpoint, .* it has the steps 1, 2")
@@ -359,7 +360,7 @@ def test_what_is_best_must_make_sense():
     with pytest.raises(ConfigError, match="best_checkpoints.metric is 'loss'; .*'heldout/loss'"):
         BestCheckpoints(metric="loss")
     with pytest.raises(ConfigError, match="max_to_keep is 0; wanted is a whole number, 1"):
-        BestCheckpoints(metric="heldout/loss", max_to_keep=0)
+        BestCheckpoints(metric="heldout/loss", saving=SaveSettings(max_to_keep=0))
 
 
 def test_single_arrays_are_restored_onto_any_layout(saved_folder, mesh_of):
@@ -408,7 +409,7 @@ def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path, mesh_of):
         donate_argnums=0,
     )
     overwrite.lower(state).compile()
-    with Checkpoints(tmp_path, max_to_keep=1) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
         checkpoints.save(3, state, partitioner.layout, {})
         for _ in range(7):
             state = overwrite(state)

@@ -12,6 +12,7 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init_from_checkpoint import init_from_checkpoints
 from praxis_lite.checkpoints.init_plan import plan_init
 from praxis_lite.checkpoints.loading_rules import LOAD_ALL, CheckpointLoadingRules
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.adapters import adapted
 from praxis_lite.partitioner import Partitioner
@@ -43,7 +44,7 @@ def source(tmp_path_factory):
     true_state = random_true_state(saving.layout)
     older = jax.tree.map(lambda x: x + np.ones_like(x), true_state)
     job = tmp_path_factory.mktemp("source")
-    with Checkpoints(job / "checkpoints", max_to_keep=3) as checkpoints:
+    with Checkpoints(job / "checkpoints", saving=SaveSettings(max_to_keep=3)) as checkpoints:
         for step, state in ((13, older), (17, true_state)):
             checkpoints.save(step, placed(state, saving), saving.layout, {})
     return job, true_state
@@ -265,7 +266,7 @@ def test_rules_may_match_nothing_where_they_are_told_so(source):
 
 def test_averages_that_are_not_there_are_refused(tmp_path):
     saving = partitioner()
-    with Checkpoints(tmp_path, max_to_keep=1) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
         state = placed(random_true_state(saving.layout), saving)
         checkpoints.save(3, state, saving.layout, {})
     with pytest.raises(ConfigError, match=r"has no moving averages \(opt_states/ema\)"):

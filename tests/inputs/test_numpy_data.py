@@ -80,12 +80,12 @@ def test_resuming_equals_skipping(make):
             assert_same(taken(make().batches())[start:], taken(make().batches(start), 23 - start))
 
 
-def test_rows_of_all_hosts_are_the_global_batch(make):
+@pytest.mark.parametrize("bounds", [(0, 3, 6), (0, 2, 4, 6), (0, 1, 6, 6)])
+def test_rows_of_all_hosts_are_the_global_batch(make, bounds):
     whole = taken(make().batches(1))
-    for num_hosts in 2, 3, 6:
+    if whole:
         of_hosts = [
-            taken(make().batches(1, host_index=host, num_hosts=num_hosts))
-            for host in range(num_hosts)
+            taken(make().batches(1, rows=slice(*pair))) for pair in itertools.pairwise(bounds)
         ]
         joined = [
             {name: np.concatenate([rows[name] for rows in hosts]) for name in hosts[0]}
@@ -265,9 +265,3 @@ def test_bad_settings_are_refused_before_the_first_batch(make_bad, words):
         with pytest.raises(ConfigError, match=words) as error:
             refused()
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("host", "words"), [((0, 4), "6 does not divide"), ((3, 3), "0 to 2")])
-def test_hosts_that_do_not_fit_are_refused(make, host, words):
-    with pytest.raises(ConfigError, match=words):
-        make().batches(host_index=host[0], num_hosts=host[1])

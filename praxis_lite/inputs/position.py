@@ -1,0 +1,48 @@
+"""Where in the training data a job is: the next batch, and those that were left out."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.inputs.base import InputPipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPosition:
+    """Which batch comes next.
+
+    Attributes:
+      next_batch: the index of the batch of the next step.
+      skipped: indices of batches that are left out, in order.
+    """
+
+    next_batch: int = 0
+    skipped: tuple[int, ...] = ()
+
+    @classmethod
+    def of_step(cls, step: int, skipped: tuple[int, ...] = ()) -> "DataPosition":
+        """Returns the position after `step` steps."""
+        index = step
+        for batch in sorted(skipped):
+            if batch <= index:
+                index += 1
+        return cls(index, tuple(sorted(skipped)))
+
+    def batches(
+        self, pipeline: InputPipeline, rows: slice
+    ) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
+        """Yields (index, these rows of the batch) from here on."""
+        for index, batch in enumerate(
+            pipeline.batches(start=self.next_batch, rows=rows), start=self.next_batch
+        ):
+            if index not in self.skipped:
+                yield index, batch
+
+    def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of it."""
+        return {
+            "next_batch": self.next_batch, "skipped": list(self.skipped),
+            "fingerprint": pipeline.fingerprint(),
+        }
