@@ -322,7 +322,7 @@ def small_state(mesh, number):
     ("mode", "kept", "best_step"), [("min", [2, 7, 8], 2), ("max", [1, 5, 8], 5)]
 )
 def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, best_step):
-    mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, saving=SaveSettings(max_to_keep=2))
+    mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, max_to_keep=2)
     values = {1: 5.0, 2: 2.0, 3: float("nan"), 4: None, 5: 5.5, 6: 4.0, 7: 2.0, 8: None}
     # As two launches of a job: the second learns from the manifests what the first saved.
     for steps in ((1, 2, 3, 4), (5, 6, 7, 8)):
