@@ -113,12 +113,10 @@ class RunConfig:
                     f"run.{field.name}: found {value!r}, wanted {wanted}{absent}. Change it in the "
                     f"experiment's run(), or with --set run.{field.name}=NUMBER."
                 )
-
-
         if self.loss_spike_factor is not None and not self.loss_spike_factor > 1:
             raise ConfigError(
-                f"run.loss_spike_factor: found {self.loss_spike_factor!r}, wanted a number above 1, "
-                "or None. Change it in the experiment's run(), or with --set."
+                f"run.loss_spike_factor: found {self.loss_spike_factor!r}, wanted a number above "
+                "1, or None. Change it in the experiment's run(), or with --set."
             )
         if self.on_loss_spike not in ("report", "roll_back"):
             raise ConfigError(
