@@ -1,7 +1,9 @@
 # Needs only make and a Python >= 3.11; each target sets up .venv by itself.
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
+#   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
 #   make test    runs the tests
+#   make faults  kills, damages and fills disks, hundreds of times; about half an hour
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
 #
@@ -18,7 +20,7 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint clean
+.PHONY: help demo demo-multiprocess test faults lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,8 +38,14 @@ demo: $(INSTALLED)
 	@$(VENV_PYTHON) main.py --mode=decode --job_log_dir="$(JOB_LOG_DIR)"
 	@$(VENV_PYTHON) main.py --mode=summary --job_log_dir="$(JOB_LOG_DIR)"
 
+demo-multiprocess: $(INSTALLED)
+	@$(VENV_PYTHON) benchmarks/demo_multiprocess.py
+
 test: $(INSTALLED)
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+faults: $(INSTALLED)
+	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
 
 lint: $(INSTALLED)
 	@$(VENV_PYTHON) -m ruff check .

@@ -16,6 +16,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding.inputs import replicated_key
 
 # A look at the tokens waits for the devices; a row that should have ended goes on until then.
 STEPS_BETWEEN_LOOKS = 8
@@ -43,7 +44,7 @@ def decode(
         if num_cache_slots(partitioner):
             decoded = _in_slots(partitioner, pipeline, mdl_vars, base_key, name, note)
         else:
-            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, base_key)
+            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, seed)
         records: list[dict[str, Any]] = []
         for inputs, outputs in decoded:
             records += partitioner.task.decode_to_records(inputs, jax.device_get(outputs))
@@ -51,11 +52,14 @@ def decode(
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: a reader never sees half a decode.
         partial = path.with_suffix(".partial")
-        partial.write_text(
-            "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
-            encoding="utf-8",
-        )
-        os.replace(partial, path)
+        try:
+            partial.write_text(
+                "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+                encoding="utf-8",
+            )
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
         note(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
         records_of[name] = records
     return records_of
@@ -68,12 +72,18 @@ def num_cache_slots(partitioner: Partitioner) -> int:
 
 
 def _batch_by_batch(
-    partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, base_key: jax.Array
+    partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, seed: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields inputs and outputs of each batch."""
+    """Yields inputs and outputs of each batch, whole in every process: records need all of it."""
+    num_rows = pipeline.batch_size
+    rows = partitioner.process_rows(num_rows)
     for index, inputs in enumerate(pipeline.batches()):
-        key = jax.device_put(jax.random.fold_in(base_key, index), partitioner.replicated)
-        yield inputs, partitioner.decode_step(mdl_vars, partitioner.global_batch(inputs), key)
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
+        batch = partitioner.global_batch(own_rows, num_rows)
+        yield inputs, partitioner.decode_step(
+            mdl_vars, batch, replicated_key(key, partitioner.mesh)
+        )
 
 
 def _in_slots(
@@ -87,8 +97,8 @@ def _in_slots(
     """Yields inputs and outputs of each batch, with the tokens that batches would give."""
     if jax.process_count() > 1:
         raise ConfigError(
-            "decoder.num_cache_slots needs all prompts on one host, but there are "
-            f"{jax.process_count()}. Set it to 0, or decode on one host."
+            "decoder.num_cache_slots needs all prompts in one process, but there are "
+            f"{jax.process_count()} processes. Set it to 0, or decode in one process."
         )
     task, prompt_length = partitioner.task, pipeline.element_spec()["ids"].shape[1]
     decoder, module = task.decoder, task.model.module

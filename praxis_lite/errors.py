@@ -1,7 +1,12 @@
 """The one exception for what a user can get wrong, and the words that go with it."""
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
+
+# What is said of a disk, a quota or a file that takes no more.
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class ConfigError(ValueError):
@@ -16,3 +21,24 @@ def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str
     """Returns ' Did you mean a, b?' with the candidates nearest to `name`, or ''."""
     near = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)
     return f" Did you mean {', '.join(near)}?" if near else ""
+
+
+def shown(text: str, limit: int = 80) -> str:
+    """Returns `text` for a message: shortened, and without what a terminal would obey."""
+    if len(text) > limit:
+        text = f"{text[: limit - 3]}..."
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Returns `text` with escapes in place of control characters; lines stay lines."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """Returns what is said of a file of a job that could not be written."""
+    return ConfigError(
+        f"{os.fspath(path)} could not be written: {error.strerror}. Make room, or mend the "
+        "file system, and launch the same command again: training goes on from its newest "
+        "checkpoint."
+    )

@@ -11,7 +11,7 @@ import fiddle as fdl
 from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
 from praxis_lite.early_stopping import EarlyStopping
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +51,11 @@ class RunConfig:
             loss or gradient was not finite or too large. None: never.
         debug_nans: run a step whose loss or gradient is not finite again, and name the first layer
             with a non-finite output. Each step is waited for.
-        loss_spike_factor: a loss of more than this many times the median of the last ones is a
-            spike. None: none is.
+        loss_spike_factor: a loss of more than this many times the median of the last 100, which is
+            above 0, is a spike. Lines of metrics.jsonl then have `is_loss_spike` and
+            `num_batches_left_out`. None: none is.
         on_loss_spike: "report" it, or "roll_back": go back to the newest checkpoint from before,
-            and leave out the batch.
+            or else to the start, and leave out the batch.
         time_limit_seconds: training stops, as on SIGTERM, after as long; set it below the
             scheduler's limit. None: never.
         watchdog_seconds: the stack traces of all threads are reported when no step ends for as
@@ -113,7 +114,8 @@ class RunConfig:
                     f"run.{field.name}: found {value!r}, wanted {wanted}{absent}. Change it in the "
                     f"experiment's run(), or with --set run.{field.name}=NUMBER."
                 )
-        if self.loss_spike_factor is not None and not self.loss_spike_factor > 1:
+        factor = self.loss_spike_factor
+        if factor is not None and not (isinstance(factor, int | float) and factor > 1):
             raise ConfigError(
                 f"run.loss_spike_factor: found {self.loss_spike_factor!r}, wanted a number above "
                 "1, or None. Change it in the experiment's run(), or with --set."
@@ -122,6 +124,11 @@ class RunConfig:
             raise ConfigError(
                 f"run.on_loss_spike: found {self.on_loss_spike!r}, wanted 'report' or "
                 "'roll_back'. Change it in the experiment's run(), or with --set."
+            )
+        if self.on_loss_spike == "roll_back" and factor is None:
+            raise ConfigError(
+                "run.on_loss_spike is 'roll_back', but run.loss_spike_factor is None, so no loss "
+                "is a spike. Set it, for instance to 3.0."
             )
         if isinstance(self.accept_changed_data, str):
             raise ConfigError(
@@ -255,12 +262,7 @@ class Experiment:
                 'name: return {"name": fdl.Config(MyPipeline, ...)}.'
             )
         for name in found:
-            # The name is part of a --set path and of a folder's name.
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name):
-                raise ConfigError(
-                    f"{self._name()}.{method}() names a dataset {name!r}, wanted letters, digits, "
-                    "'_' and '-', the first a letter: rename it."
-                )
+            check_dataset_name(name, f"{self._name()}.{method}()")
         return {name: self._checked(method, one, f"[{name!r}]") for name, one in found.items()}
 
     def _missing(self, method: str, example: str) -> ConfigError:
@@ -271,6 +273,15 @@ class Experiment:
 
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def check_dataset_name(name: Any, where: str) -> None:
+    """Checks a dataset's name, which is part of a --set path and of a folder's name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name):
+        raise ConfigError(
+            f"{where} names a dataset {shown(repr(name))}, wanted letters, digits, '_' and '-', "
+            "the first a letter: rename it."
+        )
 
 
 def _callable_name(config: fdl.Buildable) -> str:

@@ -5,11 +5,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.experiment import RunConfig
+from praxis_lite.experiment import Job, RunConfig, check_dataset_name
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.position import step_of
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig
+from praxis_lite.task import Task
 
 TRAIN = "train"
+
+
+def check_parts(job: Any) -> None:
+    """Checks that a job is made of what a job is made of; a config.json may say anything.
+
+    Raises:
+      ConfigError: names the path and both types.
+    """
+    if not isinstance(job, Job):
+        raise ConfigError(f"The config is of a {type(job).__name__}, wanted praxis_lite's Job.")
+    parts = {
+        "mesh": (job.mesh, MeshConfig), "task": (job.task, Task), "run": (job.run, RunConfig),
+        "datasets": (job.datasets, Mapping), "decode_datasets": (job.decode_datasets, Mapping),
+    }
+    for path, (found, wanted) in parts.items():
+        _check_part(path, found, wanted)
+    for root in ("datasets", "decode_datasets"):
+        for name, pipeline in getattr(job, root).items():
+            check_dataset_name(name, root)
+            _check_part(f"{root}.{name}", pipeline, InputPipeline)
+
+
+def _check_part(path: str, found: Any, wanted: type) -> None:
+    if not isinstance(found, wanted):
+        raise ConfigError(
+            f"{path} is built as a {type(found).__name__}, wanted a {wanted.__name__}. Mend it in "
+            "the experiment, or start a new job if config.json was changed."
+        )
 
 
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
@@ -33,31 +64,78 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
             )
 
 
+def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
+    """Checks that training has a batch for every step without those that were left out.
+
+    Args:
+      skipped: the indices of the batches left out after loss spikes.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    found = pipeline.num_batches
+    if found is not None and found - len(skipped) < run.num_train_steps:
+        raise ConfigError(
+            f"datasets.{TRAIN} has {found} batches, of which {len(skipped)} were left out after "
+            f"loss spikes ({', '.join(map(str, skipped[:5]))}): too few for run.num_train_steps="
+            f"{run.num_train_steps}. Make at most {found - len(skipped)} steps."
+        )
+
+
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
-) -> None:
+) -> list[str]:
     """Checks that the training data goes on where the checkpoint left it.
 
     Args:
-      data: what was saved beside the state.
-      accepted: names that may differ (run.accept_changed_data).
+      data: what was saved beside the state, `DataPosition.as_json`.
+      accepted: names that may differ (run.accept_changed_data); one stands for all below it too.
+
+    Returns:
+      A line for each difference that was accepted.
 
     Raises:
       ConfigError: the pipeline is not the one that the checkpoint was trained with; names what
-        differs.
+        differs, with both values. Or an accepted name is none of the data's.
     """
     # What JSON makes of both: a tuple is a list there.
     old, new = (
         dict(_flat(json.loads(json.dumps(one))))
         for one in (data["fingerprint"], pipeline.fingerprint())
     )
-    differing = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
-    if differing:
-        found = "; ".join(f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in differing)
+    names = sorted(old.keys() | new.keys())
+    covered = {name: [n for n in names if f"{n}.".startswith(f"{name}.")] for name in accepted}
+    for name, found in covered.items():
+        if not found:
+            raise ConfigError(
+                f"run.accept_changed_data names {name!r}, but the training data is described by "
+                f"{names}.{did_you_mean(name, names)}"
+            )
+    differing = {
+        name: f"{name} was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in names
+        if old.get(name) != new.get(name)
+    }
+    allowed = {name for found in covered.values() for name in found}
+    if refused := [name for name in differing if name not in allowed]:
+        in_brackets = ",".join(refused) + ("," if len(refused) == 1 else "")
         raise ConfigError(
-            f"datasets.{TRAIN} is not what the checkpoint of step {data['next_batch']} was trained "
-            f"with: {found}. Set it back, or start a new job in another job_log_dir."
+            f"datasets.{TRAIN} is not what the checkpoint of step {step_of(data)} was trained "
+            f"with: {'; '.join(differing[name] for name in refused)}. Set it back, or start a new "
+            "job in another job_log_dir, or accept that the job goes on with other batches: --set "
+            f"'run.accept_changed_data={in_brackets}'."
         )
+    return [f"datasets.{TRAIN}: {said} (run.accept_changed_data)" for said in differing.values()]
+
+
+def nondeterministic_data(datasets: Mapping[str, InputPipeline]) -> list[str]:
+    """Returns a line for each dataset that another run may see in other batches."""
+    reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
+    return [
+        f"datasets.{name} is not deterministic: {reason}; a resumed run will see other batches"
+        for name, reason in reasons.items()
+        if reason
+    ]
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:

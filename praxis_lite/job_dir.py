@@ -1,14 +1,14 @@
 """Where a job keeps its files, and whose directory it is."""
 
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.config.json_text import read_json
+from praxis_lite.errors import ConfigError, not_written, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,16 @@ class JobDir:
     def loss_curve_png(self) -> Path:
         """The losses as a picture."""
         return self.path / "loss_curve.png"
+
+    @property
+    def non_finite_txt(self) -> Path:
+        """Where NaN and infinities came from, of each step that run.debug_nans ran again."""
+        return self.path / "non_finite.txt"
+
+    @property
+    def stacks_txt(self) -> Path:
+        """What every thread was doing, each time that no step ended for long."""
+        return self.path / "stacks.txt"
 
     @property
     def tensorboard(self) -> Path:
@@ -112,8 +122,8 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
         if found != experiment:
             _refuse(
                 job,
-                f"belongs to the experiment {found}, and this run is {experiment}. Name another "
-                f"directory, or launch --exp={found} to go on with that job",
+                f"belongs to the experiment {shown(found)}, and this run is {experiment}. Name "
+                f"another directory, or launch --exp={shown(found)} to go on with that job",
             )
     return job
 
@@ -155,8 +165,8 @@ def recorded_experiment(job: JobDir) -> str:
         ConfigError: the file is not one of praxis_lite's.
     """
     try:
-        found = json.loads(job.config_json.read_text(encoding="utf-8"))["experiment"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_json(job.config_json)["experiment"]
+    except (ConfigError, LookupError, TypeError):
         found = None
     if not isinstance(found, str):
         _refuse(
@@ -191,9 +201,12 @@ def _refuse(job: JobDir, reason: str) -> NoReturn:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # One training writes here at a time: what a kill leaves is written over.
+    temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
+    except OSError as error:
+        raise not_written(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)

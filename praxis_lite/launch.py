@@ -1,24 +1,33 @@
 """What train, eval and decode do with a job, once it is built, checked and on its mesh."""
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite import decoding, trainer
+from praxis_lite import decoding, processes, trainer
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init_from_checkpoint import init_from_checkpoints
 from praxis_lite.checkpoints.init_plan import plan_init
+from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
+from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
 from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line
 from praxis_lite.experiment import Job
-from praxis_lite.job_checks import TRAIN, check_resumable
+from praxis_lite.inputs import InputPipeline
+from praxis_lite.job_checks import (
+    TRAIN,
+    check_batches_left,
+    check_resumable,
+    nondeterministic_data,
+)
 from praxis_lite.job_dir import JobDir
+from praxis_lite.job_lock import JobLock
 from praxis_lite.layout_table import layout_table, layout_warnings
-from praxis_lite.loss_spikes import LossSpike
+from praxis_lite.loss_spikes import LossSpike, RollBacks
 from praxis_lite.metrics import JsonLinesWriter, ProgressLine
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.stopping import StopRequest
@@ -32,39 +41,57 @@ def train(
     config: fdl.Config,
     experiment: str,
     settings: Sequence[str],
+    packages: Sequence[str] = (),
 ) -> None:
     """Trains a job from nothing, from other checkpoints, or from where it stopped.
 
     Args:
       config: of the job; written to its directory, with the experiment's full name.
       settings: of the command line.
+      packages: whose functions and classes the config may name, besides the library's.
 
     Raises:
       ConfigError: the job's checkpoint is of another model, or of other data.
     """
     run = job.run
-    texts = dump_config(config, experiment, settings), config_lines(config)
-    if not job_dir.config_json.is_file():
-        # Before any other file: a launch that is stopped from here on leaves a job to go on with.
-        job_dir.write_config(*texts)
-    with StopRequest(run.time_limit_seconds) as stop, Checkpoints(
-        job_dir.checkpoints, saving=SaveSettings.of(run), note=_say
-    ) as saved:
+    check_names(partitioner.layout)
+    texts = dump_config(config, experiment, settings, packages=packages), config_lines(config)
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(
+            StopRequest(run.time_limit_seconds, num_processes=processes.count())
+        )
+        held.enter_context(JobLock(job_dir.path, _say))
+        if not job_dir.config_json.is_file():
+            # Before other files: a launch that is stopped from here on leaves a job to go on with.
+            job_dir.write_config(*texts)
+        saved = held.enter_context(
+            Checkpoints(
+                job_dir.checkpoints, saving=SaveSettings.of(run), note=_say, config_json=texts[0]
+            )
+        )
         skipped: tuple[int, ...] = ()
         if saved.latest_step() is None:
             first_step, state = _new_state(partitioner, job, job_dir)
         else:
-            check_resumable(saved.latest_data(), job.datasets[TRAIN], run.accept_changed_data)
+            for line in check_resumable(
+                saved.latest_data(), job.datasets[TRAIN], run.accept_changed_data
+            ):
+                print(line)
             first_step, state, skipped = _resumed(partitioner, saved)
-            _print_changes(job_dir, config)
+            _print_changes(job_dir, config, packages)
         job_dir.write_config(*texts)
         _print_layout(partitioner, job_dir)
-        if reason := _nothing_to_do(job, job_dir, first_step):
+        if reason := _nothing_to_do(job, job_dir, first_step, saved.latest_step()):
             print(reason)
             return
+        for line in nondeterministic_data(job.datasets):
+            print(line)
+        stop.training_begins(saved.latest_step())
         print("compiling the first step", flush=True)
-        stop.training_begins()
+        _compile_together(partitioner, job.datasets, "eval")
+        roll_backs = RollBacks()
         while True:
+            check_batches_left(job.datasets[TRAIN], run, skipped)
             progress = ProgressLine(
                 run.num_train_steps, sys.stdout, run.log_every_steps, first_step
             )
@@ -74,8 +101,17 @@ def train(
                     stop, skipped,
                 )
                 break
-            except LossSpike as spike:
-                first_step, state, skipped = _rolled_back(partitioner, saved, spike, skipped)
+            except LossSpike as found:
+                # Its frames hold the state, and another one is to be restored.
+                spike = found.with_traceback(None)
+            roll_backs.add(spike)
+            del state
+            skipped = tuple(sorted({*skipped, spike.batch}))
+            first_step, state = _rolled_back(partitioner, job, job_dir, saved, spike)
+            print(
+                f"rolled back from the loss spike of step {spike.step} to step {first_step}; its "
+                f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
+            )
     if trained.stopped_by:
         print(
             f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
@@ -97,6 +133,7 @@ def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | st
             "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
             'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
+    _compile_together(partitioner, eval_sets, "eval")
     step, mdl_vars = _restored(partitioner, job_dir, step, job.run.eval_use_ema_states)
     with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
@@ -111,6 +148,7 @@ def decode(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str 
             "The experiment has no decode datasets. Add the method decode_datasets(), for "
             'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
+    _compile_together(partitioner, job.decode_datasets, "decode")
     step, mdl_vars = _restored(partitioner, job_dir, step, job.run.decode_use_ema_states)
     decoding.decode(
         partitioner, job.decode_datasets, mdl_vars, step, job.run.seed, job_dir, print
@@ -133,18 +171,41 @@ def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> tuple[int
 
 
 def _resumed(
-    partitioner: Partitioner, saved: Checkpoints, step: int | None = None
+    partitioner: Partitioner, saved: Checkpoints
 ) -> tuple[int, TrainState, tuple[int, ...]]:
-    """Returns the step, the state and the batches left out so far; None: of the newest."""
-    restored = saved.restore(partitioner.layout, partitioner.mesh, step=step)
+    """Returns the step, the state and the batches left out so far, of the newest checkpoint."""
+    restored = saved.restore(partitioner.layout, partitioner.mesh)
     print(f"restored the checkpoint of step {restored.step}", flush=True)
     return restored.step, restored.state, tuple(restored.data.get("skipped", ()))
 
 
 def _rolled_back(
-    partitioner: Partitioner, saved: Checkpoints, spike: LossSpike, skipped: Sequence[int]
-) -> tuple[int, TrainState, tuple[int, ...]]:
-    raise NotImplementedError
+    partitioner: Partitioner, job: Job, job_dir: JobDir, saved: Checkpoints, spike: LossSpike
+) -> tuple[int, TrainState]:
+    """Returns the step and state of the newest checkpoint, or of the start where there is none.
+
+    A spike ends its run before the checkpoint of its step is begun; should there be one of it or
+    of a later step, it is set aside.
+    """
+    saved.abandon_after(spike.step - 1)
+    if saved.latest_step() is None:
+        return _new_state(partitioner, job, job_dir)
+    first_step, state, _ = _resumed(partitioner, saved)
+    return first_step, state
+
+
+def _compile_together(
+    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], step: str
+) -> None:
+    """Lets several processes compile, each at its pace, before they meet in a step.
+
+    Gloo, between processes on CPU, waits 30 s for the others in its first collective, and no more.
+    """
+    if processes.count() > 1:
+        for name, pipeline in datasets.items():
+            which = "train" if (name, step) == (TRAIN, "eval") else step
+            partitioner.lower(which, pipeline.element_spec()).compile()  # The call finds it.
+        processes.exchange("the steps are compiled", "", 3600)
 
 
 def _say(line: str) -> None:
@@ -176,15 +237,19 @@ def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:
         print(f"WARNING: {warning}")
 
 
-def _print_changes(job_dir: JobDir, config: fdl.Config) -> None:
-    before = load_config(job_dir.config_json.read_text(encoding="utf-8")).config
+def _print_changes(job_dir: JobDir, config: fdl.Config, packages: Sequence[str]) -> None:
+    before = load_config_file(job_dir.config_json, packages=packages).config
     for line in config_difference(before, config):
         print(f"changed since the job was last run: {line}")
 
 
-def _nothing_to_do(job: Job, job_dir: JobDir, first_step: int) -> str | None:
+def _nothing_to_do(
+    job: Job, job_dir: JobDir, first_step: int, saved_step: int | None
+) -> str | None:
     """Returns why a restored job makes no more steps, and what to change; None: it makes some."""
-    run = job.run
+    run, eval_sets = job.run, set(job.datasets) - {TRAIN}
+    if trainer.lacks_evaluation(run, eval_sets, job_dir, saved_step, first_step):
+        return None
     if first_step >= run.num_train_steps:
         return (
             f"The job has already made its {run.num_train_steps} steps; to go on, raise "

@@ -189,7 +189,7 @@ class Learner:
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array]]:
         """Returns (params, opt_states, scalars) after one step.
 
-        A step whose loss or gradient is not finite, or whose gradient is too large, changes
+        A step whose loss, gradient or rate is not finite, or whose gradient is too large, changes
         neither parameters, slots nor average, and is counted; schedules do not advance with it.
 
         Args:
@@ -205,8 +205,11 @@ class Learner:
         grads = split_as_slots(grads, weight_specs, self.slot_mesh_axes)
         grad_norm = global_norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        is_kept = is_finite & self.limits.keeps(grad_norm)
-        num_updates = opt_states["num_updates"]
+        is_small, num_updates = self.limits.keeps(grad_norm), opt_states["num_updates"]
+        rates = {"learning_rate": rate_at(self.learning_rate, num_updates)}
+        for aux in self.auxiliary_optimizers:
+            rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
+        is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
         def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
             updates, slots = self._updates(grads, grad_norm, old["slots"], weights, weight_specs)
@@ -230,14 +233,11 @@ class Learner:
         }
         scalars = {
             "grad_norm": grad_norm,
-            "learning_rate": rate_at(self.learning_rate, num_updates),
             "num_skipped_steps": new["num_skipped_steps"],
-            "num_skipped_in_a_row": new["num_skipped_in_a_row"],
+            "num_skipped_in_a_row": new["num_skipped_in_a_row"], **rates,
         }
-        for aux in self.auxiliary_optimizers:
-            scalars[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
         if self.limits.skip_step_gradient_norm_value:
-            scalars["is_gradient_too_large"] = jnp.where(is_finite & ~is_kept, 1.0, 0.0)
+            scalars["is_gradient_too_large"] = jnp.where(is_finite & ~is_small, 1.0, 0.0)
         if self.loss_scale is not None:
             new["loss_scale"] = self.loss_scale.update(opt_states["loss_scale"], is_finite)
             scalars["loss_scale"] = opt_states["loss_scale"]["scale"]

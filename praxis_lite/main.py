@@ -3,15 +3,22 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from praxis_lite import registry
-from praxis_lite.errors import ConfigError
+from praxis_lite import processes, registry
+from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable
 from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
+from praxis_lite.peers import ending_together
+from praxis_lite.process_start import START_SECONDS, start
+from praxis_lite.same_everywhere import check_same, versions
+from praxis_lite.shared_job_dir import open_shared
+from praxis_lite.signals import EndsBySignal
+from praxis_lite.standard_output import output_may_be_lost
 
 if TYPE_CHECKING:
     import fiddle as fdl
@@ -23,8 +30,17 @@ MODES = ("train", "eval", "decode", "explain", "summary")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; exits 2, with one paragraph, for what the user can mend."""
+    """Runs the command line; exits 2, with one paragraph, for what the user can mend.
+
+    A signal ends it with one line, status 128 + its number; what training does: `StopRequest`.
+    """
     args = _parser().parse_args(argv)
+    goes_on = args.mode in ("train", "eval", "decode") and not args.list
+    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
+        _main(args)
+
+
+def _main(args: argparse.Namespace) -> None:
     # Packages of the user's own in the current directory are found without installation. Last:
     # `python main.py` from a folder with a random.py in it must not import that one.
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -32,21 +48,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     _print_log()
     try:
         if args.list:
-            listed = registry.list_experiments()
+            listed = registry.list_experiments(args.packages)
             width = max((len(one.name) for one in listed), default=0)
             for one in listed:
                 print(f"{one.name:<{width}}  {one.summary}")
             return
+        start(args.coordinator, args.num_processes, args.process_id, args.start_seconds)
         _run(args)
-    except ConfigError as error:
-        print(textwrap.fill(f"error: {_own_words(error)}", 100, break_long_words=False,
-                            break_on_hyphens=False), file=sys.stderr)
+    except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
+        print("ended by SIGINT", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except (ConfigError, OSError) as error:
+        if isinstance(error, OSError):
+            if error.errno not in DISK_FULL:
+                raise
+            error = not_written(error.filename or "A file", error)
+        words = printable(f"error: {_own_words(error)}")
+        print(textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False),
+              file=sys.stderr)
         sys.exit(2)
 
 
 class _Print(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(record.getMessage(), flush=True)
+        # What only another process than the first has to say must not be lost with its output.
+        is_heard = processes.is_first() or record.levelno < logging.WARNING
+        print(record.getMessage(), file=sys.stdout if is_heard else sys.stderr, flush=True)
 
 
 def _print_log() -> None:
@@ -63,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="main.py", description="Trains, evaluates, decodes or explains an experiment."
     )
     parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
+    parser.add_argument(
+        "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
+        help="packages of your own, in which --exp is looked up besides experiments/",
+    )
     parser.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
     parser.add_argument("--mode", choices=MODES, default="train", help="default: train")
     parser.add_argument(
@@ -76,12 +107,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
     )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="of several processes: where the first one can be reached. Under SLURM, Open MPI, "
+        "Kubernetes and on TPU slices none of these flags is needed",
+    )
+    parser.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
+    parser.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
+    parser.add_argument(
+        "--start_seconds", metavar="S", type=int, default=START_SECONDS,
+        help=f"how long they wait for each other at the start; default: {START_SECONDS}",
+    )
     parser.add_argument("--list", action="store_true", help="list the experiments and stop")
     return parser
 
 
 def _step(word: str) -> int | str:
     return word if word == "best" else int(word)
+
+
+def _names(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",")]
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -91,7 +137,17 @@ def _run(args: argparse.Namespace) -> None:
             "takes the newest. Leave it out."
         )
     html = _page_path(args)
+    if args.mode in ("explain", "summary") and processes.count() > 1:
+        raise ConfigError(
+            f"--mode={args.mode} needs one process, and here are {processes.count()}. Start it "
+            "once, without --coordinator."
+        )
     if args.mode == "summary":
+        if args.packages:
+            raise ConfigError(
+                "--packages says where experiments are looked up; --mode=summary reads the job's "
+                "directory alone. Leave it out."
+            )
         from praxis_lite.summary import summary
 
         print(summary(open_for_reading(_job_log_dir(args), writes=False)))
@@ -106,7 +162,8 @@ def _run(args: argparse.Namespace) -> None:
         config, experiment = _experiment_config(args)
         job_dir = None
         if args.mode == "train":
-            job_dir = open_for_training(_job_log_dir(args), experiment)
+            path = _job_log_dir(args)
+            job_dir = open_shared(path, lambda: open_for_training(path, experiment))
     print(f"{experiment}, {args.mode}" + (f", in {job_dir.path}" if job_dir else ""), flush=True)
 
     import fiddle as fdl
@@ -114,6 +171,7 @@ def _run(args: argparse.Namespace) -> None:
     from praxis_lite.config.overrides import check_required
 
     check_required(config)
+    _check_same_command(args, experiment, config)
     job = fdl.build(config)
     partitioner = _partitioner(job, args.mode)
     # Imported after the checks, so that an error need not wait for Orbax.
@@ -128,7 +186,8 @@ def _run(args: argparse.Namespace) -> None:
     from praxis_lite import launch
 
     if args.mode == "train":
-        launch.train(partitioner, job, job_dir, config, experiment, args.settings)
+        packages = registry.allowed_packages(args.packages)
+        launch.train(partitioner, job, job_dir, config, experiment, args.settings, packages)
     elif args.mode == "eval":
         launch.evaluate(partitioner, job, job_dir, args.step)
     else:
@@ -164,7 +223,7 @@ def _job_log_dir(args: argparse.Namespace) -> str:
 
 
 def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
-    experiment = registry.get_experiment(args.exp)
+    experiment = registry.get_experiment(args.exp, args.packages)
 
     from praxis_lite.config.overrides import apply_overrides
 
@@ -173,15 +232,27 @@ def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
     return config, registry.full_name(experiment)
 
 
+def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:
+    """Checks, before JAX makes a device, that all processes are about to do the same."""
+    if processes.count() > 1:
+        from praxis_lite.config.text import config_lines
+
+        lines = dict(line.partition("=")[::2] for line in config_lines(config))
+        command = {"--mode": args.mode, "--step": args.step, "experiment": experiment}
+        check_same("The processes differ", {**versions(), **command, **lines})
+
+
 def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
-    job_dir = open_for_reading(_job_log_dir(args))
+    path = _job_log_dir(args)
+    job_dir = open_shared(path, lambda: open_for_reading(path))
 
     from praxis_lite.config.overrides import apply_overrides
-    from praxis_lite.config.text import load_config
+    from praxis_lite.config.text import load_config_file
 
-    loaded = load_config(job_dir.config_json.read_text(encoding="utf-8"))
+    packages = registry.allowed_packages(args.packages)
+    loaded = load_config_file(job_dir.config_json, packages=packages)
     if args.exp is not None:
-        named = registry.full_name(registry.get_experiment(args.exp))
+        named = registry.full_name(registry.get_experiment(args.exp, args.packages))
         if named != loaded.experiment:
             raise ConfigError(
                 f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {named}. Leave "
@@ -199,14 +270,21 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
         TRAIN,
         check_averages,
         check_num_batches,
+        check_parts,
         check_watched_metrics,
     )
     from praxis_lite.partitioner import Partitioner
     from praxis_lite.sharding import make_mesh, simulate_devices
 
+    check_parts(job)
     _use_compilation_cache()
-    simulate_devices(job.mesh.num_devices)
+    simulate_devices(job.mesh.num_devices, processes.count())
     mesh = make_mesh(job.mesh)
+    if jax.process_count() != processes.count():
+        raise ConfigError(
+            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
+            "connected. Start each with --coordinator, --num_processes and --process_id."
+        )
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
     devices = (
@@ -243,9 +321,20 @@ def _partitioner(job: "Job", mode: str) -> "Partitioner":
             # What a layer refuses only when it is called is heard now; the step stays traced.
             if mode == step:
                 partitioner.trace(step, spec)
+        if processes.count() > 1:
+            fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
+            check_same("The processes' data differ", _flat(fingerprints, f"{root}."))
     if mode == "train":
         check_watched_metrics(partitioner, job.datasets, job.run)
     return partitioner
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_branch = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{name}.") if is_branch else {f"{prefix}{name}": value}
+    return flat
 
 
 def _use_compilation_cache() -> None:

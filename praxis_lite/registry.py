@@ -1,16 +1,18 @@
 """Which class an experiment's name means.
 
-Names are looked up in the source, so that a mistyped one is answered before jax is imported, and
-only the module that holds the found class runs.
+Names are looked up in the source of a few packages, `experiments` and those that the user lists, so
+that a mistyped one is answered before jax is imported, and only the module that holds the found
+class runs. Of other packages nothing is read: a name is no reason to look.
 """
 
 import dataclasses
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from praxis_lite import source_scan
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from praxis_lite.experiment import Experiment
@@ -66,58 +68,96 @@ def full_name(experiment: type) -> str:
     return f"{experiment.__module__}.{experiment.__qualname__}"
 
 
-def get_experiment(name: str) -> "type[Experiment]":
+def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the top-level packages in which experiments, and what configs name, may lie.
+
+    They are `experiments`, the listed ones, and those with an experiment that this process has
+    registered (a notebook's own, or one that was imported by hand).
+
+    Args:
+        listed: of `--packages`.
+
+    Raises:
+        ConfigError: one is no package's name, one of Python's own, or not on sys.path.
+    """
+    for package in listed:
+        if not package.isidentifier() or package in sys.stdlib_module_names:
+            raise ConfigError(
+                f"--packages={shown(package)} is no package of your own: wanted top-level names "
+                "with commas between them, such as --packages=mypackage,other."
+            )
+        if not source_scan.exists(package):
+            raise ConfigError(
+                f"--packages={shown(package)}: there is no such package on sys.path (the current "
+                "directory is, under `python -m praxis_lite.main`)."
+            )
+    registered = sorted(key.partition(".")[0] for key in _registered)
+    return tuple(dict.fromkeys([HOME, *listed, *registered]))
+
+
+def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":
     """Returns the registered class that `name` means; imports its module and no other.
 
     Args:
         name: `lm.PyDocs` (a module of `experiments`), `experiments.lm.PyDocs`,
-            `mypackage.experiments.MyLm` (a package on sys.path), or `PyDocs` where one class only
-            has that name.
+            `mypackage.experiments.MyLm` (a listed package), or `PyDocs` where one class only has
+            that name.
+        packages: of the user's own, on sys.path, in which to look besides `experiments`.
 
     Raises:
         ConfigError: no experiment, or more than one, has the name; or it is not registered.
     """
-    if not all(part.isidentifier() for part in name.split(".")):
+    if len(name) > 200 or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
-            f"--exp={name!r} is no name of an experiment: wanted module.Class, such as lm.PyDocs."
+            f"--exp='{shown(name)}' is no name of an experiment: wanted module.Class, such as "
+            "lm.PyDocs."
         )
-    names = {name, f"{HOME}.{name}"} if "." in name else _with_class_name(name)
-    found = {full: place for full in names if (place := _find(full))}
+    allowed = allowed_packages(packages)
+    names = {name, f"{HOME}.{name}"} if "." in name else _with_class_name(name, allowed)
+    found = {full: place for full in names if (place := _find(full, allowed))}
     if len(found) > 1:
         raise ConfigError(
             f"--exp={name} may mean {' or '.join(sorted(found))}: give one of these names."
         )
     if not found:
-        raise ConfigError(_unknown(name))
+        raise ConfigError(_unknown(name, allowed))
     full, place = found.popitem()
     if isinstance(place, type):
         return place
     return _imported(full, place)
 
 
-def list_experiments() -> list[Listed]:
-    """Returns the experiments of the `experiments` package and those registered so far, by name."""
+def list_experiments(packages: Sequence[str] = ()) -> list[Listed]:
+    """Returns the experiments of `experiments`, of `packages` and those registered, by name."""
+    return _list(allowed_packages(packages))
+
+
+def _list(allowed: Sequence[str]) -> list[Listed]:
     listed = {
-        one.name.removeprefix(f"{HOME}."): one.summary for one in source_scan.registered_in(HOME)
+        one.name.removeprefix(f"{HOME}."): one.summary
+        for package in allowed
+        for one in source_scan.registered_in(package)
     }
     for key, experiment in _registered.items():
         listed[key.removeprefix(f"{HOME}.")] = source_scan.first_line(experiment.__doc__)
     return [Listed(name, summary) for name, summary in sorted(listed.items())]
 
 
-def _find(full: str) -> "type | source_scan.Place | None":
+def _find(full: str, allowed: Sequence[str]) -> "type | source_scan.Place | None":
     if full in _registered:
         return _registered[full]
-    return source_scan.find(full)
+    return source_scan.find(full) if full.partition(".")[0] in allowed else None
 
 
-def _with_class_name(name: str) -> set[str]:
-    scanned = {one.name for one in source_scan.registered_in(HOME)}
-    names = {full for full in scanned | set(_registered) if full.rpartition(".")[2] == name}
+def _with_class_name(name: str, allowed: Sequence[str]) -> set[str]:
+    def named(places: list[source_scan.Place]) -> set[str]:
+        return {one.name for one in places if one.name.rpartition(".")[2] == name}
+
+    names = {full for full in _registered if full.rpartition(".")[2] == name}
+    for package in allowed:
+        names |= named(source_scan.registered_in(package))
     # None: a module by that name is no experiment; a class that lacks @register may be meant.
-    return names or {
-        one.name for one in source_scan.classes_of(HOME) if one.name.rpartition(".")[2] == name
-    }
+    return names or {full for one in allowed for full in named(source_scan.classes_of(one))}
 
 
 def _imported(full: str, place: source_scan.Place) -> "type[Experiment]":
@@ -137,14 +177,9 @@ def _imported(full: str, place: source_scan.Place) -> "type[Experiment]":
     return experiment
 
 
-def _unknown(name: str) -> str:
-    known = [one.name for one in list_experiments()]
+def _unknown(name: str, allowed: Sequence[str]) -> str:
+    known = [one.name for one in _list(allowed)]
     top = name.partition(".")[0]
-    is_package = "." in name and top != HOME and source_scan.exists(top)
-    if is_package:
-        # A module that was imported has registered its classes: they are listed already.
-        scanned = (one.name for one in source_scan.registered_in(top))
-        known += [full for full in scanned if full not in known]
     # A class in the wrong module is nearer than its full name looks.
     by_class = [full for full in known if full.rpartition(".")[2] == name.rpartition(".")[2]]
     short = name.removeprefix(f"{HOME}.")
@@ -152,12 +187,14 @@ def _unknown(name: str) -> str:
     hint = f" Did you mean {', '.join(near[:3])}?" if near else did_you_mean(short, known)
     if not hint and known:
         hint = f" There are {', '.join(known[:7])}{', ...' if len(known) > 7 else ''}."
-    where = f"the packages {HOME} and {top} were" if is_package else f"the package {HOME} was"
-    is_place = is_package or "." not in name or any(one.startswith(f"{top}.") for one in known)
-    missing = "" if is_place or top == HOME else f"; there is no package {top}"
+    where = f"the package {HOME} was" if len(allowed) == 1 else f"{', '.join(allowed)} were"
+    said = f"No experiment is called {shown(name)}: {where} searched.{hint}"
+    is_module = any(one.startswith(f"{top}.") for one in known)
+    if "." not in name or top in (*allowed, *sys.stdlib_module_names) or is_module:
+        return f"{said} Packages of your own are searched with --packages=mypackage."
     return (
-        f"No experiment is called {name}: {where} searched{missing}.{hint} A package of your own "
-        "must be on sys.path (the current directory is, under `python -m praxis_lite.main`)."
+        f"{said} If {shown(top)} is a package of your own, on sys.path (the current directory is, "
+        f"under `python -m praxis_lite.main`), add --packages={shown(top)}."
     )
 
 

@@ -9,8 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# A name may start with any installed package; a user's own is far smaller than this.
+# A package of experiments is far smaller than this.
 _MOST_FILES = 1_000
+_MOST_BYTES = 2**22
+
+# Of Python's parser: no Python, NUL bytes, brackets too deep.
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 _MAY_REGISTER = re.compile(rb"^[ \t]*@(\w+\.)*register\b|\bregister as ", re.MULTILINE)
 
@@ -48,7 +52,7 @@ def find(full: str) -> Place | None:
     for file in _module_files(module):
         try:
             places = _places(file.read_bytes(), file, module)
-        except (SyntaxError, ValueError):
+        except _UNREADABLE:
             # The import will show the fault better than words about names.
             return Place(full, file, 1, None, "")
         for place in places:
@@ -101,6 +105,9 @@ def _sources(top: str) -> Iterator[tuple[bytes, Path, str]]:
         files = _python_files(root) if root.is_dir() else iter([root])
         for file in itertools.islice(files, _MOST_FILES):
             parts = file.relative_to(root).with_suffix("").parts if root.is_dir() else ()
+            # A pipe would be waited for, and a link may lead to anything or nowhere.
+            if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+                continue
             if all(part.isidentifier() for part in parts):
                 yield file.read_bytes(), file, ".".join([top, *parts]).removesuffix(".__init__")
 
@@ -115,7 +122,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 def _classes(source: bytes, file: Path, module: str) -> list[Place]:
     try:
         places = _places(source, file, module)
-    except (SyntaxError, ValueError):
+    except _UNREADABLE:
         return []
     return [place for place in places if place.is_registered is not None]
 

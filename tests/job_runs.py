@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,7 +60,7 @@ class Windows(TextWindows):
 
     def rows(self, index, rows):
         if os.environ.get("JOBZOO_KILL_AT") == str(index):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("JOBZOO_SIGNAL", "SIGKILL")))
         if os.environ.get("JOBZOO_RAISE_AT") == str(index):
             raise RuntimeError("the plug was pulled")
         return super().rows(index, rows)
@@ -254,7 +255,7 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            main(argv)
+            main([*argv, *_packages(argv)])
     except SystemExit as stop:
         code = stop.code
     finally:
@@ -310,12 +311,19 @@ def copy_of_trained(folder: Path) -> JobDir:
     return JobDir(Path(shutil.copytree(trained()[0].path, folder)))
 
 
+def _packages(argv: tuple[str, ...]) -> list[str]:
+    has_own = any(one == "--mode=summary" or one.startswith("--packages") for one in argv)
+    return [] if has_own else ["--packages=jobzoo"]
+
+
 def start_process(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:
     """Starts `python -m praxis_lite.main` with the checkout and `jobzoo` on the path."""
     whole = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}"}
     whole |= {"XDG_CACHE_HOME": str(home() / "cache"), **(env or {})}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # As in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
-        [sys.executable, "-m", "praxis_lite.main", *argv],
+        [sys.executable, "-m", "praxis_lite.main", *argv, *_packages(argv)],
         cwd=cwd, env=whole, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.config.text import dump_config, load_config_file
 from praxis_lite.decode import BeamSearch
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
@@ -128,7 +128,7 @@ def test_a_stop_string_ends_the_text_before_it(decoded):
 
 def test_a_beam_holds_the_likeliest_that_end(decoded):
     job, _ = decoded
-    loaded = load_config(job.config_json.read_text())
+    loaded = load_config_file(job.config_json, packages=["jobzoo"])
     copy = JobDir(Path(shutil.copytree(job.path, job.path.parent / "beam")))
     loaded.config.task.decoder = fdl.Config(
         BeamSearch, beam_size=4, max_decode_steps=5, eos_id=(256, 10)
@@ -170,7 +170,7 @@ def test_eval_on_another_mesh_gives_the_same_numbers(tmp_path):
 )
 def test_nothing_to_decode_or_evaluate_is_said(mode, words, tmp_path):
     job = copy_of_trained(tmp_path / "job")
-    loaded = load_config(job.config_json.read_text())
+    loaded = load_config_file(job.config_json, packages=["jobzoo"])
     loaded.config.decode_datasets = {}
     del loaded.config.datasets["heldout"]
     job.write_config(dump_config(loaded.config, loaded.experiment), [])

@@ -11,8 +11,10 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
-    {"errors", "hlo_text", "processes", "source_scan", "stopping", "watchdog"},
-    {"agreement", "hlo_layers", "loss_spikes"},
+    {"errors", "hlo_text", "signals", "source_scan", "watchdog"},
+    {"job_lock", "processes", "standard_output", "stopping"},
+    {"agreement", "hlo_layers", "loss_spikes", "non_finite_origins", "peers", "same_everywhere"},
+    {"process_start"},
     {"sharding", "hlo", "config", "initializers", "schedules"},
     {"weights"},
     {"weight_sharding"},
@@ -24,9 +26,9 @@ ORDER = (
     {"train_state", "accumulation"},
     {"steps"},
     {"partitioner"},
-    {"shard_map_partitioner"},
+    {"non_finite", "shard_map_partitioner"},
     {"early_stopping", "inputs", "metrics", "job_dir", "layout_table"},
-    {"checkpoints", "evaluation", "explain_page"},
+    {"checkpoints", "evaluation", "explain_page", "shared_job_dir"},
     {"experiment", "summary"},
     {"registry", "job_checks"},
     {"trainer", "decoding", "explain", "interop"},

@@ -8,7 +8,7 @@ from matplotlib import image
 from tensorboardX.proto import event_pb2
 
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import load_config
+from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
 from tests.job_runs import home, start_process, trained
@@ -51,8 +51,9 @@ def test_200_steps_print_at_most_60_lines(ran):
 
 def test_the_directory_holds_what_the_readme_says(ran):
     job = ran[0]
+    # What JobLock locks; a desktop does not show it.
     assert sorted(os.listdir(job.path)) == [
-        "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl", "layout.txt",
+        ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl", "layout.txt",
         "loss_curve.png", "metrics.jsonl", "tensorboard",
     ]
     # The newest three.
@@ -63,7 +64,7 @@ def test_config_json_rebuilds_the_config(ran):
     home()
     from jobzoo.experiments import Tiny
 
-    loaded = load_config(ran[0].config_json.read_text(encoding="utf-8"))
+    loaded = load_config_file(ran[0].config_json, packages=["jobzoo"])
     wanted = Tiny().config()
     apply_overrides(wanted, SETTINGS)
     assert loaded.config == wanted

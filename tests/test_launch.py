@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config
+from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import WeightedMean, read_json_lines
 from praxis_lite.partitioner import Partitioner
@@ -73,7 +73,7 @@ def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
 
 def test_the_averages_evaluated_are_those_of_the_checkpoint():
     job, _ = averaged()
-    built = fdl.build(load_config(job.config_json.read_text()).config)
+    built = fdl.build(load_config_file(job.config_json, packages=["jobzoo"]).config)
     partitioner = Partitioner(built.task, make_mesh(built.mesh))
     with Checkpoints(job.checkpoints) as saved:
         restored = saved.restore(partitioner.layout, partitioner.mesh)

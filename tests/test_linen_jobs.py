@@ -15,7 +15,7 @@ import pytest
 from experiments import linen
 from experiments.linen_models import CausalLm
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config
+from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
@@ -76,7 +76,7 @@ def jobs():
 
 @functools.cache
 def state_of(path):
-    job = fdl.build(load_config(JobDir(path).config_json.read_text()).config)
+    job = fdl.build(load_config_file(JobDir(path).config_json, packages=["jobzoo"]).config)
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
     with Checkpoints(JobDir(path).checkpoints) as saved:
         restored = saved.restore(partitioner.layout, partitioner.mesh)

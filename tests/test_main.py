@@ -246,7 +246,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 def begun_job(folder: Path):
     """Returns the directory of a job of Tiny that has no checkpoint yet."""
-    experiment = registry.get_experiment("jobzoo.experiments.Tiny")
+    experiment = registry.get_experiment("jobzoo.experiments.Tiny", ["jobzoo"])
     config, name = experiment().config(), registry.full_name(experiment)
     job = open_for_training(folder, name)
     job.write_config(dump_config(config, name), config_lines(config))
@@ -319,7 +319,8 @@ def test_an_unknown_or_ambiguous_name_suggests_and_exits_2_in_3_seconds(name, wo
         (tmp_path / f"{path}.py").write_text(registered.format(class_name))
         (tmp_path / path).parent.joinpath("__init__.py").touch()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = start_process(f"--exp={name}", f"--job_log_dir={tmp_path}", cwd=tmp_path, env=env)
+    argv = [f"--exp={name}", f"--packages={next(iter(folders)).partition('/')[0]}"]
+    process = start_process(*argv, f"--job_log_dir={tmp_path}", cwd=tmp_path, env=env)
     out, err = process.communicate(timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert process.returncode == 2
@@ -335,6 +336,7 @@ def test_a_package_in_the_current_directory_is_found_and_hides_no_installed_one(
         "import fiddle\nMyLm = None\nraise SystemExit('mine was imported')\n"
     )
     (tmp_path / "fiddle.py").write_text("raise SystemExit('the stray file was imported')")
-    command = [sys.executable, CHECKOUT / "main.py", "--exp=mypackage.experiments.MyLm"]
+    command = [sys.executable, CHECKOUT / "main.py", "--packages=mypackage"]
+    command += ["--exp=mypackage.experiments.MyLm"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == "mine was imported\n"

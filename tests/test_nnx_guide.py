@@ -13,6 +13,7 @@ from flax import nnx
 from experiments import nnx_guide
 from praxis_lite import hlo
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
@@ -110,7 +111,7 @@ def test_an_uneven_depth_learns_as_on_one_device():
 @pytest.mark.parametrize(("depth", "num_steps"), [(64, 0), (UNEVEN, 2)])
 def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path, depth, num_steps):
     partitioner, state, _ = trained(nnx_guide.DotReluDot, num_steps, depth=depth)
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         checkpoints.save(num_steps, state, partitioner.layout, {})
     wanted = jax.jit(partitioner.layout.unpad)(state)
     for mesh_shape in ((2, 4), (1, 8)):

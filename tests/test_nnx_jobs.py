@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config
+from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
@@ -95,7 +95,7 @@ SETTINGS = {
         f"datasets.train.arrays.depth={DEPTH}", f"run.num_train_steps={NUM_STEPS}",
         f"run.checkpoint_every_steps={SAVED_EVERY}", "run.eval_every_steps=None",
     ),
-    "deep": ("--exp=nnxzoo.experiments.Deep",),
+    "deep": ("--exp=nnxzoo.experiments.Deep", "--packages=nnxzoo"),
 }
 
 
@@ -114,7 +114,7 @@ def jobs(name):
 
 
 def state_of(job):
-    built = fdl.build(load_config(job.config_json.read_text()).config)
+    built = fdl.build(load_config_file(job.config_json, packages=["nnxzoo"]).config)
     partitioner = Partitioner(built.task, make_mesh(built.mesh))
     with Checkpoints(job.checkpoints) as saved:
         return saved.restore(partitioner.layout, partitioner.mesh)

@@ -1,5 +1,6 @@
 """Names of experiments: found in the source, imported only when found."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -57,7 +58,25 @@ def test_a_short_a_full_and_a_bare_name_mean_the_same_class(packages, name):
 
 
 def test_a_users_package_is_found_by_full_name(packages):
-    assert registry.full_name(registry.get_experiment("zoo.deep.lm.MyLm")) == "zoo.deep.lm.MyLm"
+    found = registry.get_experiment("zoo.deep.lm.MyLm", ["zoo"])
+    assert registry.full_name(found) == "zoo.deep.lm.MyLm"
+    assert registry.get_experiment("MyLm", ["zoo"]) is found
+
+
+def test_a_package_that_is_not_listed_is_not_looked_into_until_it_has_registered(packages):
+    with pytest.raises(ConfigError, match=r"If zoo is a package of your own.*--packages=zoo"):
+        registry.get_experiment("zoo.deep.lm.MyLm")
+    assert "zoo" not in sys.modules and registry.allowed_packages() == ("experiments",)
+    assert [one.name for one in registry.list_experiments()] == ["lm.PyDocs", "vision.Digits"]
+    importlib.import_module("zoo.deep.lm")
+    assert registry.get_experiment("zoo.deep.lm.MyLm").__name__ == "MyLm"
+    assert registry.allowed_packages() == ("experiments", "zoo")
+
+
+@pytest.mark.parametrize("name", ["os", "zoo.deep", "nothere", "", "../zoo", "zoo\x1b[2J"])
+def test_what_is_no_package_of_the_users_cannot_be_listed(packages, name):
+    with pytest.raises(ConfigError, match="^--packages=[ -~]*$"):
+        registry.get_experiment("lm.PyDocs", [name])
 
 
 def test_only_the_module_that_holds_the_class_is_imported(packages):
@@ -71,8 +90,8 @@ def test_an_unknown_name_suggests_and_imports_nothing(packages):
     with pytest.raises(ConfigError, match=r"Did you mean lm\.PyDocs\?"):
         registry.get_experiment("lm.PyDoc")
     with pytest.raises(ConfigError, match=r"Did you mean zoo\.deep\.lm\.MyLm\?"):
-        registry.get_experiment("zoo.MyLm")
-    with pytest.raises(ConfigError, match="there is no package nothere"):
+        registry.get_experiment("zoo.MyLm", ["zoo"])
+    with pytest.raises(ConfigError, match="If nothere is a package of your own"):
         registry.get_experiment("nothere.Thing")
     assert not [name for name in sys.modules if name.startswith(("experiments", "zoo"))]
 
@@ -111,21 +130,21 @@ def test_decorators_by_other_names_and_re_exports_are_seen(packages):
         """,
         zoo__three="from zoo.two import Renamed\nnumber = 7",
     )
-    assert registry.get_experiment("zoo.one.Dotted").__name__ == "Dotted"
-    renamed = registry.get_experiment("zoo.two.Renamed")
-    assert registry.get_experiment("zoo.three.Renamed") is renamed
+    assert registry.get_experiment("zoo.one.Dotted", ["zoo"]).__name__ == "Dotted"
+    renamed = registry.get_experiment("zoo.two.Renamed", ["zoo"])
+    assert registry.get_experiment("zoo.three.Renamed", ["zoo"]) is renamed
     with pytest.raises(ConfigError, match="is 7 after the import"):
-        registry.get_experiment("zoo.three.number")
+        registry.get_experiment("zoo.three.number", ["zoo"])
 
 
 def test_an_error_inside_the_users_module_comes_as_it_is(packages):
     packages(zoo__bad=EXPERIMENT.format(name="Bad") + "\n    import nowhere_to_be_found\n")
     with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found") as caught:
-        registry.get_experiment("zoo.bad.Bad")
+        registry.get_experiment("zoo.bad.Bad", ["zoo"])
     assert caught.traceback[-1].path.name == "bad.py"
     packages(zoo__torn="class Torn(:\n")
     with pytest.raises(SyntaxError):
-        registry.get_experiment("zoo.torn.Torn")
+        registry.get_experiment("zoo.torn.Torn", ["zoo"])
 
 
 def test_the_list_has_names_and_first_lines(packages):
@@ -136,6 +155,27 @@ def test_the_list_has_names_and_first_lines(packages):
         registry.Listed("lm.PyDocs", "The PyDocs one."),
         registry.Listed("vision.Digits", "The Digits one."),
     ]
+    with_zoo = registry.list_experiments(["zoo"])
+    assert with_zoo[2:] == [registry.Listed("zoo.deep.lm.MyLm", "The MyLm one.")]
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_odd_files_of_a_package_are_passed_over(packages, tmp_path):
+    zoo = tmp_path / "zoo"
+    os.mkfifo(zoo / "pipe.py")
+    (zoo / "folder.py").mkdir()
+    (zoo / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    (zoo / "loop").symlink_to(zoo)
+    (zoo / "zero.py").write_bytes(b"@register\nclass A: pass\n\0")
+    (zoo / "latin.py").write_bytes(b"@register\nclass A: '\xe9'\n")
+    (zoo / "deep.py").write_text("@register\nclass A: x = " + "(" * 10_000)
+    (zoo / "large.py").write_text("@register\nclass A: pass\n" + "#" * 2**22)
+    (zoo / "not-a-module.py").write_text("@register\nclass A: pass\n")
+    names = [one.name for one in registry.list_experiments(["zoo"])]
+    assert names == ["lm.PyDocs", "vision.Digits", "zoo.deep.lm.MyLm"]
+    for module in ("pipe", "folder", "gone"):
+        with pytest.raises(ConfigError, match="No experiment is called"):
+            registry.get_experiment(f"zoo.{module}.A", ["zoo"])
 
 
 def test_two_classes_cannot_share_a_name(packages):
@@ -173,7 +213,7 @@ from praxis_lite import ConfigError, register
 from praxis_lite.registry import get_experiment
 assert not {"jax", "flax", "fiddle"} & set(sys.modules), "import praxis_lite is not light"
 try:
-    get_experiment(sys.argv[1])
+    get_experiment(sys.argv[1], sys.argv[2:])
 except ConfigError as error:
     print(error)
 assert not {"jax", "flax", "fiddle", "mypackage"} & set(sys.modules), "a lookup is not light"
@@ -186,7 +226,8 @@ def test_an_unknown_name_is_answered_in_three_seconds_of_cpu_without_jax(tmp_pat
     folder = tmp_path / "mypackage"
     folder.mkdir()
     (folder / "experiments.py").write_text(textwrap.dedent(EXPERIMENT.format(name="MyLm")))
-    command = [sys.executable, "-c", LOOK_UP, name]
+    packages = ["mypackage"] if "MyL" in name else []
+    command = [sys.executable, "-c", LOOK_UP, name, *packages]
     done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     wanted = "Did you mean mypackage.experiments.MyLm?" if "MyL" in name else "No experiment"
@@ -199,7 +240,7 @@ def test_a_users_package_in_the_current_directory_is_found(tmp_path):
     (folder / "experiments.py").write_text(textwrap.dedent(EXPERIMENT.format(name="MyLm")))
     code = (
         "from praxis_lite.registry import get_experiment, full_name;"
-        "print(full_name(get_experiment('mypackage.experiments.MyLm')))"
+        "print(full_name(get_experiment('mypackage.experiments.MyLm', ['mypackage'])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

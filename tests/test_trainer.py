@@ -1,7 +1,11 @@
-"""Training that stops and goes on: the same metrics, bit for bit, whatever stopped it."""
+"""Training that is killed, ends, moves or changes: what goes on, and what is refused.
+
+That what goes on is the same bit for bit, with all that a step carries: test_resume.py.
+"""
 
 import dataclasses
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -36,20 +40,6 @@ def assert_as_if_never_interrupted(job):
     assert evaluations == read_json_lines(whole.eval_metrics_jsonl)
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
-    argv = (TINY, f"--job_log_dir={tmp_path}")
-    # Batch 4 is step 5's; the checkpoint is of step 3, so step 4 is made twice.
-    monkeypatch.setenv("JOBZOO_RAISE_AT", "4")
-    with pytest.raises(RuntimeError, match="the plug was pulled"):
-        launch(*argv)
-    assert len(steps_of(JobDir(tmp_path))) in (3, 4)
-    monkeypatch.delenv("JOBZOO_RAISE_AT")
-    done = succeed(*argv)
-    assert "restored the checkpoint of step 3" in done.out
-    assert "initialising" not in done.out
-    assert_as_if_never_interrupted(JobDir(tmp_path))
-
-
 def test_a_killed_process_goes_on_as_if_nothing_had_happened(tmp_path):
     trained()
     argv = (TINY, f"--job_log_dir={tmp_path}")
@@ -72,8 +62,7 @@ def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr("praxis_lite.partitioner.Partitioner.key", stop)
-        with pytest.raises(KeyboardInterrupt):
-            launch(*argv)
+        assert launch(*argv).code == 130
     # It is the job's directory already, and not "no job of praxis_lite".
     assert "config.json" in os.listdir(tmp_path)
     assert "initialising the state" in succeed(*argv).out
@@ -169,3 +158,60 @@ def test_a_fingerprint_is_compared_as_json_keeps_it():
     check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ("a",)}}))
     with pytest.raises(ConfigError, match=r"step 3 .*: corpus.files was \['a'\], is \['b'\]\. Set"):
         check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ["b"]}}))
+
+
+CHANGED = {"next_batch": 7, "skipped": [2, 5, 9], "fingerprint": {
+    "seed": 3, "batch_size": 13, "corpus": {"sha256": "ab", "heldout_percent": 10}
+}}
+NOW = Pipeline(None, {
+    "seed": 4, "batch_size": 13, "corpus": {"sha256": "cd", "heldout_percent": 20}, "stride": None
+})
+
+
+def test_changed_data_is_accepted_by_name_alone():
+    with pytest.raises(ConfigError) as refused:
+        check_resumable(CHANGED, NOW, ("corpus.sha256",))
+    # Two batches of seven were left out before.
+    assert "the checkpoint of step 5 was trained with: corpus.heldout_percent was 10, is 20; " in (
+        str(refused.value)
+    )
+    assert "seed was 3, is 4. " in str(refused.value) and "sha256 was" not in str(refused.value)
+    assert "'run.accept_changed_data=corpus.heldout_percent,seed'" in str(refused.value)
+    said = check_resumable(CHANGED, NOW, ("corpus", "seed", "batch_size"))
+    assert said == [
+        f"datasets.train: {difference} (run.accept_changed_data)"
+        for difference in (
+            "corpus.heldout_percent was 10, is 20", "corpus.sha256 was 'ab', is 'cd'",
+            "seed was 3, is 4",
+        )
+    ]
+
+
+@pytest.mark.parametrize(("name", "words"), [("sed", "Did you mean seed"), ("corp", "'corp'"),
+                                             ("", "''")])
+def test_a_name_that_the_data_has_not_is_refused(name, words):
+    with pytest.raises(ConfigError, match=f"run.accept_changed_data names .*{words}"):
+        check_resumable(CHANGED, NOW, ("seed", name))
+
+
+def test_accepted_data_is_trained_on_and_said_and_not_asked_for_again(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    argv = (TINY, f"--job_log_dir={job.path}", "--set", "datasets.train.seed=7")
+    done = succeed(*argv, "run.num_train_steps=8", "run.accept_changed_data=seed,")
+    assert "datasets.train: seed was 0, is 7 (run.accept_changed_data)" in done.out
+    assert [line["step"] for line in steps_of(job)] == list(range(1, 9))
+    # The new checkpoint is of the new data.
+    done = launch(*argv, "run.num_train_steps=9", "datasets.train.seed=0")
+    assert done.code == 2 and "checkpoint of step 8 was trained with: seed was 7, is 0" in (
+        " ".join(done.err.split())
+    )
+
+
+def test_moved_files_are_the_same_data(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    shutil.copytree(home() / "texts", tmp_path / "elsewhere")
+    done = succeed(
+        TINY, f"--job_log_dir={job.path}",
+        "--set", f"datasets.train.corpus.files={tmp_path}/elsewhere/*.txt",
+    )
+    assert "has already made its 7 steps" in done.out

@@ -69,7 +69,8 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
         # Whose library it was.
         + "\nimport praxis_lite, tasks\nprint(praxis_lite.__file__, tasks.__file__)\n"
     )
-    argv = ["--exp=mypackage.experiments.MyLm", "--job_log_dir=jobs/my_lm", "--set"]
+    argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
+    argv += ["--job_log_dir=jobs/my_lm", "--set"]
     # Few steps and a short evaluation of the same model.
     argv += ["run.num_train_steps=3", "run.max_eval_batches=1"]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -86,7 +87,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     assert "trained to step 3" in done.stdout and "heldout: " in done.stdout
     # The library's own experiments are there as well.
     listed = subprocess.run(
-        [sys.executable, "-m", "praxis_lite.main", "--list"],
+        [sys.executable, "-m", "praxis_lite.main", "--list", "--packages=mypackage"],
         cwd=tmp_path, env=env, capture_output=True, text=True,
     )
-    assert "lm.PyDocs" in listed.stdout
+    assert "lm.PyDocs" in listed.stdout and "mypackage.experiments.MyLm" in listed.stdout

@@ -290,7 +290,7 @@ def test_a_config_is_written_read_again_and_set():
             ),
         ),
     )
-    again = load_config(dump_config(config, "tests.callables.Mine")).config
+    again = load_config(dump_config(config, "experiments.lm.PyDocs")).config
     assert again == config
     assert fdl.build(again) == fdl.build(config)
     apply_overrides(again, [

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from praxis_lite.early_stopping import check_watched_metric
 from praxis_lite.errors import ConfigError
@@ -44,18 +44,3 @@ class BestCheckpoints:
         sign = 1 if self.mode == "min" else -1
         steps = [step for step, value in values.items() if not math.isnan(value)]
         return sorted(steps, key=lambda step: (sign * values[step], step))
-
-
-class KeepBest:
-    """Orbax's preservation policy for it.
-
-    Orbax's own BestN keeps every checkpoint, with the metric or without, while there are few.
-    """
-
-    def __init__(self, best: BestCheckpoints, metrics: Mapping[int, Mapping[str, float]]):
-        self._best, self._metrics = best, metrics
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [one.step for one in checkpoints]
-        kept = self._best.ranked({step: self._metrics[step] for step in steps})
-        return [step in kept[: self._best.max_to_keep] for step in steps]

@@ -1,29 +1,48 @@
-"""Checkpoints of a TrainState: saved asynchronously by Orbax, compared before a restore.
+"""Checkpoints of a TrainState: saved in the background, verified and compared before a restore.
 
 What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the true
 shapes. A restore compares those first. Only then may Orbax cut and pad to the shapes of another
 mesh: by itself it would also cut a real mismatch, without a word.
+
+Of several processes all save and restore; the first one decides which step it is, and writes,
+renames and deletes all that Orbax does not.
 """
 
 import dataclasses
+import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints, KeepBest
-from praxis_lite.checkpoints.manifest import Leaves, differences, manifest_leaf, manifest_leaves
+from praxis_lite import processes
+from praxis_lite.checkpoints.background_save import FailedSave
+from praxis_lite.checkpoints.good_steps import GoodSteps
+from praxis_lite.checkpoints.manifest import (
+    Leaves,
+    differences,
+    digest_of_config,
+    manifest_leaf,
+    manifest_leaves,
+    new_manifest,
+)
+from praxis_lite.checkpoints.orbax_arrays import read_arrays
+from praxis_lite.checkpoints.save_checks import check_names, non_finite_leaves
 from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.saves import Saves
+from praxis_lite.checkpoints.stored_arrays import check_stored, undecodable
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.train_state import LeafLayout, StateLayout, TrainState
 
 PyTree = Any
 Step = int | Literal["best"] | None  # None: the newest.
-_policies = ocp.checkpoint_managers
+# Several may be open in a process; all processes open them in one order.
+_numbers = itertools.count()
+_DECISION_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +63,15 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one job; a context that waits for the save in flight on its way out.
 
+    A step is used only after all its files were compared with its manifest (`GoodSteps`). Of a job
+    that saves, what is damaged is renamed to `N.damaged`, and the newest step that is whole is used
+    in its place; who only reads skips it.
+
     Args:
       directory: of all steps.
       saving: how this job saves. None: it reads only, and nothing is ever renamed or deleted.
       note: told, a line each, of what is damaged and what is done about it.
+      config_json: of the job, for the manifests; "": not known.
     """
 
     def __init__(
@@ -56,72 +80,75 @@ class Checkpoints:
         *,
         saving: SaveSettings | None = None,
         note: Callable[[str], None] = print,
+        config_json: str = "",
     ):
-        best = saving.best if saving else None
-        max_to_keep = saving.max_to_keep if saving else None
-        self.directory, self._best = directory, best
-        self._metrics: dict[int, dict[str, float]] = {}
-        kept = [_policies.LatestN(max_to_keep)]
-        if best is not None:
-            kept.append(KeepBest(best, self._metrics))
-        self._manager = ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=_policies.AnyPreservationPolicy(kept),
-                create=max_to_keep is not None,
-            ),
-            item_handlers={
-                "mdl_vars": ocp.PyTreeCheckpointHandler(),
-                "opt_states": ocp.PyTreeCheckpointHandler(),
-                "manifest": ocp.JsonCheckpointHandler(),
-            },
-        )
+        self.directory, self._saving, self._note = Path(directory), saving, note
+        self._best = saving and saving.best
+        self._steps = GoodSteps(self.directory, owned=saving is not None, note=note)
+        self._config_digest = digest_of_config(config_json) if config_json else ""
+        self._name, self._num_exchanges = f"checkpoints {next(_numbers)}", itertools.count()
+        self._saves = saving and Saves(self._steps, saving, note, self._name)
 
     def __enter__(self) -> "Checkpoints":
+        if self._saving is not None:
+            self._by_first(self._steps.repair)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.wait()
+        except FailedSave as failed:
+            if error is None:
+                raise
+            # What is on its way already is not to be hidden by this.
+            self._note(str(failed))
 
     def raise_if_failed(self) -> None:
-        """Raises what made the save in the background fail, once."""
-        self._manager.check_for_errors()
+        """Raises FailedSave as soon as the save in the background has failed too often in a row.
+
+        A failure that is to be tried again is noted; `retry_is_due` says when.
+        """
+        if self._saves is not None:
+            self._saves.raise_if_failed()
+
+    def retry_is_due(self) -> bool:
+        """Returns whether a save failed that is to be tried again now, with the newest state.
+
+        Of several processes never, for their clocks differ: the next save is the next try.
+        """
+        return self._saves.retry_is_due()
 
     def wait(self) -> None:
-        """Waits for the save in flight; raises what made it fail."""
-        self._manager.wait_until_finished()
+        """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
+        if self._saves is not None:
+            self._saves.wait()
 
     def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+        """Returns the newest step that is whole, after verifying it; None: there never was one.
+
+        Raises:
+          ConfigError: there are steps, and all are damaged.
+        """
+        return self._by_first(self._steps.newest)
 
     def all_steps(self) -> list[int]:
-        return sorted(self._manager.all_steps())
+        """Returns the steps that have a commit, in order; one in flight is not among them."""
+        return self._steps.committed()
 
     def best_step(self) -> int | None:
-        """Returns the best step there is; None where no checkpoint has the metric."""
-        if self.latest_step() is None:
-            return None
-        best = self._best
-        if best is None:
-            recorded = self._manifest(None)[1].get("best")
-            if recorded is None:
-                return None
-            best = BestCheckpoints(**recorded)
-        self._read_metrics()
-        ranked = best.ranked({step: self._metrics[step] for step in self.all_steps()})
-        return ranked[0] if ranked else None
+        """Returns the best step that is whole; None where no checkpoint has the metric."""
+        return self._by_first(lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
         """Returns what was saved beside the newest state: the position of the training data."""
-        return self._manifest(None)[1]["data"]
+        return self._chosen(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the true shapes of what a checkpoint has, by path; reads no array.
 
         Paths are "mdl_vars/params/softmax/...", "opt_states/slots/...".
         """
-        leaves = self._manifest(step)[1]["leaves"]
+        leaves = self._chosen(step)[1]["leaves"]
         return {p: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for p, x in leaves.items()}
 
     def save(
@@ -131,38 +158,45 @@ class Checkpoints:
         layout: StateLayout,
         data: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Saves `state` in the background; it may be donated as soon as this returns.
 
         Orbax takes everything to the host before it returns. On CPU that is a view of the array's
-        own buffer, and XLA gives a step that donates a buffer with a view on it another one.
+        own buffer, and XLA gives a step that donates a buffer with a view on it another one. A step
+        that is there already is replaced once the new one is whole.
 
         Args:
           data: what `latest_data` gives back.
           metrics: of this very state, such as {"heldout/loss": 1.5}, for `best`.
+          is_last: wait until it is saved; what fails is tried again with this very state.
+
+        Raises:
+          ConfigError: numbers in it are not finite, or two leaves have one name; nothing is saved.
+          FailedSave: the save before this one failed too often, or this one, if it is the last.
         """
+        if self._saves is None:
+            raise ValueError("These Checkpoints only read: make them with saving=SaveSettings().")
+        self._saves.settle()
+        check_names(layout)
+        self._check_finite(step, state)
+        best = self._best and dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
-        manifest = {
-            "step": step, "data": dict(data), "metrics": metrics,
-            "best": self._best and dataclasses.asdict(self._best),
-            "leaves": manifest_leaves(layout),
-        }
-        if self._best is not None:
-            self._read_metrics()
-        self._metrics[step] = metrics
-        saved = self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                mdl_vars=ocp.args.PyTreeSave(state.mdl_vars),
-                opt_states=ocp.args.PyTreeSave(state.opt_states),
-                manifest=ocp.args.JsonSave(manifest),
-            ),
-        )
-        if not saved:
-            raise RuntimeError(
-                f"Orbax did not save step {step} in {self.directory}: it holds the steps "
-                f"{self.all_steps()}."
-            )
+        manifest = new_manifest(step, layout, data, metrics, best, self._config_digest)
+        self._saves.begin(state, manifest)
+        if is_last:
+            self._saves.end(state, manifest)
+
+    def abandon_after(self, step: int) -> None:
+        """Sets aside the steps after `step`, for a run that is rolled back to it.
+
+        Else the next start would take the newest of them. They are renamed to N.abandoned, and
+        deleted once the next save is whole: until then there are no fewer steps than before. Call
+        it before `restore`, or after; steps saved again get their numbers as usual.
+        """
+        self._saves.settle()
+        self._by_first(lambda: self._steps.abandon_after(step))
 
     def restore(self, layout: StateLayout, mesh: Mesh, *, step: Step = None) -> Restored:
         """Returns a state on `mesh`, whatever mesh saved it.
@@ -214,7 +248,7 @@ class Checkpoints:
         Raises:
           ConfigError: no such array, or of another true shape or dtype.
         """
-        step, manifest = self._manifest(step)
+        step, manifest = self._chosen(step)
         wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
         there = {path: leaf for path, leaf in manifest["leaves"].items() if path in wanted}
         self._compare(step, there, wanted)
@@ -223,7 +257,7 @@ class Checkpoints:
     def _restore(
         self, layout: StateLayout, mesh: Mesh, opt_states_keys: Sequence[str] | None, step: Step
     ) -> Restored:
-        step, manifest = self._manifest(step)
+        step, manifest = self._chosen(step)
         saved = manifest["leaves"]
         if opt_states_keys is not None:
             kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
@@ -236,55 +270,62 @@ class Checkpoints:
         state = TrainState(step_array, tree["mdl_vars"], tree["opt_states"])
         return Restored(step, state, manifest["data"])
 
-    def _read(self, step: int, leaves: Mapping[str, LeafLayout], mesh: Mesh) -> dict[str, Any]:
-        """Returns the padded arrays in the order of `leaves`, which have been compared."""
-        wanted = {
-            path: ocp.ArrayRestoreArgs(
-                sharding=NamedSharding(mesh, leaf.spec), global_shape=leaf.padded_shape,
-                dtype=leaf.dtype, strict=False,
-            )
-            for path, leaf in leaves.items()
-        }
-        stored, args = self._manager.item_metadata(step), {}
-        for item in {path.partition("/")[0] for path in leaves}:
-            # The tree as it is stored, so that the item need not be wanted as a whole.
-            restore_args = jax.tree_util.tree_map_with_path(
-                lambda path, _, item=item: wanted.get(_joined(item, path), ocp.PLACEHOLDER),
-                stored[item].tree,
-            )
-            args[item] = ocp.args.PyTreeRestore(restore_args, restore_args=restore_args)
-        restored = self._manager.restore(step, args=ocp.args.Composite(**args))
-        found = {
-            _joined(item, path): x
-            for item in args
-            for path, x in jax.tree_util.tree_flatten_with_path(restored[item])[0]
-        }
-        return {path: found[path] for path in leaves}
+    def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
+        """Returns the step that is meant, verified, and its manifest."""
+        found = self._by_first(lambda: self._steps.choose(step, self._best))
+        manifest = self._steps.manifest(found)
+        if not manifest:
+            raise self._deleted(found)
+        return found, manifest
 
-    def _read_metrics(self) -> None:
-        for step in self.all_steps():
-            # What this process saved is known, and may still be in flight.
-            if step not in self._metrics:
-                self._metrics[step] = self._manifest(step)[1].get("metrics", {})
+    def _read(
+        self, step: int, leaves: Mapping[str, LeafLayout], mesh: Mesh
+    ) -> dict[str, jax.Array]:
+        """Returns arrays of a step that was verified and compared."""
+        step_dir = self.directory / str(step)
+        try:
+            check_stored(step_dir, self._steps.manifest(step))
+            return read_arrays(step_dir, leaves, mesh)
+        except Exception as error:
+            if not step_dir.exists():
+                raise self._deleted(step) from error
+            # TensorStore's error, of a chunk that it cannot decode, in Orbax's.
+            if isinstance(why := error.__cause__, ValueError):
+                raise undecodable(step_dir, why) from error
+            raise
 
-    def _manifest(self, step: Step) -> tuple[int, dict[str, Any]]:
-        steps = self.all_steps()
-        if not steps:
-            raise ConfigError(
-                f"There is no checkpoint in {self.directory}. Train first with --mode=train, or "
-                "name the directory of a job that was trained."
-            )
-        found = steps[-1] if step is None else self.best_step() if step == "best" else step
-        if found not in steps:
-            what = f"no checkpoint of step {step}"
-            if step == "best":
-                what = "no best checkpoint, for none was saved with the metric to judge it by,"
-            raise ConfigError(
-                f"There is {what} in {self.directory}; it has the steps "
-                f"{', '.join(map(str, steps))}. Name one of them, or None for the newest."
-            )
-        args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-        return found, self._manager.restore(found, args=args)["manifest"]
+    def _deleted(self, step: int) -> ConfigError:
+        return ConfigError(
+            f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
+            "the job that trains there: try again."
+        )
+
+    def _check_finite(self, step: int, state: TrainState) -> None:
+        if self._saving.save_non_finite or not (paths := non_finite_leaves(state)):
+            return
+        more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
+        raise ConfigError(
+            f"Step {step} is not saved: not all numbers are finite in {', '.join(paths[:3])}{more}."
+            f" {self._steps.newest_in_words()} Look at grad_norm in metrics.jsonl, run with --set "
+            "run.debug_nans=true; to save such a state all the same, run.save_non_finite=true."
+        )
+
+    def _by_first(self, decide: Callable[[], Any]) -> Any:
+        """Returns what the first process decides, as JSON; raises its ConfigError on all."""
+        told = {}
+        if processes.is_first():
+            try:
+                told = {"decided": decide()}
+            except Exception as error:
+                told = {"error": str(error)}
+                if processes.count() == 1:
+                    raise
+        name = f"{self._name}, decision {next(self._num_exchanges)}"
+        # The first may verify a large step meanwhile.
+        told = json.loads(processes.exchange(name, json.dumps(told), _DECISION_SECONDS)[0])
+        if "error" in told:
+            raise ConfigError(told["error"])
+        return told["decided"]
 
     def _compare(self, step: int, saved: Leaves, wanted: Leaves) -> None:
         found = differences(saved, wanted)
@@ -307,7 +348,3 @@ def _part(layout: StateLayout, opt_states_keys: Sequence[str] | None) -> StateLa
         }
 
     return StateLayout(part(layout.shapes), part(layout.specs), layout.axis_sizes)
-
-
-def _joined(item: str, path: tuple) -> str:
-    return f"{item}/{jax.tree_util.keystr(path, simple=True, separator='/')}"

@@ -1,5 +1,6 @@
 """A new state that starts from other checkpoints, each array read into its shards."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init_plan import InitPlan
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.train_state import TrainState
+from praxis_lite.train_state import LeafLayout, TrainState
 
 PyTree = Any
 
@@ -43,7 +44,13 @@ def init_from_checkpoints(partitioner: Partitioner, key: jax.Array, plan: InitPl
 
 def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
     wanted, arrays = {leaf.path: leaf for leaf in plan.layout.leaves()}, {}
-    for directory, step in {source[:2] for source in plan.sources.values()}:
+
+    def as_stored(path: str) -> LeafLayout:
+        dtype = plan.sources[path].cast_from or wanted[path].dtype
+        return dataclasses.replace(wanted[path], dtype=dtype)
+
+    # In the order of the plan: several processes must read in the same one.
+    for directory, step in dict.fromkeys(source[:2] for source in plan.sources.values()):
         left = {
             path: source.path for path, source in plan.sources.items()
             if source[:2] == (directory, step)
@@ -53,10 +60,10 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
                 # One array may be what several start from: each time it is read for one of them.
                 targets = {source: path for path, source in left.items()}
                 found = saved.restore_leaves(
-                    {source: wanted[path] for source, path in targets.items()}, mesh, step=step
+                    {source: as_stored(path) for source, path in targets.items()}, mesh, step=step
                 )
                 for source, path in targets.items():
-                    arrays[path] = found[source]
+                    arrays[path] = found[source].astype(wanted[path].dtype)
                     del left[path]
     return arrays
 

@@ -5,12 +5,16 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.manifest import MANIFEST_JSON
+from praxis_lite.checkpoints.slot_paths import around_the_weight, group_of
+from praxis_lite.checkpoints.step_dirs import damaged, numbered_steps
 from praxis_lite.config.paths import join
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.train_state import LeafLayout, StateLayout
@@ -19,12 +23,16 @@ SETTING = "run.init_from_checkpoint_rules"
 
 
 class Source(NamedTuple):
-    """Where an array comes from: a checkpoint, by which of its rules, and the path there."""
+    """Where an array comes from: a checkpoint, by which of its rules, and the path there.
+
+    `cast_from` is the dtype that it has there, if that is another.
+    """
 
     directory: Path
     step: int
     rule: str
     path: str
+    cast_from: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +79,8 @@ class InitPlan:
         source = self.sources.get(path)
         if source is None:
             return f"{_name(path)}: new"
-        return _name(path) + ("" if source.path == path else f" <- {_name(source.path)}")
+        cast = f" (cast from {source.cast_from})" if source.cast_from else ""
+        return _name(path) + ("" if source.path == path else f" <- {_name(source.path)}") + cast
 
 
 def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) -> InitPlan:
@@ -135,6 +144,8 @@ class _Planner:
         if self.rules.safe_load:
             unused = [pattern for pattern, _ in self.rules.load_rules if pattern not in used]
             unused += [p for p in self.rules.ignore_rules if not any(_matching(p, names))]
+            everything = [_name(path) for path in self.wanted]
+            unused += [p for p in self.rules.cast_rules if not any(_matching(p, everything))]
             self.errors += [_why_unused(pattern, names) for pattern in unused]
 
     def opt_states(self) -> None:
@@ -154,18 +165,18 @@ class _Planner:
         params = {path.removeprefix(prefix) for path in self.wanted if path.startswith(prefix)}
         rule, groups, of_no_weight = "partial_load_opt_states", set(), []
         for path in filter(_is_of_opt_states, self.wanted):
-            before, weight, after = _around_the_weight(path, params)
+            before, weight, after = around_the_weight(path, params)
             if weight is None:
                 of_no_weight.append(path)
             elif weight in self.weights:
                 source = "/".join([*before, self.weights[weight], *after])
                 if self._agrees(path, source):
                     self._take(path, source, rule)
-                    groups.add(_group(path))
+                    groups.add(group_of(path))
         if groups:  # The learner's count of updates goes with theirs.
             groups.add("opt_states/num_updates")
         for path in of_no_weight:
-            if _group(path) in groups and self._agrees(path, path):
+            if group_of(path) in groups and self._agrees(path, path):
                 self._take(path, path, rule)
 
     def check(self) -> None:
@@ -203,16 +214,21 @@ class _Planner:
             near = did_you_mean(_name(source), map(_name, self.saved))
             self.errors.append(f"{_name(source)}, for {_name(path)}, is not in it.{near}")
         elif self._agrees(path, source):
-            self.sources[path] = Source(self.directory, self.step, rule, source)
+            cast_from = saved.dtype if saved.dtype != wanted.dtype else None
+            self.sources[path] = Source(self.directory, self.step, rule, source, cast_from)
         else:
+            castable = " (cast_rules would cast it)" if _can_be_cast(saved, wanted) else ""
             self.errors.append(
                 f"{_name(path)} is {_shown(wanted)}, but {_name(source)} is {_shown(saved)}"
+                f"{castable}"
             )
 
     def _agrees(self, path: str, source: str) -> bool:
         wanted, saved = self.wanted[path], self.saved.get(source)
-        is_new = path not in self.sources
-        return is_new and saved is not None and _shown(wanted) == _shown(saved)
+        if path in self.sources or saved is None:
+            return False
+        is_named = any(re.match(pattern, _name(path)) for pattern in self.rules.cast_rules)
+        return _shown(wanted) == _shown(saved) or (is_named and _can_be_cast(saved, wanted))
 
 
 def _located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | str | None]:
@@ -221,9 +237,10 @@ def _located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | str |
     directory, step = given, rules.step
     if (given / "checkpoints").is_dir():
         directory = given / "checkpoints"
-    elif (given / "manifest").is_dir() and given.name.isdigit():
+    elif given.name.isdigit() and (given / MANIFEST_JSON).is_file():
         directory, step = given.parent, int(given.name)
-    if not directory.is_dir() or not any(directory.glob("*/manifest")):
+    steps = directory.is_dir() and (numbered_steps(directory) or damaged(directory))
+    if not steps:
         experiment = rules.experiment or "NAME"
         raise ConfigError(
             f"There is no checkpoint in {given}, from which this job is to start. First train one: "
@@ -245,24 +262,6 @@ def _is_of_opt_states(path: str) -> bool:
     return path.startswith("opt_states/")
 
 
-def _group(path: str) -> str:
-    """Returns "opt_states/slots/GROUP" of a slot's path: the group that its optimizer updates."""
-    return "/".join(path.split("/")[:3])
-
-
-def _around_the_weight(
-    path: str, weights: set[str]
-) -> tuple[Sequence[str], str | None, Sequence[str]]:
-    """Returns the names before, the path of the weight that a slot's path has in it, and after."""
-    names = path.split("/")
-    for length in range(len(names), 0, -1):
-        for start in range(len(names) - length + 1):
-            part = "/".join(names[start : start + length])
-            if part in weights:
-                return names[:start], part, names[start + length :]
-    return names, None, ()
-
-
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if re.match(pattern, name)]
 
@@ -280,6 +279,11 @@ def _why_unused(pattern: str, names: Sequence[str]) -> str:
 
 def _shown(leaf: LeafLayout | jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _can_be_cast(saved: jax.ShapeDtypeStruct, wanted: LeafLayout) -> bool:
+    are_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (saved, wanted))
+    return are_floating and saved.dtype != wanted.dtype and saved.shape == tuple(wanted.shape)
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:

@@ -26,6 +26,8 @@ class CheckpointLoadingRules:
         named `template.format(*groups)`, with "/" or "." between names; "ema/params/..." is the
         moving average of a weight. The first match wins. LOAD_ALL takes all as they are.
       ignore_rules: patterns of variables that this checkpoint does not give, whatever matches.
+      cast_rules: patterns of variables that may have another floating dtype in the checkpoint, and
+        are cast; those of opt_states begin with "opt_states/". Without it that is an error.
       directory: of the job, of its checkpoints, or of one step. None: the key of these rules.
       experiment: the one that trains that job, for the error where there is no checkpoint.
       step: None: the newest; "best": by the metric that the job was told of.
@@ -44,6 +46,7 @@ class CheckpointLoadingRules:
 
     load_rules: Sequence[tuple[str, str]]
     ignore_rules: Sequence[str] = ()
+    cast_rules: Sequence[str] = ()
     directory: str | None = None
     experiment: str | None = None
     step: int | Literal["best"] | None = None
@@ -60,12 +63,14 @@ class CheckpointLoadingRules:
                 f"CheckpointLoadingRules.load_rules is {rules!r}; wanted are pairs of a pattern "
                 'and a template, such as ((r"params/decoder/(.*)", "params/{}"),).'
             )
-        if isinstance(self.ignore_rules, str):
-            raise ConfigError(
-                f"CheckpointLoadingRules.ignore_rules is {self.ignore_rules!r}; wanted is a "
-                "sequence of patterns: put it in brackets."
-            )
-        for pattern in (*(pattern for pattern, _ in rules), *self.ignore_rules):
+        for setting in ("ignore_rules", "cast_rules"):
+            if isinstance(found := getattr(self, setting), str):
+                raise ConfigError(
+                    f"CheckpointLoadingRules.{setting} is {found!r}; wanted is a sequence of "
+                    "patterns: put it in brackets."
+                )
+        patterns = (*(pattern for pattern, _ in rules), *self.ignore_rules, *self.cast_rules)
+        for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:

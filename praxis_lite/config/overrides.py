@@ -20,7 +20,10 @@ from praxis_lite.config.paths import (
     takes_any_name,
 )
 from praxis_lite.config.values import UNKNOWN, WrongType, format_value, parse_value
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
+
+# Far beyond what anyone means; likenesses of longer paths take long to compute.
+_LONGEST_PATH, _LONGEST_VALUE = 500, 10_000
 
 _TOKEN = re.compile(
     r"""\.?([^.\[\]=]+) | \[ (-?\d+) \] | \[ '([^']*)' \] | \[ "([^"]*)" \]""", re.X
@@ -79,8 +82,11 @@ def _unset_paths(node: Any, path: str) -> list[str]:
 def _apply(config: fdl.Buildable, setting: str) -> str:
     path, equals, text = setting.partition("=")
     path = path.strip()
-    if not equals or not path:
-        raise ConfigError(f"--set {setting}: wanted path=value, such as run.seed=7.")
+    if not equals or not path or len(path) > _LONGEST_PATH or len(text) > _LONGEST_VALUE:
+        raise ConfigError(
+            f"--set {shown(setting)}: wanted path=value, such as run.seed=7, with at most "
+            f"{_LONGEST_PATH} characters and {_LONGEST_VALUE}."
+        )
     trail = _resolve(config, path)
     if trail is None:
         raise ConfigError(_no_such_path(config, path))
@@ -124,7 +130,7 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
         index = len(below) + int(token)
         return below[index] if index >= 0 else None
-    if isinstance(node, fdl.Buildable) and token.isidentifier():
+    if isinstance(node, fdl.Buildable) and token.isidentifier() and not token.startswith("__"):
         takes_any, hint = takes_any_name(node)
         if takes_any:
             return token, UNSET, hint
@@ -153,8 +159,8 @@ def _joined(keys: Iterable[str | int]) -> str:
 def _checked_value(path: str, text: str, present: Any, annotation: Any) -> Any:
     if re.fullmatch(r"<.*>", text.strip()):
         raise ConfigError(
-            f"{path}: {text.strip()} stands for a config or a function, and --set takes plain "
-            "values only. Change it in the experiment."
+            f"{path}: {shown(text.strip())} stands for a config or a function, and --set takes "
+            "plain values only. Change it in the experiment."
         )
     is_config = not holds_only_literals(present)
     if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
@@ -165,7 +171,7 @@ def _checked_value(path: str, text: str, present: Any, annotation: Any) -> Any:
         if is_config:
             raise ConfigError(_not_settable(path, text, present)) from None
         raise ConfigError(
-            f"{path}: found {text!r}, wanted {_wanted(wrong, text)}. It is now "
+            f"{path}: found {shown(repr(text), 200)}, wanted {_wanted(wrong, text)}. It is now "
             f"{_shown(present, annotation)}."
         ) from None
     return value
@@ -174,7 +180,7 @@ def _checked_value(path: str, text: str, present: Any, annotation: Any) -> Any:
 def _wanted(wrong: WrongType, text: str) -> str:
     wanted = str(wrong)
     if "Sequence[" in wanted and "," not in text:
-        return f"{wanted}; a sequence of one is written {text.strip()},"
+        return f"{wanted}; a sequence of one is written {shown(text.strip())},"
     if "Callable" in wanted or "fiddle" in wanted:
         return f"{wanted}, which only the experiment's code can say: --set takes plain values"
     return wanted
@@ -186,9 +192,9 @@ def _is_single(present: Any) -> bool:
 
 def _not_settable(path: str, text: str, present: Any) -> str:
     return (
-        f"{path}: is {describe(present)}, and --set {path}={text} would replace it, but configs "
-        "and functions cannot be set from the command line. Set one of the fields below it, or "
-        "change it in the experiment."
+        f"{path}: is {describe(present)}, and --set {path}={shown(text)} would replace it, but "
+        "configs and functions cannot be set from the command line. Set one of the fields below "
+        "it, or change it in the experiment."
     )
 
 
@@ -206,7 +212,7 @@ def _no_such_path(config: fdl.Buildable, path: str) -> str:
         if near
         else f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
     )
-    return f"--set {path}: the config has no such field. {hint}"
+    return f"--set {shown(path)}: the config has no such field. {hint}"
 
 
 def _nearest(path: str, fields: Sequence[Field]) -> list[str]:

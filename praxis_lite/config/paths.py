@@ -4,6 +4,7 @@ import collections.abc
 import dataclasses
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -182,8 +183,9 @@ def _evaluate(hint: Any, owner: Any) -> Any:
     namespace = getattr(owner, "__globals__", None)
     if namespace is None:
         namespace = vars(inspect.getmodule(owner) or typing)
+    one = types.SimpleNamespace(__annotations__={"hint": hint})
     try:
-        return eval(hint, namespace)  # noqa: S307 - the annotation of code that is imported
+        return typing.get_type_hints(one, namespace, include_extras=True)["hint"]
     except (NameError, AttributeError, TypeError, SyntaxError):
         return UNKNOWN
 

@@ -15,6 +15,8 @@ _HOMES = {
     "InMemory": "numpy_data",
     "SyntheticLm": "numpy_data",
     "TextPrompts": "prompts",
+    "WithWorkers": "workers",
+    "FromDataset": "from_dataset",
 }
 _MODULES = ("numpy_data", "tf_data")
 

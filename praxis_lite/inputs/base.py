@@ -3,13 +3,15 @@
 import abc
 import itertools
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError
+
+if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
+    import jax
 
 
 class InputPipeline(abc.ABC):
@@ -32,7 +34,7 @@ class InputPipeline(abc.ABC):
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
-    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         """Returns the shape and dtype of each leaf of the global batch."""
 
     @abc.abstractmethod
@@ -53,9 +55,25 @@ class InputPipeline(abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns all that determines the batches, as JSON: settings, seed, hash of the data."""
 
+    def nondeterminism(self) -> str | None:
+        """Returns why another run may see other batches, in a few words; None: it sees the same.
+
+        The first batch is made twice and compared: a pipeline that knows better says so.
+        """
+        first, second = (next(self.batches(), {}) for _ in range(2))
+        return difference(first, second)
+
     def baselines(self) -> dict[str, float]:
         """Returns figures to hold an evaluation against, by name; none, unless overridden."""
         return {}
+
+    def class_name(self) -> str:
+        """Returns the class as fingerprints have it: with its module, but for the library's own.
+
+        Both homes of `TextWindows` are one, for their batches are; a subclass is another.
+        """
+        is_own = type(self).__module__.startswith("praxis_lite.inputs.")
+        return ("" if is_own else f"{type(self).__module__}.") + type(self).__qualname__
 
     def require_at_least(self, minimum: int, *settings: str) -> None:
         """Raises ConfigError for the first of these settings that is no integer >= minimum."""
@@ -83,6 +101,10 @@ class IndexedPipeline(InputPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         """Returns these rows (start to stop) of the global batch `index`."""
 
+    def nondeterminism(self) -> str | None:
+        rows = slice(0, self.batch_size)
+        return difference(self.rows(0, rows), self.rows(0, rows))
+
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
@@ -93,11 +115,24 @@ class IndexedPipeline(InputPipeline):
         return (self.rows(index, rows) for index in indices)
 
 
-def lm_spec(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+def difference(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
+) -> str | None:
+    """Returns what differs between two makings of one batch."""
+    for name, leaf in first.items():
+        if name not in second or np.asarray(leaf).tobytes() != np.asarray(second[name]).tobytes():
+            return f"the first batch, made twice, differs in {name!r}"
+    return None
+
+
+def lm_spec(batch_size: int, seq_len: int) -> "dict[str, jax.ShapeDtypeStruct]":
     """Returns the spec of a language model's batch: ids, labels, weights of [B, T]."""
     shape = (batch_size, seq_len)
-    return {
-        "ids": jax.ShapeDtypeStruct(shape, np.int32),
-        "labels": jax.ShapeDtypeStruct(shape, np.int32),
-        "weights": jax.ShapeDtypeStruct(shape, np.float32),
-    }
+    return spec_of(ids=(shape, np.int32), labels=(shape, np.int32), weights=(shape, np.float32))
+
+
+def spec_of(**leaves: tuple[tuple[int, ...], Any]) -> "dict[str, jax.ShapeDtypeStruct]":
+    """Returns the spec of a batch from the (shape, dtype) of each leaf."""
+    import jax
+
+    return {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}

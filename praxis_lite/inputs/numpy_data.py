@@ -3,16 +3,19 @@
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.base import IndexedPipeline, lm_spec
+from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
+from praxis_lite.inputs.leaves import narrow, with_weights
 from praxis_lite.inputs.shuffle import random_bits, shuffled
 from praxis_lite.inputs.text import TextCorpus
 from praxis_lite.inputs.windows import EvaluationWindows, TrainingWindows
+
+if TYPE_CHECKING:
+    import jax
 
 
 class TextWindows(IndexedPipeline):
@@ -83,7 +86,7 @@ class TextWindows(IndexedPipeline):
             return None
         return -(-self.index.num_windows // self.batch_size)
 
-    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return lm_spec(self.batch_size, self.seq_len)
 
     def baselines(self) -> dict[str, float]:
@@ -101,7 +104,7 @@ class TextWindows(IndexedPipeline):
     def fingerprint(self) -> dict[str, Any]:
         # One for both homes of the class: their batches are the same bits.
         return {
-            "pipeline": "TextWindows",
+            "pipeline": self.class_name(),
             "corpus": self.corpus.fingerprint(),
             "split": self.split,
             "batch_size": self.batch_size,
@@ -145,7 +148,7 @@ class InMemory(IndexedPipeline):
     def leaves(self) -> dict[str, np.ndarray]:
         """The arrays with their weights. Raises ConfigError where the leaves disagree."""
         given = self.arrays() if callable(self.arrays) else self.arrays
-        leaves = {name: _narrow(name, np.asarray(leaf)) for name, leaf in given.items()}
+        leaves = {name: narrow("InMemory", name, np.asarray(leaf)) for name, leaf in given.items()}
         num_rows = {len(leaf) if leaf.ndim else None for leaf in leaves.values()}
         if len(num_rows) != 1 or num_rows & {None, 0}:
             shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves.items())
@@ -153,10 +156,7 @@ class InMemory(IndexedPipeline):
                 f"InMemory: the arrays are {shapes or 'none at all'}; all must have the same "
                 f"first dimension, 1 or more: the number of examples. Change the arrays."
             )
-        if "weights" not in leaves:
-            shape = leaves["labels"].shape if "labels" in leaves else tuple(num_rows)
-            leaves["weights"] = np.ones(shape, np.float32)
-        return leaves
+        return with_weights(leaves)
 
     @property
     def num_examples(self) -> int:
@@ -166,11 +166,11 @@ class InMemory(IndexedPipeline):
     def num_batches(self) -> int | None:
         return None if self.shuffle else -(-self.num_examples // self.batch_size)
 
-    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype)
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
+        return spec_of(**{
+            name: ((self.batch_size, *leaf.shape[1:]), leaf.dtype)
             for name, leaf in self.leaves.items()
-        }
+        })
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
@@ -186,7 +186,7 @@ class InMemory(IndexedPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         return {
-            "pipeline": "InMemory",
+            "pipeline": self.class_name(),
             "sha256": self._sha256,
             "batch_size": self.batch_size,
             "seed": self.seed,
@@ -200,25 +200,6 @@ class InMemory(IndexedPipeline):
             digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode())
             digest.update(np.ascontiguousarray(leaf).tobytes())
         return digest.hexdigest()
-
-
-def _narrow(name: str, leaf: np.ndarray) -> np.ndarray:
-    if leaf.dtype.kind in "OSUMm":
-        raise ConfigError(
-            f"InMemory: the array {name!r} holds {leaf.dtype}; numbers were wanted. Encode it as "
-            f"integers or floats, or leave it out."
-        )
-    narrow = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}.get(leaf.dtype.name)
-    if narrow is None:
-        return leaf
-    if leaf.dtype.kind in "iu" and leaf.size:
-        bounds = np.iinfo(narrow)
-        if leaf.min() < bounds.min or leaf.max() > bounds.max:
-            raise ConfigError(
-                f"InMemory: the array {name!r} holds {leaf.dtype} numbers from {leaf.min()} to "
-                f"{leaf.max()}, which {bounds.dtype} cannot hold. Scale them, or give floats."
-            )
-    return leaf.astype(narrow)
 
 
 class SyntheticLm(IndexedPipeline):
@@ -256,16 +237,16 @@ class SyntheticLm(IndexedPipeline):
         if self.num_batches is not None:
             self.require_at_least(1, "num_batches")
 
-    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return lm_spec(self.batch_size, self.seq_len)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size, rows.stop - rows.start
         length = self.seq_len + 1
         # Each row has random bits of its own: a host draws only what it needs.
-        bits = np.stack(
-            [random_bits(self.seed, first + row, length) for row in range(rows.start, rows.stop)]
-        )
+        bits = np.empty((count, length), np.uint64)
+        for row in range(count):
+            bits[row] = random_bits(self.seed, first + rows.start + row, length)
         times = np.arange(length)
         is_new = (bits & np.uint64(7) == 0) | (times == 0)
         run_start = np.maximum.accumulate(np.where(is_new, times, 0), axis=1)
@@ -277,7 +258,7 @@ class SyntheticLm(IndexedPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         return {
-            "pipeline": "SyntheticLm",
+            "pipeline": self.class_name(),
             "vocab_size": self.vocab_size,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,

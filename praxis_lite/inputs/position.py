@@ -25,10 +25,11 @@ class DataPosition:
     def of_step(cls, step: int, skipped: tuple[int, ...] = ()) -> "DataPosition":
         """Returns the position after `step` steps."""
         index = step
-        for batch in sorted(skipped):
+        left_out = tuple(sorted(set(skipped)))
+        for batch in left_out:
             if batch <= index:
                 index += 1
-        return cls(index, tuple(sorted(skipped)))
+        return cls(index, left_out)
 
     def batches(
         self, pipeline: InputPipeline, rows: slice
@@ -46,3 +47,8 @@ class DataPosition:
             "next_batch": self.next_batch, "skipped": list(self.skipped),
             "fingerprint": pipeline.fingerprint(),
         }
+
+
+def step_of(data: Mapping[str, Any]) -> int:
+    """Returns the steps made at a position that `as_json` gave."""
+    return data["next_batch"] - sum(one < data["next_batch"] for one in data.get("skipped", ()))

@@ -1,15 +1,17 @@
 """Ragged prompts out of a corpus, for a model to continue."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.shuffle import epoch_order, random_bits
 from praxis_lite.inputs.text import ByteTokenizer, TextCorpus
+
+if TYPE_CHECKING:
+    import jax
 
 
 class TextPrompts(IndexedPipeline):
@@ -55,13 +57,13 @@ class TextPrompts(IndexedPipeline):
     def num_batches(self) -> int:
         return -(-self.num_prompts // self.batch_size)
 
-    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         rows = (self.batch_size,)
-        return {
-            "ids": jax.ShapeDtypeStruct((*rows, self.max_prompt_bytes + 1), np.int32),
-            "prefix_lengths": jax.ShapeDtypeStruct(rows, np.int32),
-            "weights": jax.ShapeDtypeStruct(rows, np.float32),
-        }
+        return spec_of(
+            ids=((*rows, self.max_prompt_bytes + 1), np.int32),
+            prefix_lengths=(rows, np.int32),
+            weights=(rows, np.float32),
+        )
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         count = rows.stop - rows.start
@@ -76,7 +78,7 @@ class TextPrompts(IndexedPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         return {
-            "pipeline": "TextPrompts",
+            "pipeline": self.class_name(),
             "corpus": self.corpus.fingerprint(),
             "split": self.split,
             "batch_size": self.batch_size,

@@ -17,20 +17,25 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _LOG_LINE = re.compile(rb"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ |WARNING: All log messages before absl::")
 
 
-def missing_tensorflow(wanted_by: str, instead: str) -> ConfigError:
+def missing_tensorflow(wanted_by: str, instead: str | None) -> ConfigError:
     """Returns the error that says what needs tensorflow and what does without."""
+    other = (
+        f", or configure praxis_lite.inputs.{instead}, which takes the same settings and yields "
+        "the same batches with NumPy alone"
+        if instead
+        else ""
+    )
     return ConfigError(
         f"{wanted_by} needs tensorflow, which is not installed here. Install it (pip install "
-        f"tensorflow), or configure praxis_lite.inputs.{instead}, which takes the same settings "
-        f"and yields the same batches with NumPy alone."
+        f"tensorflow){other}."
     )
 
 
-def tensorflow(wanted_by: str, instead: str) -> ModuleType:
+def tensorflow(wanted_by: str, instead: str | None) -> ModuleType:
     """Returns the tensorflow module.
 
     Raises:
-        ConfigError: it is not installed; names the class `instead` to configure.
+        ConfigError: it is not installed; names the class `instead` to configure, if there is one.
     """
     try:
         return _import_once()

@@ -7,7 +7,6 @@ JSON that has since 1.1 the true shape of each variable. `state` is, by the job'
 - a msgpack file with a list of arrays (CheckpointType.FLAX, of jobs without a mesh).
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import flax.serialization
 import numpy as np
 import tensorstore
 
+from praxis_lite.config.json_text import parse_json
 from praxis_lite.errors import ConfigError
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
@@ -115,7 +115,11 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
 def _true_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes by path that the metadata says; none of versions before 1.1."""
     file = directory / "metadata" / "metadata"
-    content = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        content = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        tree = content.get("train_state_metadata", {}).get("mdl_vars", {})
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged, or Pax did not write it: {error}.") from None
     shapes: dict[str, tuple[int, ...]] = {}
 
     def add(path: str, node: Mapping[str, Any]) -> None:
@@ -127,7 +131,7 @@ def _true_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         for name in sorted(node):
             add(f"{path}/{name}" if path else name, node[name])
 
-    add("", content.get("train_state_metadata", {}).get("mdl_vars", {}))
+    add("", tree)
     return shapes
 
 
@@ -161,8 +165,11 @@ def _ocdbt_arrays(state: Path) -> Readers:
 
 
 def _msgpack_arrays(file: Path, true_shapes: Mapping[str, tuple[int, ...]]) -> Readers:
-    content = flax.serialization.msgpack_restore(file.read_bytes())
-    arrays = content.get("flattened_state")
+    try:
+        content = flax.serialization.msgpack_restore(file.read_bytes())
+        arrays = content.get("flattened_state")
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged, or Pax did not write it: {error}.") from None
     if arrays is None or not true_shapes:
         raise ConfigError(
             f"{file} lists arrays without their names, and there is no metadata of version 1.1 or "

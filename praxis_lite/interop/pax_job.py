@@ -39,6 +39,7 @@ def begin_job(
     settings: Sequence[str] = (),
     ignore: Sequence[str] = (),
     new: Sequence[str] = (),
+    packages: Sequence[str] = (),
 ) -> JobDir:
     """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.
 
@@ -51,11 +52,12 @@ def begin_job(
       job_log_dir: a new or an empty directory.
       settings: "path=value", as for `--set`.
       ignore, new: see `mdl_vars_from_pax`; what is new is drawn with the run's seed.
+      packages: as for `--packages`.
 
     Raises:
       ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
     """
-    experiment_class = registry.get_experiment(experiment)
+    experiment_class = registry.get_experiment(experiment, packages)
     config = experiment_class().config()
     apply_overrides(config, settings)
     check_required(config)
@@ -75,7 +77,8 @@ def begin_job(
             )
         data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
         saved.save(0, _first_state(partitioner, mdl_vars), partitioner.layout, data)
-    job_dir.write_config(dump_config(config, name, settings), config_lines(config))
+    text = dump_config(config, name, settings, packages=packages)
+    job_dir.write_config(text, config_lines(config))
     return job_dir
 
 
@@ -93,6 +96,8 @@ def _first_state(partitioner: Partitioner, mdl_vars: MdlVars) -> TrainState:
 def _main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Begins a job with the weights of a Pax job.")
     parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
+    parser.add_argument("--packages", metavar="NAME,...", type=lambda words: words.split(","),
+                        action="extend", default=[], help="as of main.py")
     parser.add_argument("--pax", metavar="DIR", required=True, help="Pax's job_log_dir")
     parser.add_argument("--pax_step", metavar="N", type=int, help="default: the newest")
     parser.add_argument("--job_log_dir", metavar="DIR", required=True, help="a new directory")
@@ -105,11 +110,15 @@ def _main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
-                        settings=args.settings, ignore=args.ignore, new=args.new)
+                        settings=args.settings, ignore=args.ignore, new=args.new,
+                        packages=args.packages)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"began {job.path}: go on with main.py --exp={args.exp} --job_log_dir={job.path}")
+    packages = f" --packages={','.join(args.packages)}" if args.packages else ""
+    print(
+        f"began {job.path}: go on with main.py --exp={args.exp}{packages} --job_log_dir={job.path}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """metrics.jsonl: one flushed line per step, each step once, however often the run was killed."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, not_written
 
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -53,12 +54,25 @@ class JsonLinesWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends one line, which must have an integer `step`; scalar arrays become numbers."""
+        """Appends one line, which must have an integer `step`; scalar arrays become numbers.
+
+        Raises:
+            ConfigError: the disk is full; the lines before stay whole.
+        """
         if not isinstance(line.get("step"), int | np.integer):
             raise ValueError(f"{self._path}: a line needs an integer 'step', got {dict(line)}")
         # One write per line: a reader sees at most one unfinished line, the last.
-        self._file.write(_as_text(line))
-        self._file.flush()
+        size = os.path.getsize(self._path)
+        try:
+            self._file.write(_as_text(line))
+            self._file.flush()
+        except OSError as error:
+            # What is left in the buffer goes with the file; then a part of it that was written.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)
+            raise not_written(self._path, error) from error
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -143,8 +157,12 @@ def _with_non_finite(value: Any) -> Any:
 
 def _replace(path: pathlib.Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise not_written(path, error) from error

@@ -1,6 +1,7 @@
 """The loss curve as a PNG, drawn from a run's JSON lines."""
 
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
         title: stands above the plot.
     Raises:
         ConfigError: no line of `metrics_path` has a loss.
+        OSError: the picture could not be written; one that was there stays.
     """
     # A Figure without pyplot draws with Agg and leaves a user's own backend and figures alone.
     from matplotlib.figure import Figure
@@ -65,7 +67,12 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
         axes.margins(x=0.015)
         axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
-    figure.savefig(png_path, format="png")
+    temporary = pathlib.Path(f"{os.fspath(png_path)}.new")
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, png_path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:

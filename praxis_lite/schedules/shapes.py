@@ -122,10 +122,11 @@ def as_float(count: Count) -> jax.Array:
 
 def progress(count: Count, x0: float, x1: float) -> jax.Array:
     """Returns the share of the way from x0 to x1, from 0 to 1; a jump where they are the same."""
-    x = as_float(count)
+    # Integers first: float32 has no odd counts above 2**24.
+    since = as_float(jnp.asarray(count) - x0) if isinstance(x0, int) else as_float(count) - x0
     if x0 == x1:
-        return jnp.where(x < x0, 0.0, 1.0).astype(jnp.float32)
-    return jnp.clip((x - x0) / (x1 - x0), 0.0, 1.0)
+        return jnp.where(since < 0, 0.0, 1.0).astype(jnp.float32)
+    return jnp.clip(since / (x1 - x0), 0.0, 1.0)
 
 
 def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:

@@ -119,6 +119,16 @@ def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, batch_spec(rank, mesh.axis_names))
 
 
+def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
+    """Returns a JAX key on every device of the mesh; the same key is given in every process."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    if jax.process_count() == 1:
+        return jax.device_put(key, replicated)
+    # `device_put` of an array to devices of other processes is for NumPy arrays alone.
+    data = jax.device_put(np.asarray(jax.random.key_data(key)), replicated)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
     """Returns what `global_batch` returns for batches of `element_spec`, without any array."""
     num_rows = num_rows_of(element_spec)

@@ -62,8 +62,10 @@ class MeshConfig:
         return math.prod(self.shape)
 
 
-def simulate_devices(num_devices: int) -> None:
+def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
     """Makes JAX's CPU backend show `num_devices` devices; call it before JAX makes an array.
+
+    Of several processes each simulates its part of them.
 
     At most MAX_SIMULATED_DEVICES are; a larger mesh needs devices that exist. On a machine with an
     accelerator nothing changes that a program sees. A device count that the user has set in the
@@ -75,7 +77,8 @@ def simulate_devices(num_devices: int) -> None:
     the number of devices. And XLA must not schedule for concurrency: lm.PyDocs hung within 253
     steps with 4 to 64 threads per device, and without that scheduler not in 700, a fifth faster.
     """
-    num_simulated = min(num_devices, MAX_SIMULATED_DEVICES)
+    # Where it does not divide, `make_mesh` says so: an accelerator may be there.
+    num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))
     flags = os.environ.get("XLA_FLAGS", "")
     if _SCHEDULER_FLAG not in flags:
@@ -118,11 +121,50 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"{len(devices)} {platform} devices; the others would idle. Enlarge "
             "mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
         )
-    devices = devices[:wanted]
+    num_processes = len({device.process_index for device in devices})
+    if platform == "cpu" and num_processes > 1:
+        devices = _of_each_process(config, devices, num_processes)
+    else:
+        devices = devices[:wanted]
     lay_out = _simulated_grid if platform == "cpu" else _torus_grid
     grid = lay_out(config, devices)
+    if len({device.process_index for device in devices}) < num_processes:
+        raise ConfigError(
+            f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} has no device of "
+            f"some of the {num_processes} processes. Enlarge mesh.ici_mesh_shape, or start fewer."
+        )
     # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
     return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def _of_each_process(
+    config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
+) -> list[jax.Device]:
+    """Returns as many simulated devices of each process; they are the slices, if there are any."""
+    wanted, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
+    mesh = dict(zip(config.axis_names, config.shape, strict=True))
+    if wanted % num_processes:
+        raise ConfigError(
+            f"The mesh {mesh} of {wanted} simulated devices cannot be divided among "
+            f"{num_processes} processes. Change mesh.ici_mesh_shape, or the number of processes."
+        )
+    if config.dcn_mesh_shape is not None and num_slices not in (1, num_processes):
+        raise ConfigError(
+            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape)} lays {num_slices} slices, but "
+            f"there are {num_processes} processes, and of simulated devices each process is a "
+            f"slice. Make its product {num_processes}, or start {num_slices} processes."
+        )
+    held: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        held.setdefault(device.process_index, []).append(device)
+    each = wanted // num_processes
+    for process, own in held.items():
+        if len(own) < each:
+            raise ConfigError(
+                f"The mesh {mesh} needs {each} devices of each process, but process {process} has "
+                f"{len(own)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS there, or set them alike."
+            )
+    return [device for process in sorted(held) for device in held[process][:each]]
 
 
 def compiled_platform() -> str:
@@ -140,6 +182,7 @@ def _torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray
                 tuple(config.ici_mesh_shape),
                 tuple(config.dcn_mesh_shape),
                 devices,
+                process_is_granule=_hosts_are_slices(config, devices),
                 allow_split_physical_axes=split,
             )
         return mesh_utils.create_device_mesh(
@@ -151,6 +194,26 @@ def _torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray
             f"interconnect: {str(error).splitlines()[0].split(' The size of')[0]} Make each axis a "
             "product of the interconnect's dims, or say mesh.allow_split_physical_axes=true."
         ) from error
+
+
+def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
+    """Returns whether a host is a slice, as with GPUs, rather than what the devices say.
+
+    Raises:
+      ConfigError: the DCN shape has another number of slices than there are of either.
+    """
+    wanted = math.prod(config.dcn_mesh_shape or (1,))
+    slices = len({getattr(device, "slice_index", None) for device in devices})
+    if wanted == slices:
+        return False
+    hosts = len({device.process_index for device in devices})
+    if wanted != hosts:
+        raise ConfigError(
+            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} lays {wanted} slices, but "
+            f"the devices are in {slices} slices and {hosts} processes. Make its product one of "
+            "these."
+        )
+    return True
 
 
 def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:

@@ -1,10 +1,12 @@
 """A job that starts from other checkpoints: what comes from where, and what is refused."""
 
+import dataclasses
 import functools
 import re
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +48,8 @@ def source(tmp_path_factory):
     job = tmp_path_factory.mktemp("source")
     with Checkpoints(job / "checkpoints", saving=SaveSettings(max_to_keep=3)) as checkpoints:
         for step, state in ((13, older), (17, true_state)):
-            checkpoints.save(step, placed(state, saving), saving.layout, {})
+            state = placed(state, saving.layout, saving.mesh)
+            checkpoints.save(step, state, saving.layout, {})
     return job, true_state
 
 
@@ -195,6 +198,65 @@ def test_weights_come_from_moving_averages(source, settings):
     assert_equal({path: x for path, x in found.items() if path.startswith("mdl_vars/")}, wanted)
 
 
+@pytest.fixture(scope="module")
+def half_source(tmp_path_factory):
+    """A job's directory with step 5 of Tiny in bfloat16, and its values."""
+    saving = partitioner((1, 4, 2))
+
+    def halved(x):
+        return jax.ShapeDtypeStruct(x.shape, "bfloat16" if x.dtype == jnp.float32 else x.dtype)
+
+    layout = dataclasses.replace(saving.layout, shapes=jax.tree.map(halved, saving.layout.shapes))
+    true_state = random_true_state(saving.layout)
+    state = placed(true_state, layout, saving.mesh)
+    job = tmp_path_factory.mktemp("half")
+    with Checkpoints(job / "checkpoints", saving=SaveSettings()) as checkpoints:
+        checkpoints.save(5, state, layout, {})
+    return job, jax.tree.map(lambda x, to: x.astype(to.dtype), true_state, layout.shapes)
+
+
+def test_named_variables_are_cast_and_told(half_source):
+    job, half = half_source
+    one = rules(cast_rules=["params/", "opt_states/slots/"], partial_load_opt_states=True)
+    found, plan = init({str(job): one}, partitioner())
+    slots = {"slots": half.opt_states["slots"]}
+    saved = by_path({"mdl_vars": half.mdl_vars, "opt_states": slots})
+    for path, x in saved.items():
+        assert found[path].dtype == (x.dtype if x.dtype != jnp.bfloat16 else jnp.float32), path
+        np.testing.assert_array_equal(found[path], x.astype(found[path].dtype), err_msg=path)
+    casts = [line for line in plan.lines() if line.endswith(" (cast from bfloat16)")]
+    assert f"params/{SOFTMAX} (cast from bfloat16)" in casts
+    assert len(casts) == sum(x.dtype == jnp.bfloat16 for x in saved.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, rf"params/{SOFTMAX} is float32\[7, 257\], but params/{SOFTMAX} is "
+             r"bfloat16\[7, 257\] \(cast_rules would cast it\)"),
+        ({"cast_rules": ["params/final_ln/.*"]}, rf"{SOFTMAX} is float32.*cast_rules would"),
+        ({"cast_rules": [".*", "params/sofmax/.*"]}, "'params/sofmax/.*' matches no variable"),
+    ],
+    ids=["none", "others", "typo"],
+)
+def test_another_dtype_is_refused_where_no_cast_is_named(half_source, settings, words):
+    job, _ = half_source
+    one = rules(load_rules=[("(params/softmax/.*)", "{}")], **settings)
+    with pytest.raises(ConfigError, match=words):
+        plan_init(partitioner().layout, {str(job): one})
+
+
+def test_whole_numbers_are_not_cast(source):
+    """A count that wraps would be another schedule."""
+    job, _ = source
+    layout = partitioner((1, 2, 4), EMA).layout
+    counts = {**layout.shapes.opt_states, "num_updates": jax.ShapeDtypeStruct((), "int8")}
+    shapes = dataclasses.replace(layout.shapes, opt_states=counts)
+    one = rules(load_opt_states=True, cast_rules=[".*"])
+    with pytest.raises(ConfigError, match=r"num_updates is int8\[\], but \S+ is int32\[\]\. "):
+        plan_init(dataclasses.replace(layout, shapes=shapes), {str(job): one})
+
+
 def test_a_lora_starts_as_its_base(source):
     job, true_state = source
     config, lora = tiny_config(), r".*/lora_[ab]$"
@@ -209,7 +271,9 @@ def test_a_lora_starts_as_its_base(source):
     assert len(slots) == 16 and all(re.fullmatch(lora, path) for path in slots)
     base = partitioner((1, 1, 1), EMA)
     inputs = next(built.datasets["train"].batches())
-    wanted = base.eval_step(placed(true_state, base).mdl_vars, base.global_batch(inputs))
+    wanted = base.eval_step(
+        placed(true_state, base.layout, base.mesh).mdl_vars, base.global_batch(inputs)
+    )
     found = target.eval_step(state.mdl_vars, target.global_batch(inputs))
     np.testing.assert_allclose(found["loss"][0], wanted["loss"][0], rtol=1e-5)
 
@@ -267,7 +331,7 @@ def test_rules_may_match_nothing_where_they_are_told_so(source):
 def test_averages_that_are_not_there_are_refused(tmp_path):
     saving = partitioner()
     with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
-        state = placed(random_true_state(saving.layout), saving)
+        state = placed(random_true_state(saving.layout), saving.layout, saving.mesh)
         checkpoints.save(3, state, saving.layout, {})
     with pytest.raises(ConfigError, match=r"has no moving averages \(opt_states/ema\)"):
         plan_init(saving.layout, {str(tmp_path): rules(load_ema_states=True)})
@@ -290,10 +354,11 @@ def test_an_empty_directory_says_what_to_run_first(tmp_path):
         ({"load_rules": LOAD_ALL}, "wanted are pairs of a pattern and a template"),
         ({"load_rules": [("params/(.*", "{}")]}, r"'params/\(\.\*' is no regular expression"),
         ({"load_rules": [("params/.*", "params/{}")]}, "has a place that no group of 'params/"),
-        ({"ignore_rules": ".*lora_"}, "wanted is a sequence of patterns"),
+        ({"ignore_rules": ".*lora_"}, "ignore_rules .* wanted is a sequence of patterns"),
+        ({"cast_rules": ".*"}, "cast_rules .* wanted is a sequence of patterns"),
         ({"load_opt_states": True, "partial_load_opt_states": True}, "set one of them"),
     ],
-    ids=["pair", "regex", "template", "ignore", "both"],
+    ids=["pair", "regex", "template", "ignore", "cast", "both"],
 )
 def test_rules_that_mean_nothing_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):

@@ -261,3 +261,56 @@ def test_of_many_like_paths_five_are_listed():
         apply_overrides(fdl.Config(zoo.Pipeline, config), ["corpus[7].widht=7"])
     listed = str(caught.value).partition("The nearest are ")[2].rstrip(".").split(", ")
     assert listed[0] == "corpus[7].width" and len(listed) == 5
+
+
+HOSTILE = [
+    "task.__class__=1",
+    "task.__init__.__globals__=1",
+    "decode_datasets.p.__class__=7",
+    "decode_datasets.p.__arguments__=7",
+    "decode_datasets.p.__fn_or_cls__=7",
+    "datasets[train].__dict__=7",
+    "task.activation=os.system",
+    "task.activation=jax.nn.relu",
+    "task=os",
+    "run.seed=__import__('os').system('touch canary')",
+    "run.seed=" + "9" * 9_999,
+    "run.seed=" + "(" * 9_999,
+    "run.seed=" + "-" * 9_999 + "1",
+    "mesh.ici_mesh_shape=[1]*10**9",
+    "task.color=__class__",
+    "task.dtype=__class__",
+    "a" * 100_000 + "=1",
+    "run." * 50_000 + "seed=1",
+    "task.note=" + "a" * 100_000,
+    "run.seed\x1b[2J=1",
+    "run.seed=\x1b[2J",
+]
+
+
+@pytest.mark.parametrize("setting", HOSTILE, ids=lambda setting: setting[:24])
+def test_a_hostile_setting_changes_nothing_and_is_refused_in_few_words(setting):
+    config, untouched = hostile_job(), hostile_job()
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides(config, [setting])
+    assert config == untouched and len(str(caught.value)) < 700
+    # Names that are none of the config's stay words: nothing is looked up.
+    assert "\x1b" not in str(caught.value)
+
+
+LITERALS = ["os.system", "__import__('os')", "{1: [2]}", "1e999", "[" * 9_999]
+
+
+@pytest.mark.parametrize("text", LITERALS, ids=lambda text: text[:24])
+def test_a_value_for_anything_is_a_literal_or_a_word(text):
+    config = hostile_job()
+    apply_overrides(config, [f"task.anything={text}"])
+    assert type(config.task.anything) in (str, dict, float)
+
+
+def hostile_job():
+    return fdl.Config(
+        Job, mesh=fdl.Config(zoo.Mesh, ici_mesh_shape=(1, 4, 2)), task=fdl.Config(zoo.Layer),
+        datasets={"train": fdl.Config(zoo.Pipeline, fdl.Config(zoo.Corpus, path="a"))},
+        decode_datasets={"p": fdl.Config(zoo.loose)}, run=fdl.Config(RunConfig, num_train_steps=7),
+    )  # fmt: skip

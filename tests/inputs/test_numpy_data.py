@@ -117,6 +117,26 @@ def test_fingerprint_is_json_and_follows_the_settings(make):
     assert make(batch_size=7).fingerprint() != fingerprint
 
 
+def test_the_librarys_pipelines_are_deterministic(make):
+    assert make().nondeterminism() is None
+
+
+class Noisy(InMemory):
+    """Rows with noise that no seed decides."""
+
+    def rows(self, index, rows):
+        batch = super().rows(index, rows)
+        return batch | {"inputs": batch["inputs"] + np.random.normal(size=batch["inputs"].shape)}
+
+
+def test_a_pipeline_that_draws_without_its_seed_is_found():
+    noisy = Noisy(ARRAYS, 6, shuffle=True)
+    assert noisy.nondeterminism() == "the first batch, made twice, differs in 'inputs'"
+    # A subclass may make other batches of the same settings: it is no InMemory to a checkpoint.
+    assert noisy.fingerprint()["pipeline"] == f"{__name__}.Noisy"
+    assert InMemory(ARRAYS, 6, shuffle=True).fingerprint()["pipeline"] == "InMemory"
+
+
 def test_another_seed_and_another_step_give_other_batches(make):
     if make().num_batches is None:
         batches = taken(make().batches(), 13) + taken(make(seed=4).batches(), 13)

@@ -75,7 +75,9 @@ def job(tmp_path_factory):
     (root / "paxzoo.py").write_text(textwrap.dedent(source))
     sys.path.insert(0, str(root))
     try:
-        yield pax_job.begin_job("paxzoo.FromPax", root / "pax", root / "job")
+        yield pax_job.begin_job(
+            "paxzoo.FromPax", root / "pax", root / "job", packages=["paxzoo"]
+        )
     finally:
         sys.path.remove(str(root))
         sys.modules.pop("paxzoo", None)
@@ -92,7 +94,7 @@ def test_evaluation_gives_paxs_loss_and_training_goes_on_from_step_0(job, capsys
     line = json.loads(job.eval_metrics_jsonl.read_text().splitlines()[-1])
     assert line["step"] == 0 and line["loss"] == pytest.approx(wanted, rel=1e-5)
 
-    main.main(["--exp=paxzoo.FromPax", f"--job_log_dir={job.path}"])
+    main.main(["--exp=paxzoo.FromPax", "--packages=paxzoo", f"--job_log_dir={job.path}"])
     assert "restored the checkpoint of step 0" in capsys.readouterr().out
     first = json.loads(job.metrics_jsonl.read_text().splitlines()[0])
     assert first["step"] == 1 and first["loss"] == pytest.approx(wanted, rel=1e-5)
@@ -106,7 +108,8 @@ def test_a_job_that_has_weights_already_is_refused(job):
 def test_what_does_not_fit_is_said_before_anything_is_written(job, capsys, tmp_path):
     pax = job.path.parent / "pax"
     with pytest.raises(SystemExit) as exit:
-        pax_job._main(["--exp=paxzoo.FromPax", f"--pax={pax}", f"--job_log_dir={tmp_path}/job",
+        pax_job._main(["--exp=paxzoo.FromPax", "--packages=paxzoo", f"--pax={pax}",
+                       f"--job_log_dir={tmp_path}/job",
                        "--set", "task.model.num_layers=3"])  # fmt: skip
     assert exit.value.code == 2
     message = capsys.readouterr().err

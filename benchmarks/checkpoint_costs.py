@@ -1,0 +1,229 @@
+"""What checkpoints cost: steps while one is written, a start that verifies, its manifest, memory.
+
+`python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP's with Adam's
+slots, 384 MiB unless --mib says otherwise; its files lie in a temporary folder (TMPDIR).
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite.checkpoints import step_dirs
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.learner import Learner
+from praxis_lite.models import FunctionModel
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig, make_mesh
+from tasks.loss import LossTask
+
+DIMS, BATCH = 1024, 64
+GIB, MIB = 1 << 30, 1 << 20
+# What a host does besides waiting for devices that compute: so many seconds, then some Python.
+WAIT_SECONDS = 0.1
+TINY_MIB = 12
+DATA = {"next_batch": 0, "skipped": []}
+
+
+def init(key, num_layers):
+    """Returns the params of an MLP: a list of matrices [D, D]."""
+    keys = jax.random.split(key, num_layers)
+    return [jax.random.normal(one, (DIMS, DIMS)) * DIMS**-0.5 for one in keys]
+
+
+def loss(params, inputs, key):
+    """Returns the mean square of the outputs, a row each."""
+    x = inputs["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(jnp.square(x), axis=-1)
+
+
+def partitioner_of(mib: int) -> Partitioner:
+    """Returns the steps of a model whose state takes `mib` MiB, a third of it weights."""
+    num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
+    task = fdl.Config(
+        LossTask, fdl.Config(FunctionModel, fdl.Partial(init, num_layers=num_layers)), loss,
+        fdl.Config(Learner, fdl.Partial(optax.adam), learning_rate=1e-3),
+    )
+    return Partitioner(fdl.build(task), make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
+
+
+def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> None:
+    """Prints how much longer steps take while a save is in flight."""
+    key = partitioner.key(0)
+    x = np.random.default_rng(0).normal(size=(BATCH, DIMS)).astype(np.float32)
+    batch = partitioner.global_batch({"x": x, "weights": np.ones(BATCH, np.float32)}, BATCH)
+    box = [partitioner.init(key)]
+
+    def trained() -> None:
+        box[0], outputs = partitioner.train_step(box[0], batch, key)
+        jax.block_until_ready((box[0], outputs))
+
+    def waited() -> None:
+        time.sleep(WAIT_SECONDS)
+        sum(range(20_000))
+
+    trained()
+    with Checkpoints(directory, saving=SaveSettings(max_to_keep=2)) as checkpoints:
+        number = iter(range(1, 1_000_000))
+
+        for name, step in (("the devices are the CPU itself", trained),
+                           ("the devices compute elsewhere", waited)):
+            with_save, without, blocking, flights = [], [], [], []
+            for _ in range(num_rounds):
+                checkpoints.wait()
+                without += [_seconds(step) for _ in range(8)]
+                start = time.perf_counter()
+                checkpoints.save(next(number), box[0], partitioner.layout, DATA)
+                blocking.append(time.perf_counter() - start)
+                while is_in_flight():
+                    with_save.append(_seconds(step))
+                flights.append(time.perf_counter() - start)
+            one, other = statistics.median(with_save), statistics.median(without)
+            row(f"step with a save in flight / without, {name}", one, other, 1.05)
+            print(f"    {len(with_save)} steps in {num_rounds} saves of "
+                  f"{statistics.median(flights):.2f} s; save() itself returned after "
+                  f"{statistics.median(blocking):.3f} s")
+
+
+def is_in_flight() -> bool:
+    """Returns whether a save's thread runs: until what it replaces is deleted."""
+    return any(thread.name.startswith("save of") for thread in threading.enumerate())
+
+
+def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> None:
+    """Prints what verifying adds to a restore, for files in memory and for files on disk."""
+    step_dir = newest(directory)
+    size = size_of(step_dir)
+
+    def restore() -> None:
+        restored(partitioner, directory)
+
+    def unverified() -> None:
+        with mock.patch.object(step_dirs, "verify", lambda _: []):
+            restore()
+
+    for name, before in (("files cached", lambda: None), ("files on disk", lambda: drop(step_dir))):
+        verified, plain = [], []
+        for _ in range(num_rounds):
+            for seconds, act in ((verified, restore), (plain, unverified)):
+                before()
+                seconds.append(_seconds(act))
+        one, other = statistics.median(verified), statistics.median(plain)
+        row(f"restore, verified / not, {name}", one, other, None)
+        print(f"    verification adds {(one - other) / (size / GIB):.2f} s per GiB; goal: under 1")
+
+
+def memory(mib: int, directory: Path) -> None:
+    """Prints the most memory that a restore takes, against the state's size."""
+    with tempfile.TemporaryDirectory(dir=directory.parent) as small:
+        partitioner = partitioner_of(TINY_MIB)
+        with Checkpoints(Path(small), saving=SaveSettings()) as saved:
+            state = partitioner.init(partitioner.key(0))
+            saved.save(1, state, partitioner.layout, DATA, is_last=True)
+        command = [sys.executable, __file__, "--mib", str(mib), "--restore", small, directory]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    before, peak, state = map(int, lines[-3:])
+    row("most memory of a restore / state", (peak - before) / MIB, state / MIB, 2.0)
+
+
+def restore_alone(mib: int, small: Path, directory: Path) -> None:
+    """Prints bytes: of the process before and at most in a restore, and of the state."""
+    # What libraries take for themselves at first use is no part of it.
+    restored(partitioner_of(TINY_MIB), small)
+    partitioner = partitioner_of(mib)
+    before = _resident()
+    state = restored(partitioner, directory)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(before, peak, sum(x.nbytes for x in jax.tree.leaves(state)))
+
+
+def restored(partitioner: Partitioner, directory: Path) -> Any:
+    """Returns the newest state."""
+    with Checkpoints(directory) as saved:
+        return jax.block_until_ready(saved.restore(partitioner.layout, partitioner.mesh).state)
+
+
+def row(name: str, one: float, other: float, goal: float | None) -> None:
+    """Prints a line of the table."""
+    print(f"{name:<70}{one:>10.3f}{other:>10.3f}{one / other:>8.3f}"
+          + (f"{goal:>8.2f}" if goal else ""), flush=True)
+
+
+def newest(directory: Path) -> Path:
+    """Returns the folder of the newest step."""
+    return directory / str(step_dirs.committed_steps(directory)[-1])
+
+
+def files_of(step_dir: Path) -> Iterator[Path]:
+    """Yields the files of a step."""
+    return (path for path in step_dir.rglob("*") if path.is_file())
+
+
+def size_of(step_dir: Path) -> int:
+    """Returns the bytes of a step."""
+    return sum(path.stat().st_size for path in files_of(step_dir))
+
+
+def drop(step_dir: Path) -> None:
+    """Lets the system forget what it has cached of a step, so that it is read from the disk."""
+    os.sync()
+    for path in files_of(step_dir):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _seconds(act: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=384, help="size of the state")
+    parser.add_argument("--num_rounds", type=int, default=5)
+    parser.add_argument("--restore", type=Path, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.restore:
+        restore_alone(args.mib, *args.restore)
+        return
+    partitioner = partitioner_of(args.mib)
+    with tempfile.TemporaryDirectory(prefix="checkpoint_costs_") as folder:
+        directory = Path(folder) / "checkpoints"
+        print(f"{'':<70}{'one':>10}{'other':>10}{'ratio':>8}{'goal':>8}")
+        step_times(partitioner, directory, args.num_rounds)
+        verification(partitioner, directory, args.num_rounds)
+        step_dir = newest(directory)
+        manifest = (step_dir / "manifest.json").stat().st_size
+        row("manifest / checkpoint, MiB", manifest / MIB, size_of(step_dir) / MIB, 0.01)
+        memory(args.mib, directory)
+
+
+if __name__ == "__main__":
+    main()

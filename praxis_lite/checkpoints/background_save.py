@@ -1,0 +1,159 @@
+"""One save: the state taken to the host at once, all else in a thread of its own.
+
+Orbax writes `N.saving`; then every file is digested and made sure to be on disk, the manifest and
+the commit are written, and the folder gets its number. Whatever fails on any process fails on all
+of them, and leaves nothing behind.
+"""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from praxis_lite import processes
+from praxis_lite.checkpoints import step_dirs
+from praxis_lite.checkpoints.orbax_arrays import Writing
+from praxis_lite.errors import ConfigError
+from praxis_lite.train_state import TrainState
+
+_MEET_SECONDS = 3600.0
+
+
+class FailedSave(ConfigError):
+    """A checkpoint could not be written: which, why, what is there instead, what to do."""
+
+
+class BackgroundSave:
+    """A save that has begun.
+
+    Attributes:
+      step: of the state.
+      error: what made it fail; None: nothing did so far.
+      failed_alone: it failed where other processes may not have: none can go on.
+
+    Args:
+      directory: of all steps.
+      manifest: what is known of the state; its files are added.
+      name: of this save among all of the job, the same on all processes.
+      published: called by the first process once the step has its number.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: dict[str, Any],
+        name: str,
+        published: Callable[[int], None],
+    ):
+        self.step: int = manifest["step"]
+        self.error: Exception | None = None
+        self.failed_alone = False
+        self._directory, self._manifest, self._published = directory, manifest, published
+        self._folder = step_dirs.saving_dir(directory, self.step)
+        self._meeting = _Meeting(name)
+        self._writing: Writing | None = None
+        # No daemon: an interpreter that ends waits for it.
+        self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
+
+    def begin(self, state: TrainState) -> None:
+        """Returns once `state` is on the host, or once that has failed; see `error`."""
+        try:
+            if processes.is_first():
+                self._clear()
+            self._writing = Writing(self._meeting.meet)
+            self._writing.begin(self._folder, state)
+        except Exception as error:
+            self.failed_alone = processes.count() > 1
+            self._fail(error)
+        else:
+            self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._writing.wait()
+            if processes.is_first():
+                self._manifest["files"] = step_dirs.file_digests(self._folder, sync=True)
+                step_dirs.commit(self._folder, self._manifest)
+                step_dirs.publish(self._folder, self._directory / str(self.step))
+            self._meeting.meet()
+        except Exception as error:
+            self._fail(error)
+        else:
+            if processes.is_first():
+                self._published(self.step)
+        finally:
+            self._writing.close()
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        if not self.failed_alone:
+            self._meeting.tell(why(error))
+        if processes.is_first():
+            try:
+                self._clear()
+            except OSError as second:
+                self.error.add_note(f"{self._folder} could not be removed: {second}")
+
+    def _clear(self) -> None:
+        """Removes what a save of this step wrote so far."""
+        for path in step_dirs.leftovers(self._directory):
+            if path.name.startswith(self._folder.name):
+                step_dirs.remove_leftover(path)
+
+
+class _FailedThere(Exception):
+    """A save failed, on which processes and why."""
+
+
+class _Meeting:
+    """Where the processes of a save wait for each other, and hear of each other's errors.
+
+    Orbax lets them meet after all have written and after the first has put it together; then we
+    do, once the step has its number. Who fails tells it where the others wait next.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._left = name, ["written", "put together", "published"]
+
+    def meet(self, error: str = "") -> None:
+        place = self._left.pop(0)
+        texts = processes.exchange(f"{self._name}/{place}", error, _MEET_SECONDS)
+        failed = [f"{processes.name(i)}: {text}" for i, text in enumerate(texts) if text]
+        if failed:
+            self._left.clear()
+            raise _FailedThere("; ".join(failed))
+
+    def tell(self, error: str) -> None:
+        """Tells an error, unless it is what another process told."""
+        if self._left:
+            with contextlib.suppress(Exception):  # What it says is known here.
+                self.meet(error or "an error without words")
+
+
+def why(error: BaseException) -> str:
+    """Returns what failed in a few words: the system's, and where, if that is known."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (_place(str(error.filename)) if error.filename else "")
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, _FailedThere):
+        return text
+    # TensorStore: OUT_OF_RANGE: ... Failed writing: "PATH": ... [os_error_code='27']
+    if code := re.search(r"os_error_code='(\d+)'", text):
+        paths = re.findall(r'"(/[^"]+)"', text)
+        return os.strerror(int(code[1])) + (_place(paths[-1]) if paths else "")
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _place(path: str) -> str:
+    # Names below that folder are Orbax's, and long.
+    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", path) + ")"

@@ -1,0 +1,148 @@
+"""A state's arrays as files: what Orbax does for us, and nothing else of it.
+
+Only OCDBT is written and read. Orbax's CheckpointManager is not used: it takes a stray folder for
+the newest step, deletes in place, and tells of a failed save late or never.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from orbax.checkpoint._src import asyncio_utils
+
+from praxis_lite import processes
+from praxis_lite.train_state import LeafLayout, TrainState
+
+ITEMS = ("mdl_vars", "opt_states")
+_TIMEOUT_SECONDS = 3600
+# Bytes that are read at a time besides what they become: the host's share of a large state must
+# not be in memory twice.
+_MOST_BYTES_READ_AT_ONCE = 4 * 10**9
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+# What fails is raised, and told in our words; its traceback in the log would say it twice.
+logging.getLogger("absl").addFilter(_is_not_of_orbax)
+
+
+def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns a coroutine's result once all that it began is over.
+
+    Orbax closes the loop at the first write that fails. Those that are under way would then make
+    folders anew while we remove them, and each print a traceback: "Event loop is closed".
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(coroutine)
+    finally:
+        while left := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.wait(left))
+            for task in left:
+                task.cancelled() or task.exception()  # Asked for, it is not printed.
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+
+class Writing:
+    """A state that is being written to a new folder, by all processes.
+
+    Args:
+      meet: called by every process where Orbax would let them wait for each other.
+    """
+
+    def __init__(self, meet: Callable[[], None]):
+        handlers = {item: ocp.PyTreeCheckpointHandler(use_ocdbt=True) for item in ITEMS}
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(**handlers),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=_TIMEOUT_SECONDS,
+                barrier_sync_fn=(lambda key, timeout_ms: meet()) if processes.count() > 1 else None,
+            ),
+        )
+
+    def begin(self, folder: Path, state: TrainState) -> None:
+        """Takes everything to the host; what `folder` has in the end is not there yet."""
+        args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
+        try:
+            self._checkpointer.save(folder, args=ocp.args.Composite(**args))
+        except BaseException:
+            _wait_for_threads()
+            raise
+
+    def wait(self) -> None:
+        """Waits until `folder` is there, or nothing writes to it any more; raises what failed."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except BaseException:
+            _wait_for_threads()
+            raise
+
+    def close(self) -> None:
+        """Ends its threads; what failed was told by `wait`."""
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+
+
+def _wait_for_threads() -> None:
+    """Waits for what Orbax leaves at work when a part of a save has failed: the other parts."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread)  # Its own join raises what it met.
+
+
+def read_arrays(
+    step_dir: Path, leaves: Mapping[str, LeafLayout], mesh: Mesh
+) -> dict[str, jax.Array]:
+    """Returns padded arrays of a step in the order of `leaves`, each in its shards.
+
+    Args:
+      leaves: by path; their true shapes and dtypes are the step's. Orbax cuts and appends zeros to
+        get from its padded shapes to theirs; asked for another true shape it would do so as well.
+    """
+    wanted = {
+        path: ocp.ArrayRestoreArgs(
+            sharding=NamedSharding(mesh, leaf.spec), global_shape=leaf.padded_shape,
+            dtype=leaf.dtype, strict=False,
+        )
+        for path, leaf in leaves.items()
+    }
+    largest = max((prod(x.padded_shape) * x.dtype.itemsize for x in leaves.values()), default=0)
+    most_gb = -(-max(_MOST_BYTES_READ_AT_ONCE, 2 * largest) // 10**9)
+    items, args, found = dict.fromkeys(path.partition("/")[0] for path in leaves), {}, {}
+    handlers = {
+        item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, restore_concurrent_gb=most_gb)
+        for item in items
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+        stored = checkpointer.metadata(step_dir).item_metadata
+        for item in items:
+            # The tree as it is stored, so that the item need not be wanted as a whole.
+            restore_args = jax.tree_util.tree_map_with_path(
+                lambda path, _, item=item: wanted.get(_joined(item, path), ocp.PLACEHOLDER),
+                stored[item].tree,
+            )
+            args[item] = ocp.args.PyTreeRestore(restore_args, restore_args=restore_args)
+        restored = checkpointer.restore(step_dir, args=ocp.args.Composite(**args))
+    for item in items:
+        for path, x in jax.tree_util.tree_flatten_with_path(restored[item])[0]:
+            found[_joined(item, path)] = x
+    return {path: found[path] for path in leaves}
+
+
+def _joined(item: str, path: tuple) -> str:
+    return f"{item}/{jax.tree_util.keystr(path, simple=True, separator='/')}"

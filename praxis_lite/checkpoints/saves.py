@@ -1,0 +1,95 @@
+"""A job's saves: one at a time, and what happens when one fails."""
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from praxis_lite import processes
+from praxis_lite.checkpoints.background_save import BackgroundSave, FailedSave, why
+from praxis_lite.checkpoints.good_steps import GoodSteps
+from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.train_state import TrainState
+
+
+class Saves:
+    """What is in flight, and how often in a row it failed.
+
+    A save that failed cannot be tried again as it was: its state is gone. The newest state is
+    saved in its place, once the trainer hears that it is due; only the last save of a run can wait.
+
+    Args:
+      steps: of the directory that is saved to.
+      note: told of what fails and is tried again.
+      name: of all exchanges between the processes, the same on all.
+    """
+
+    def __init__(
+        self, steps: GoodSteps, settings: SaveSettings, note: Callable[[str], None], name: str
+    ):
+        self._steps, self._settings, self._note, self._name = steps, settings, note, name
+        self._numbers = itertools.count()
+        self._in_flight: BackgroundSave | None = None
+        self._num_failed, self._retry_at = 0, float("inf")
+
+    def begin(self, state: TrainState, manifest: dict[str, Any]) -> None:
+        """Begins a save; none is in flight."""
+        self._retry_at = float("inf")
+        self._in_flight = BackgroundSave(
+            self._steps.directory, manifest, f"{self._name}, save {next(self._numbers)}",
+            self._delete_old,
+        )
+        self._in_flight.begin(state)
+
+    def end(self, state: TrainState, manifest: dict[str, Any]) -> None:
+        """Waits until the save in flight is whole, beginning it again where it failed."""
+        while not self.settle():
+            time.sleep(self._settings.retry_seconds)
+            self.begin(state, manifest)
+
+    def raise_if_failed(self) -> None:
+        """Settles what is done."""
+        if self._in_flight is not None and self._in_flight.is_done():
+            self.settle()
+
+    def retry_is_due(self) -> bool:
+        """Returns whether one failed that is to be tried again now."""
+        return processes.count() == 1 and time.monotonic() >= self._retry_at
+
+    def wait(self) -> None:
+        """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
+        self.settle(retries=0)
+
+    def settle(self, retries: int | None = None) -> bool:
+        """Waits for the save in flight, if there is one; returns whether all is well.
+
+        Raises:
+          FailedSave: it failed, as did more than `retries` in a row; None: of the settings.
+        """
+        save, self._in_flight = self._in_flight, None
+        if save is None:
+            return True
+        save.join()
+        if save.error is None:
+            self._num_failed = 0
+            return True
+        self._num_failed += 1
+        retries = self._settings.retries if retries is None else retries
+        failed = f"The checkpoint of step {save.step} could not be saved: {why(save.error)}"
+        if self._num_failed > retries or save.failed_alone:
+            raise FailedSave(
+                f"{failed}. {self._steps.newest_in_words()} Make room, or mend what failed; the "
+                "same command then goes on from there. With run.save_retries=N a save that fails "
+                "is tried again."
+            ) from save.error
+        self._retry_at = time.monotonic() + self._settings.retry_seconds
+        self._note(f"{failed}. It will be tried again, {self._num_failed} of {retries} times")
+        return False
+
+    def _delete_old(self, step: int) -> None:
+        """Deletes what need not stay, now that there is a newer step; the first process only."""
+        self._steps.replaced(step)
+        try:
+            self._steps.delete_all_but(self._settings.kept)
+        except Exception as error:  # The save did not fail: the next one tries this again.
+            self._note(f"old checkpoints could not be deleted: {why(error)}")

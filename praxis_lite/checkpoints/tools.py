@@ -1,0 +1,232 @@
+"""What `python -m praxis_lite.checkpoints` says of a directory of steps, and of one of them."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.checkpoints import step_dirs
+from praxis_lite.checkpoints.manifest import COMMIT_JSON, MANIFEST_JSON
+from praxis_lite.checkpoints.stored_arrays import check_leaves, stored_arrays
+from praxis_lite.checkpoints.zarr_checks import np_dtype
+from praxis_lite.errors import ConfigError
+
+Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.
+
+
+def no_progress(what: str, share: float) -> None:
+    """Tells nobody."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedStep:
+    """One folder of a directory of steps.
+
+    Attributes:
+      name: of the folder: "300", "300.damaged", "400.saving".
+      state: "good", or why it is not.
+      num_bytes: of all its files.
+      saved: when, in seconds since 1970; NaN: never.
+      metrics: that it was saved with.
+    """
+
+    name: str
+    state: str
+    num_bytes: int
+    saved: float
+    metrics: Mapping[str, float]
+
+
+def steps_directory(path: str) -> Path:
+    """Returns the directory of steps that is meant: a job's, or the path itself.
+
+    Raises:
+      ConfigError: there is no such directory, or nothing in it is a step.
+    """
+    given = Path(path).expanduser().absolute()
+    for directory in (given / "checkpoints", given):
+        if step_dirs.numbered_steps(directory) or _set_aside(directory):
+            return directory
+    if given.name.isdigit() and (given / MANIFEST_JSON).exists():
+        raise ConfigError(f"{given} is one step: name {given.parent}, and --step={given.name}.")
+    what = "holds no checkpoints" if given.is_dir() else "is no directory"
+    raise ConfigError(f"{given} {what}. Name a job_log_dir, or the folder 'checkpoints' in it.")
+
+
+def step_dir_of(directory: Path, step: int | None) -> Path:
+    """Returns the folder of a step; None: of the newest that has a commit.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    steps = step_dirs.committed_steps(directory)
+    if not steps or (step is not None and step not in steps):
+        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "there is none in it"
+        which = "step" if step is None else f"step {step}"
+        raise ConfigError(f"{directory} has no committed {which}; {there}.")
+    return directory / str(steps[-1] if step is None else step)
+
+
+def manifest_of(step_dir: Path) -> dict[str, Any]:
+    """Returns a step's manifest.
+
+    Raises:
+      ConfigError: it is not the one that was committed.
+    """
+    manifest, wrong = step_dirs.committed_manifest(step_dir)
+    if wrong:
+        raise ConfigError(f"The checkpoint {step_dir} is damaged: {'; '.join(wrong)}.")
+    return manifest
+
+
+def list_steps(directory: Path, progress: Progress = no_progress) -> list[ListedStep]:
+    """Returns all steps of a directory, and what is left of others; reads every file of a step."""
+    steps = [str(step) for step in step_dirs.numbered_steps(directory)]
+    listed = []
+    for count, name in enumerate(steps):
+        progress(f"step {name}", count / len(steps))
+        wrong = what_is_wrong(directory / name)
+        if wrong and not (directory / name).exists():  # Deleted by the job that is at work there.
+            continue
+        listed.append(_listed(directory / name, _few(wrong) if wrong else "good"))
+    states = {"damaged": "quarantined", "saving": "saving, or left by a save that was cut short",
+              "deleting": "deleting, or left by a deletion that was cut short",
+              "abandoned": "rolled back"}
+    for name in _set_aside(directory):
+        how = name.partition(".")[2].partition("-")[0].partition(".")[0]
+        listed.append(_listed(directory / name, states.get(how, how)))
+    return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
+
+
+def what_is_wrong(step_dir: Path) -> list[str]:
+    """Returns what is wrong with a step's files, a line each; no array is decoded."""
+    try:
+        return [f"damaged: {line}" for line in step_dirs.verify(step_dir)]
+    except ConfigError as error:
+        return [f"foreign: {error}"]
+
+
+def what_is_wrong_within(step_dir: Path, progress: Progress = no_progress) -> list[str]:
+    """Returns what is wrong with a step, having decoded every array and looked at its padding."""
+    if wrong := what_is_wrong(step_dir):
+        return wrong
+    try:
+        arrays = stored_arrays(step_dir, manifest_of(step_dir)).values()
+    except ConfigError as error:
+        return [str(error)]
+    done, total = 0, sum(array.num_bytes for array in arrays)
+    for array in arrays:
+        progress(array.path, done / max(total, 1))
+        done += array.num_bytes
+        try:
+            if not array.padding_is_zero():
+                wrong.append(f"{array.path} has a padding that is not zero")
+        except ConfigError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def description(step_dir: Path) -> list[str]:
+    """Returns what a step is, in lines: where it comes from, and each of its arrays."""
+    manifest = manifest_of(step_dir)
+    check_leaves(step_dir, manifest)
+    listed = _listed(step_dir, "")
+    share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
+    leaves = manifest["leaves"]
+    pairs = {
+        "step": f"{manifest['step']}, saved {when(listed.saved)}",
+        "size": f"{size(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
+                f"{share:.1%} of it",
+        "mesh": _pairs(manifest["mesh"]),
+        "versions": _pairs(manifest["versions"]),
+        "config": manifest["config_xxh3_128"] or "not known",
+        "data": json.dumps(manifest["data"]),
+        "metrics": _pairs(manifest["metrics"]),
+        "best": json.dumps(manifest["best"]),
+        "arrays": f"{len(leaves)}, {sum(math.prod(x['shape']) for x in leaves.values()):,} values",
+    }
+    rows = [("path", "shape", "padded", "dtype", "spec", "bytes")]
+    for path, leaf in sorted(leaves.items()):
+        padded = leaf["padded_shape"]
+        rows.append((
+            path, str(leaf["shape"]), "" if padded == leaf["shape"] else str(padded),
+            leaf["dtype"], _spec(leaf["spec"]), f"{_num_bytes(leaf):,}",
+        ))
+    return [f"{key + ':':10}{value}" for key, value in pairs.items()] + ["", *table(rows)]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the rows as lines, their columns aligned; a control character is shown, not sent."""
+    rows = [[x if x.isprintable() else ascii(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def listing(steps: Sequence[ListedStep]) -> list[str]:
+    """Returns `list_steps` as lines."""
+    rows = [("step", "size", "saved", "state", "metrics")]
+    for step in steps:
+        rows.append((step.name, size(step.num_bytes), when(step.saved), step.state,
+                     _pairs(step.metrics)))
+    return table(rows)
+
+
+def size(num_bytes: float) -> str:
+    """Returns "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+
+
+def when(seconds: float) -> str:
+    """Returns "2026-11-21 20:33:01", local time."""
+    if math.isnan(seconds):
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _set_aside(directory: Path) -> list[str]:
+    paths = [*step_dirs.leftovers(directory), *step_dirs.abandoned(directory)]
+    return [path.name for path in paths] + step_dirs.damaged(directory)
+
+
+def _listed(step_dir: Path, state: str) -> ListedStep:
+    num_bytes, saved, metrics = 0, math.nan, {}
+    # A folder may go while it is looked at: a job may be training there.
+    for path in step_dir.rglob("*") if not step_dir.is_symlink() else ():
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        num_bytes += status.st_size if path.is_file() else 0
+        if path == step_dir / COMMIT_JSON:
+            saved = status.st_mtime
+    with contextlib.suppress(ConfigError):
+        metrics = step_dirs.committed_manifest(step_dir)[0].get("metrics", {})
+    return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
+
+
+def _few(lines: Sequence[str], most: int = 2) -> str:
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" * (len(lines) > most))
+
+
+def _pairs(found: Mapping[str, Any]) -> str:
+    shown = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in found.items()}
+    return ", ".join(f"{key}={value}" for key, value in shown.items()) or "none"
+
+
+def _spec(spec: Sequence[Any]) -> str:
+    entries = ["+".join(map(str, e)) if isinstance(e, list) else str(e or "-") for e in spec]
+    return f"({', '.join(entries)})"
+
+
+def _num_bytes(leaf: Mapping[str, Any]) -> int:
+    return math.prod(leaf["padded_shape"]) * np_dtype(leaf["dtype"]).itemsize

@@ -1,0 +1,73 @@
+"""JSON from a file that anyone may have written: no bombs, no two readings of one text."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.errors import ConfigError
+
+# The config of a large model takes 0.1 MiB.
+MAX_BYTES = 16 * 2**20
+
+
+def parse_json(text: str) -> Any:
+    """Returns what the text means.
+
+    Raises:
+        ValueError: no JSON, or a key that stands twice, or NaN, an infinity, a number without end,
+            or brackets too deep; `str()` of it is the reason.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
+        )
+    except RecursionError:
+        raise ValueError("brackets within brackets, too deep") from None
+
+
+def read_json(path: Path) -> Any:
+    """Returns what a file of at most `MAX_BYTES` means.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is no JSON.
+    """
+    wanted = "Restore the file or start a new job."
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_BYTES:
+                raise ConfigError(
+                    f"{path} is damaged, or praxis_lite did not write it: it has {size} bytes, and "
+                    f"{MAX_BYTES} at most are read. {wanted}"
+                )
+            text = file.read(MAX_BYTES).decode("utf-8")
+        return parse_json(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). {wanted}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged, or praxis_lite did not write it ({error}). {wanted}"
+        ) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:80]} is no number of 64 bits")
+    return value

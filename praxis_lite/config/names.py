@@ -1,0 +1,218 @@
+"""What a config may name: decided from the words alone, and looked at again once imported.
+
+`module:name` in a config.json becomes an import and then a call. So a job's directory, which may
+come from anyone, names only what stands here.
+"""
+
+import enum
+import importlib
+import sys
+import types
+from collections.abc import Collection
+from typing import Any
+
+from praxis_lite.config.values import is_dtype
+from praxis_lite.errors import ConfigError, shown
+
+# What configs are made of here: the public classes and functions defined in these modules, and in
+# the modules below them. No function of these writes a file.
+PRAXIS_LITE = (
+    "checkpoints.best_checkpoints",
+    "checkpoints.loading_rules",
+    "decode",
+    "early_stopping",
+    "experiment",
+    "initializers",
+    "inputs",
+    "layers",
+    "learner",
+    "loss_scaling",
+    "models",
+    "optimizer_groups",
+    "optimizers",
+    "partitioner",
+    "quantization",
+    "regularization",
+    "schedules",
+    "shard_map_partitioner",
+    "sharding",
+    "task",
+    "weight_sharding",
+    "weights",
+)
+
+# Everything public that is defined in them, by the name that the library gives it.
+WHOLE_LIBRARIES = (
+    "jax.nn",
+    "jax.nn.initializers",
+    "jax.lax",
+    "jax.checkpoint_policies",
+    "optax",
+    "optax.contrib",
+)
+# Scalar types, ufuncs and jitted functions alone: their other functions read and write files.
+ARRAY_LIBRARIES = ("jax.numpy", "numpy")
+# Subclasses of their Module alone.
+LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
+LIBRARIES = WHOLE_LIBRARIES + ARRAY_LIBRARIES + LAYER_LIBRARIES
+
+# All that is defined in them, for they come with praxis_lite; so do the packages that a user lists.
+PACKAGES = ("tasks", "experiments")
+
+BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple")
+
+
+def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
+    """Returns whether a config may name `module:name`, from the words alone. Imports nothing."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in (*parts, *module.split("."))):
+        return False
+    if any(part.startswith("__") for part in parts):
+        return False
+    is_public = not any(part.startswith("_") for part in parts)
+    if module == "builtins":
+        return name in BUILTINS
+    if module in LIBRARIES:
+        return is_public
+    top, _, below = module.partition(".")
+    if top == "praxis_lite":
+        return is_public and any(f"{below}.".startswith(f"{one}.") for one in PRAXIS_LITE)
+    return top in PACKAGES or top in packages
+
+
+def imported(module: str, name: str) -> Any:
+    """Returns what `module:name`, which is allowed, is.
+
+    Raises:
+        ConfigError: it is not there, or is no class, function or constant defined there. What the
+            module itself raises comes as it is.
+    """
+    gone = (
+        f"config.json names {module}.{name}, which is not there: the code has changed since the "
+        "job began, or its package is not on sys.path. Restore it, or start a new job."
+    )
+    try:
+        found = _holder(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module is there, and what it imports is not.
+        raise ConfigError(gone) from None
+    for depth, part in enumerate(name.split(".")):
+        # Not getattr of an instance: a name leads to what stands in modules and classes only.
+        if depth > 0 and not isinstance(found, type):
+            raise ConfigError(refused("config.json", module, name))
+        found = getattr(found, part, None)
+        if found is None:
+            raise ConfigError(gone)
+        # `os.system` is an attribute of every module that imports os.
+        if not _is_defined_in(found, module, depth):
+            raise ConfigError(refused("config.json", module, name))
+    if not is_of_kind(module, found):
+        raise ConfigError(refused("config.json", module, name))
+    return found
+
+
+def name_of(value: Any) -> tuple[str, str] | None:
+    """Returns (module, name) under which `value` itself is imported, or None.
+
+    What a library shows under a public name has that one: private places move between releases.
+    """
+    if isinstance(value, enum.Enum):
+        owner = name_of(type(value))
+        return owner and (owner[0], f"{owner[1]}.{value.name}")
+    if isinstance(value, types.MethodType):
+        owner = name_of(value.__self__) if isinstance(value.__self__, type) else None
+        return owner and (owner[0], f"{owner[1]}.{value.__name__}")
+    module = getattr(value, "__module__", None)
+    if not isinstance(module, str) or isinstance(value, types.ModuleType):
+        return None
+    if module != "builtins":
+        for library in LIBRARIES:
+            if (name := _name_in(_loaded(library), value)) is not None:
+                return library, name
+    if module not in sys.modules:
+        return None
+    holder = sys.modules[module]
+    qualname = getattr(value, "__qualname__", None)
+    if isinstance(qualname, str) and _is_at(holder, qualname, value):
+        return module, qualname
+    name = _name_in(holder, value)
+    return None if name is None else (module, name)
+
+
+def is_of_kind(module: str, value: Any) -> bool:
+    """Returns whether `value` is of the kind that a config may name from `module`."""
+    if isinstance(value, types.ModuleType):
+        return False
+    if module in ARRAY_LIBRARIES:
+        return is_dtype(value) or isinstance(value, _array_functions())
+    if module in LAYER_LIBRARIES:
+        return isinstance(value, type) and issubclass(value, _holder(module).Module)
+    return module not in WHOLE_LIBRARIES or callable(value) or isinstance(value, enum.Enum)
+
+
+def refused(where: str, module: str, name: str) -> str:
+    """Returns the paragraph on a name that a config may not have."""
+    top = module.partition(".")[0]
+    is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
+        one.partition(".")[0] == top for one in LIBRARIES
+    )
+    hint = (
+        f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
+        if is_own
+        else "Put a function or class of your own, in your package, around it."
+    )
+    return (
+        f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
+        "experiments, tasks, the packages given by --packages, and the layers, models, inputs and "
+        "such of praxis_lite; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
+        f"jitted functions of jax.numpy and numpy; and layers of flax. {hint}"
+    )
+
+
+def _holder(module: str) -> Any:
+    if module == "jax.checkpoint_policies":  # No module.
+        return importlib.import_module("jax").checkpoint_policies
+    return importlib.import_module(module)
+
+
+def _is_defined_in(value: Any, module: str, depth: int) -> bool:
+    place = getattr(value, "__module__", None)
+    if not isinstance(place, str):
+        place = type(value).__module__
+    if isinstance(value, enum.Enum):
+        place = type(value).__module__
+    top = module.partition(".")[0]
+    if module in ARRAY_LIBRARIES:
+        return True  # jax.numpy shows some of numpy's; the kind decides.
+    if module in LIBRARIES:
+        return place.partition(".")[0] in (top, "jaxlib")
+    # A class method may come from a class of praxis_lite.
+    return place == module if depth == 0 else place.partition(".")[0] in (top, "praxis_lite")
+
+
+def _loaded(library: str) -> Any:
+    parent, _, last = library.rpartition(".")
+    return sys.modules.get(library) or getattr(sys.modules.get(parent), last, None)
+
+
+def _name_in(holder: Any, value: Any) -> str | None:
+    name = getattr(value, "__name__", None)
+    if isinstance(name, str) and not name.startswith("__") and _is_at(holder, name, value):
+        return name
+    # An instance at the top of a module, such as some of JAX's remat policies.
+    names = vars(holder).items() if holder is not None else ()
+    return next((name for name, one in names if one is value and not name.startswith("__")), None)
+
+
+def _is_at(holder: Any, name: str, value: Any) -> bool:
+    for part in name.split("."):
+        holder = getattr(holder, part, None)
+    return holder is not None and holder is value
+
+
+def _array_functions() -> tuple[type, ...]:
+    import jax.numpy
+    import numpy
+
+    return numpy.ufunc, jax.numpy.ufunc, type(jax.numpy.tanh)

@@ -1,0 +1,243 @@
+"""Batches of a tf.data.Dataset that a function of the user's makes."""
+
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.base import InputPipeline, difference, spec_of
+from praxis_lite.inputs.leaves import narrow, narrow_dtype, with_weights
+from praxis_lite.inputs.tensorflow_import import tensorflow
+from praxis_lite.inputs.tf_determinism import why_nondeterministic
+
+if TYPE_CHECKING:
+    import jax
+
+_NUM_COMPARED = 2  # Batches: the first with a full shuffle buffer, and the order after it.
+
+
+class FromDataset(InputPipeline):
+    """Batches of a tf.data.Dataset that a function of yours makes, from dicts of tensors.
+
+    The function is called anew whenever batches are asked for, after `tf.random.set_seed(seed)`:
+    shuffles and other random operations without a seed of their own follow this one. tf.data keeps
+    the order of parallel operations, so the batches are the same in every run, but where the
+    dataset says otherwise: then `nondeterminism` says why, and the job does when it starts.
+
+    Batch k is found by reading on from the first: a job that resumes at step k first makes k
+    batches (a line says so). Every process makes the whole batch and takes its rows.
+
+    The fingerprint has the function's full name, its arguments, the settings, the number of
+    examples, and a hash of the first two batches: files that come or go are noticed where they
+    change one of these. Where the data lies is no part, unless an argument says it.
+
+    `weights` of ones are added where there are none, a weight per label or else per row; numbers of
+    64 bits become 32; a last batch that is not full ends in zero rows.
+
+    Args:
+        make_dataset: importable; returns the dataset. Configure it as
+            `fdl.Partial(make_dataset, split="train")`.
+        batch_size: rows of the global batch.
+        seed: of all that is random in the dataset.
+        is_batched: the dataset's elements are not examples but whole global batches.
+    """
+
+    def __init__(
+        self,
+        make_dataset: "Callable[[], Any]",
+        batch_size: int,
+        seed: int = 0,
+        *,
+        is_batched: bool = False,
+    ):
+        self.make_dataset = make_dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.is_batched = is_batched
+
+    def check(self) -> None:
+        super().check()
+        self.require_at_least(0, "seed")
+        _ = self.num_batches
+        self.element_spec()
+
+    @property
+    def num_batches(self) -> int | None:
+        if self._num_elements is None or self.is_batched:
+            return self._num_elements
+        return -(-self._num_elements // self.batch_size)
+
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
+        rows = (self.batch_size,)
+        leaves = {}
+        for name, (shape, dtype) in self._element.items():
+            narrow("FromDataset", name, np.empty(0, dtype))
+            own = shape[1:] if self.is_batched else shape
+            if None in own or (self.is_batched and not shape):
+                raise ConfigError(
+                    f"FromDataset: {name!r} has the shape {shape} in {self._name}; all but a "
+                    "batch's rows must be known and the same for every example. Pad it, or state "
+                    "it with tf.ensure_shape."
+                )
+            leaves[name] = np.empty((0, *own), narrow_dtype(np.dtype(dtype)))
+        return spec_of(**{
+            name: (rows + leaf.shape[1:], leaf.dtype)
+            for name, leaf in with_weights(leaves).items()
+        })
+
+    def batches(
+        self, start: int = 0, *, rows: slice | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        self.check()
+        if start:
+            _log.info("reading the %d batches before the next one again (FromDataset)", start)
+        return self._from(start, self.whole_or(rows))
+
+    def _from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
+        dataset = self._made()
+        if not self.is_batched:
+            dataset = dataset.batch(self.batch_size)
+        dataset = dataset.skip(start).prefetch(2)
+        if not dataset.options().threading.private_threadpool_size:
+            # Else parallel calls share the two threads that tensorflow is kept to.
+            options = type(dataset.options())()
+            options.threading.private_threadpool_size = os.cpu_count()
+            dataset = dataset.with_options(options)
+        for batch in dataset.as_numpy_iterator():
+            yield {name: leaf[rows] for name, leaf in self._filled(batch).items()}
+
+    def _filled(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the batch with weights and filler rows."""
+        leaves = with_weights({n: narrow("FromDataset", n, leaf) for n, leaf in batch.items()})
+        num_rows = {name: len(leaf) for name, leaf in leaves.items()}
+        if len(set(num_rows.values())) != 1 or max(num_rows.values()) > self.batch_size:
+            raise ConfigError(
+                f"FromDataset: a batch of {self._name} has the rows {num_rows}; all must be "
+                f"the same, and at most batch_size, which is {self.batch_size}."
+            )
+        num_missing = self.batch_size - num_rows["weights"]
+        if not num_missing:
+            return leaves
+        return {
+            name: np.concatenate([leaf, np.zeros((num_missing, *leaf.shape[1:]), leaf.dtype)])
+            for name, leaf in leaves.items()
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        reason, digest = self._examined
+        return {
+            "pipeline": self.class_name(),
+            "make_dataset": _described(self.make_dataset),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "is_batched": self.is_batched,
+            "num_elements": self._num_elements,
+            "first_batches_sha256": "not deterministic" if reason else digest,
+        }
+
+    def nondeterminism(self) -> str | None:
+        return self._examined[0]
+
+    @functools.cached_property
+    def _examined(self) -> tuple[str | None, str]:
+        """Why batches may differ between runs, by the graph and by trying; the first ones' hash."""
+        first, again = (
+            list(itertools.islice(self._from(0, self.whole_or(None)), _NUM_COMPARED))
+            for _ in range(2)
+        )
+        differences = (difference(*pair) for pair in zip(first, again, strict=True))
+        found = next((one for one in differences if one), None)
+        return why_nondeterministic(self._tf, self._dataset) or found, _digest(first)
+
+    @functools.cached_property
+    def _dataset(self) -> Any:
+        """One to look at: a second pass over a dataset is shuffled in another way."""
+        return self._made()
+
+    @property
+    def _tf(self) -> Any:
+        return tensorflow("FromDataset", None)
+
+    def _made(self) -> Any:
+        self._tf.random.set_seed(self.seed)
+        with warnings.catch_warnings():
+            # That the seed is used inside functions is what is wanted.
+            warnings.filterwarnings("ignore", "Seed .* from outer graph", UserWarning)
+            dataset = self.make_dataset()
+        if not isinstance(dataset, self._tf.data.Dataset):
+            raise ConfigError(
+                f"FromDataset: {self._name} returns a {type(dataset).__name__}; a tf.data.Dataset "
+                "was wanted."
+            )
+        return dataset
+
+    @functools.cached_property
+    def _num_elements(self) -> int | None:
+        """The dataset's elements; None: without end."""
+        found = int(self._dataset.cardinality())
+        if found == self._tf.data.UNKNOWN_CARDINALITY:
+            raise ConfigError(
+                f"FromDataset: tf.data cannot tell how many elements {self._name} has (after a "
+                "filter, or from a generator). End it with .repeat() for training, or with "
+                ".apply(tf.data.experimental.assert_cardinality(NUMBER))."
+            )
+        if found == 0:
+            raise ConfigError(f"FromDataset: {self._name} has no elements.")
+        return None if found == self._tf.data.INFINITE_CARDINALITY else found
+
+    @functools.cached_property
+    def _element(self) -> dict[str, tuple[tuple[int | None, ...], Any]]:
+        """The shape and dtype of each leaf of an element."""
+        spec = self._dataset.element_spec
+        tensors = self._tf.TensorSpec
+        if not isinstance(spec, dict) or not all(isinstance(s, tensors) for s in spec.values()):
+            raise ConfigError(
+                f"FromDataset: the elements of {self._name} are {spec}; wanted is a dict of dense "
+                "tensors by name, such as {'ids': ..., 'labels': ...}. End the dataset with a map "
+                "that makes one."
+            )
+        return {
+            name: (tuple(one.shape.as_list()), one.dtype.as_numpy_dtype)
+            for name, one in spec.items()
+        }
+
+    @property
+    def _name(self) -> str:
+        described = _described(self.make_dataset)
+        return described["function"] if isinstance(described, dict) else str(described)
+
+
+def _described(value: Any) -> Any:
+    """Returns a function with its arguments, or one of them, as JSON that is the same next time."""
+    if isinstance(value, functools.partial):
+        arguments = {str(n): _described(one) for n, one in enumerate(value.args)}
+        arguments |= {name: _described(one) for name, one in value.keywords.items()}
+        return {"function": _described(value.func), **arguments}
+    if isinstance(value, Mapping):
+        return {str(name): _described(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(one) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "fingerprint"):
+        return value.fingerprint()
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _digest(batches: list[dict[str, np.ndarray]]) -> str:
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name, leaf in sorted(batch.items()):
+            digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
+    return digest.hexdigest()
+
+
+_log = logging.getLogger(__name__)

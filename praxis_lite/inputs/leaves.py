@@ -1,0 +1,45 @@
+"""What a user's arrays become in a batch: numbers of at most 32 bits, with weights."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+
+
+def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns `leaves` with `weights`: where absent ones, a label each, or a row each."""
+    if "weights" in leaves:
+        return dict(leaves)
+    shape = leaves["labels"].shape if "labels" in leaves else next(iter(leaves.values())).shape[:1]
+    return {**leaves, "weights": np.ones(shape, np.float32)}
+
+
+def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
+    """Returns the leaf `name` with 64-bit numbers as 32-bit ones, as JAX would make them.
+
+    Raises:
+        ConfigError: it holds no numbers, or integers too large; names the pipeline `owner`.
+    """
+    if leaf.dtype.kind in "OSUMm":
+        raise ConfigError(
+            f"{owner}: the array {name!r} holds {leaf.dtype}; numbers were wanted. Encode it as "
+            f"integers or floats, or leave it out."
+        )
+    dtype = narrow_dtype(leaf.dtype)
+    if dtype == leaf.dtype:
+        return leaf
+    if leaf.dtype.kind in "iu" and leaf.size:
+        bounds = np.iinfo(dtype)
+        if leaf.min() < bounds.min or leaf.max() > bounds.max:
+            raise ConfigError(
+                f"{owner}: the array {name!r} holds {leaf.dtype} numbers from {leaf.min()} to "
+                f"{leaf.max()}, which {bounds.dtype} cannot hold. Scale them, or give floats."
+            )
+    return leaf.astype(dtype)
+
+
+def narrow_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype that `narrow` gives."""
+    narrower = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}
+    return np.dtype(narrower.get(dtype.name, dtype))

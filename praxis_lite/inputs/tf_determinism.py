@@ -1,0 +1,49 @@
+"""Whether a tf.data.Dataset yields the same elements again, as far as its graph tells."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+
+def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
+    """Returns what in the dataset's graph makes another order or other numbers; None: nothing.
+
+    tf.data keeps the order of parallel operations unless told otherwise. Random operations draw
+    from a state: where several calls run at a time, who draws first is chance.
+    """
+    if dataset.options().deterministic is False:
+        return "its options have deterministic=False"
+    variant = tf.data.experimental.to_variant(dataset)
+    ignore_state = 1  # ExternalStatePolicy: counters and tables may be in the graph.
+    serialized = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=variant, external_state_policy=ignore_state, strip_device_assignment=True
+    )
+    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    functions = {one.signature.name: list(one.node_def) for one in graph.library.function}
+    for node in [*graph.node, *(node for nodes in functions.values() for node in nodes)]:
+        if node.attr["deterministic"].s == b"false":
+            return f"{node.op} has deterministic=False"
+        if "Parallel" in node.op:
+            for called in _called(node, functions, set()):
+                if _draws(called):
+                    return f"{called.op} runs in a function that {node.op} calls in parallel"
+        elif _draws(node) and not (node.attr["seed"].i or node.attr["seed2"].i):
+            return f"{node.op} has no seed"
+    return None
+
+
+def _called(node: Any, functions: dict[str, list[Any]], seen: set[str]) -> Iterator[Any]:
+    """Yields the nodes of all functions that a node calls, and those call."""
+    for attribute in node.attr.values():
+        for function in (attribute.func, *attribute.list.func):
+            if function.name in functions and function.name not in seen:
+                seen.add(function.name)
+                for inner in functions[function.name]:
+                    yield inner
+                    yield from _called(inner, functions, seen)
+
+
+def _draws(node: Any) -> bool:
+    """Returns whether a node draws random numbers from a state."""
+    # Datasets (shuffle) have their own seeds, and one draws at a time.
+    return "seed2" in node.attr and "Dataset" not in node.op

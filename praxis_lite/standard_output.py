@@ -1,0 +1,72 @@
+"""Printing that ends no training: to a pipe without a reader, a full disk, no terminal."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from praxis_lite.signals import say
+
+
+class _MayBeLost:
+    """A text stream that is /dev/null from its first error on."""
+
+    def __init__(self, stream: Any, name: str, *, goes_on: bool):
+        self._stream, self._name, self._goes_on = stream, name, goes_on
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        # Below Python's stream: what it still holds in its buffer goes there too, and its exit
+        # finds nothing to complain about.
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        if not self._goes_on:
+            raise SystemExit(128 + signal.SIGPIPE)
+        say(
+            f"{self._name} cannot be written ({error.strerror}); the job goes on without it, its "
+            "results are in job_log_dir"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def output_may_be_lost(*, goes_on: bool) -> Iterator[None]:
+    """Lets a program outlive its standard output and standard error.
+
+    Args:
+      goes_on: whether it then goes on without, or ends quietly, as programs of a pipe do.
+    """
+    before = sys.stdout, sys.stderr
+    own = (
+        _MayBeLost(sys.stdout, "standard output", goes_on=goes_on),
+        _MayBeLost(sys.stderr, "standard error", goes_on=goes_on),
+    )
+    sys.stdout, sys.stderr = own
+    try:
+        yield
+    finally:
+        for stream in own:
+            with contextlib.suppress(SystemExit):
+                stream.flush()
+        # Unless another was put in its place meanwhile.
+        if sys.stdout is own[0]:
+            sys.stdout = before[0]
+        if sys.stderr is own[1]:
+            sys.stderr = before[1]

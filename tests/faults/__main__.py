@@ -1,0 +1,136 @@
+"""The fault suite in its long form: `python -m tests.faults --report docs/faults_report.md`.
+
+It takes about half an hour on two quiet cores. `--only kills` runs one part, and with --report
+replaces its section of the report; so the suite can be run in parts. Status 1: something failed.
+"""
+
+import argparse
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.faults import counted, damage, kills, pairs, targets, ways_out, zoo
+from tests.faults.outcome import Row, outcome_of, report_lines, tail
+from tests.faults.zygote import Zygote
+
+_TITLE = "# What the fault suite found"
+
+
+def main() -> int:
+    """Runs the parts that are asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--report", type=Path, metavar="FILE", help="is brought up to date")
+    parser.add_argument("--num_kills", type=int, default=200)
+    parser.add_argument("--num_flips", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    failed = False
+    for name in args.only:
+        start = time.monotonic()
+        print(f"{name}:", flush=True)
+        rows = PARTS[name](args)
+        seconds = time.monotonic() - start
+        for row in rows:
+            print(f"  {row.line()}", flush=True)
+            for failure in row.failures:
+                print(f"    FAILED: {failure}", flush=True)
+        failed |= any(row.failures for row in rows)
+        if args.report:
+            _bring_up_to_date(args.report, name, rows, seconds, args.seed)
+    return int(failed)
+
+
+def _kills(args: argparse.Namespace) -> list[Row]:
+    with Zygote() as zygote:
+        job = zoo.home() / "whole"
+        launch = zygote.launch(zoo.train_argv(job))
+        assert launch.code == 0, tail(launch)
+        return kills.run(zygote, outcome_of(job), args.num_kills, args.seed, _say)
+
+
+def _damage(args: argparse.Namespace) -> list[Row]:
+    with Zygote() as zygote:
+        jobs = damage.Damage(zygote)
+
+        def flips(step_dir: Path, other: Path):
+            return damage.flips(step_dir, args.num_flips, args.seed)
+
+        return [
+            jobs.files(Row("single bits flipped, in every file of a checkpoint"), flips, _say),
+            jobs.files(
+                Row("each file cut short, emptied, deleted, swapped"), damage.broken_files, _say
+            ),
+            jobs.folders(Row("stray and half-deleted folders")),
+        ]
+
+
+def _ways_out(args: argparse.Namespace) -> list[Row]:
+    with Zygote() as zygote:
+        whole = damage.Damage(zygote).whole
+        rows = ways_out.leave(zygote, whole, list(ways_out.WAYS_OUT))
+        if ways_out.can_mount():
+            return rows + ways_out.fill(zygote, whole)
+        return [*rows, Row("no space on the disk: not tried, for it takes root to mount one")]
+
+
+def _targets(args: argparse.Namespace) -> list[Row]:
+    with Zygote() as zygote:
+        return [targets.run(zygote, damage.Damage(zygote).job, targets.TARGETS)]
+
+
+def _meshes(args: argparse.Namespace) -> list[Row]:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from praxis_lite.sharding import simulate_devices
+
+    simulate_devices(8)
+    from tests.faults import meshes
+
+    return meshes.run()
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "kills": _kills, "damage": _damage, "ways out": _ways_out, "wrong targets": _targets,
+    "meshes": _meshes, "two processes": lambda args: pairs.run(_say),
+    "hostile input": lambda args: counted.run(),
+}
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _bring_up_to_date(
+    report: Path, name: str, rows: list[Row], seconds: float, seed: int
+) -> None:
+    """Replaces the part's section of the report, or adds it; other sections stay."""
+    text = report.read_text(encoding="utf-8") if report.exists() else ""
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, flags=re.S | re.M))
+    title = name.capitalize()
+    stack = ", ".join(f"{one} {version(one)}" for one in ("jax", "orbax-checkpoint"))
+    when = time.strftime("%Y-%m-%d")
+    _, *body = report_lines(title, rows)
+    sections[title] = "\n".join([
+        "", f"{when}, seed {seed}, {seconds / 60:.0f} min, Python {platform.python_version()}, "
+        f"{stack}.", *body, "",
+    ])
+    lines = [
+        _TITLE, "",
+        "Written by `python -m tests.faults --report docs/faults_report.md` (`make faults`): each",
+        "fault, how often it was tried, and how often everything was as it must be.", "",
+    ]
+    order = [part.capitalize() for part in PARTS]
+    ranked = sorted(sections, key=lambda one: order.index(one) if one in order else len(order))
+    for title in ranked:
+        lines += [f"## {title}", sections[title].rstrip() + "\n"]
+    report.write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

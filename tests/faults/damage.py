@@ -1,0 +1,176 @@
+"""Damage: bits flipped in a checkpoint, files cut, emptied, deleted or swapped, stray folders.
+
+Each is done to a copy of a job that was killed on its way, which then goes on: it must say in one
+line what is damaged, go on from the step before, and end in the bits of an undamaged job.
+"""
+
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.faults.outcome import Row, outcome_of, restored_step, steps_of, tail
+from tests.faults.zoo import SAVE_EVERY, home, train_argv
+from tests.faults.zygote import Launch, Zygote
+
+# Of the damaged jobs: killed after step 10, with the steps 6 and 9; they go on to step 12.
+NUM_STEPS, STOPPED_AT = 4 * SAVE_EVERY, 3 * SAVE_EVERY + 1
+SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
+
+
+def files_of(step_dir: Path) -> list[Path]:
+    """Returns the files of a checkpoint, in order."""
+    return sorted(path for path in step_dir.rglob("*") if path.is_file())
+
+
+def flip_bit(file: Path, bit: int) -> None:
+    """Flips one bit of a file, counted from its start, modulo its size."""
+    data = bytearray(file.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def flips(step_dir: Path, num_flips: int, seed: int) -> Iterator[tuple[str, Path, Callable]]:
+    """Yields (what, file, what does it): single bits, spread evenly over the files."""
+    rng = random.Random(seed)
+    files = [file for file in files_of(step_dir) if file.stat().st_size]
+    for index in range(num_flips):
+        file = files[index % len(files)]
+        bit = rng.randrange(8 * file.stat().st_size)
+        yield f"bit {bit} flipped", file, lambda file=file, bit=bit: flip_bit(file, bit)
+
+
+def broken_files(step_dir: Path, other: Path) -> Iterator[tuple[str, Path, Callable]]:
+    """Yields every file cut by a byte, emptied, deleted, and swapped with its like in `other`."""
+    for index, file in enumerate(files_of(step_dir)):
+        if file.stat().st_size:
+            data = file.read_bytes()
+            yield "cut short", file, lambda file=file, data=data: file.write_bytes(data[:-1])
+            yield "emptied", file, lambda file=file: file.write_bytes(b"")
+        yield "deleted", file, lambda file=file: file.unlink()
+        like = other / file.relative_to(step_dir)
+        if not like.is_file():
+            # Data files have names of their own in each step: the one at the same place.
+            like = files_of(other)[index % len(files_of(other))]
+        if like.read_bytes() != file.read_bytes():
+            yield "swapped with another step's", file, lambda a=file, b=like: shutil.copyfile(b, a)
+
+
+def strays(checkpoints: Path) -> Iterator[tuple[str, str, Callable]]:
+    """Yields (what, what a line about it must have, what does it): folders that are no steps."""
+    newest = checkpoints / str(3 * SAVE_EVERY)
+
+    def folder(name: str, *files: str) -> Callable[[], None]:
+        def make() -> None:
+            (checkpoints / name).mkdir()
+            for file in files:
+                (checkpoints / name / file).write_text("{}")
+
+        return make
+
+    def half_deleted(name: str | None) -> Callable[[], None]:
+        def make() -> None:
+            for file in files_of(newest)[::2]:
+                file.unlink()
+            if name:
+                newest.rename(checkpoints / name)
+
+        return make
+
+    yield "empty 999/", "999", folder("999")
+    yield "999/ with an empty commit.json", "999", folder("999", "commit.json", "manifest.json")
+    yield "empty 999.saving/", "999.saving", folder("999.saving")
+    yield "999.saving/ with files", "999.saving", folder("999.saving", "manifest.json")
+    yield "empty 3.deleting/", "3.deleting", folder("3.deleting")
+    yield "a half-deleted step", "9", half_deleted(None)
+    yield "a half-deleted step, renamed", "9.deleting", half_deleted("9.deleting")
+    yield "a copy of step 9 as 11/", "11", lambda: shutil.copytree(newest, checkpoints / "11")
+    yield "a file called 999", "", (checkpoints / "999").touch
+    yield "a folder called notes", "", folder("notes", "todo.txt")
+    yield "a folder called 009", "", folder("009")
+    yield "a folder called -1", "", folder("-1")
+    yield "a folder called ٣", "", folder("٣")
+    yield "a step below a symlink", "999", lambda: (checkpoints / "999").symlink_to(newest)
+
+
+class Damage:
+    """A job to damage, and what becomes of the copies of it that are.
+
+    Attributes:
+      whole: of the job that nothing happened to.
+      job: the one that was killed, never launched again.
+    """
+
+    def __init__(self, zygote: Zygote):
+        self._zygote, self._num_jobs = zygote, 0
+        self._folder = Path(tempfile.mkdtemp(prefix="damage", dir=home()))
+        self.job, whole = self._folder / "killed", self._folder / "whole"
+        for job, faults in (
+            (whole, ()), (self.job, [{"at": "step", "nth": STOPPED_AT, "do": "KILL when saved"}])
+        ):
+            launch = zygote.launch(train_argv(job, *SETTINGS), faults)
+            assert launch.code == (-9 if faults else 0), tail(launch)
+        self.whole = outcome_of(whole)
+        assert steps_of(self.job) == [2 * SAVE_EVERY, 3 * SAVE_EVERY], steps_of(self.job)
+
+    def copy(self) -> Path:
+        """Returns a copy of the killed job."""
+        self._num_jobs += 1
+        return Path(shutil.copytree(self.job, self._folder / f"copy{self._num_jobs}"))
+
+    def files(self, row: Row, cases: Callable, say: Callable[[str], None] = print) -> Row:
+        """Fills the row with what becomes of damaged files; cases: of (step 9, step 6)."""
+        checkpoints = self.job / "checkpoints"
+        names = [str(3 * SAVE_EVERY), str(2 * SAVE_EVERY)]
+        total = len(list(cases(*(checkpoints / name for name in names))))
+        for index in range(total):
+            job = self.copy()
+            step_dirs = [job / "checkpoints" / name for name in names]
+            what, file, act = list(cases(*step_dirs))[index]
+            act()
+            told = f"{file.relative_to(step_dirs[0])} {what}"
+            self._goes_on(row, job, told, names[0], str(file.relative_to(step_dirs[0])))
+            if index % 10 == 9:
+                say(f"  {row.line()} ({total} in all)")
+        return row
+
+    def folders(self, row: Row) -> Row:
+        """Fills the row with what becomes of stray and half-deleted folders."""
+        for index in range(len(list(strays(self.job / "checkpoints")))):
+            job = self.copy()
+            what, wanted, act = list(strays(job / "checkpoints"))[index]
+            act()
+            self._goes_on(row, job, what, wanted, "")
+        return row
+
+    def _goes_on(self, row: Row, job: Path, told: str, *words: str) -> None:
+        """Launches a damaged job; words: what one line that it prints must have."""
+        launch = self._zygote.launch(train_argv(job, *SETTINGS))
+        row.tried += 1
+        found = self._wrong(launch, job, [word for word in words if word])
+        if found:
+            row.failures.append(f"{told}: {found}")
+            return
+        shutil.rmtree(job)
+
+    def _wrong(self, launch: Launch, job: Path, words: list[str]) -> str | None:
+        if launch.code != 0 or launch.err:
+            return f"crash: {tail(launch)}"
+        kept = job / "checkpoints"
+        # After the experiment, the mesh; before the training.
+        said = re.split(r"restored the checkpoint|initialising the state", launch.out)[0]
+        lines = said.splitlines()[2:]
+        if words and not any(all(_has(line, word) for word in words) for line in lines):
+            return f"silent: restored {restored_step(launch)}, no line has {words}: {lines}"
+        differing = outcome_of(job).differences(self.whole)
+        if differing:
+            names = sorted(path.name for path in kept.iterdir())
+            return f"restored {restored_step(launch)}, but {'; '.join(differing)}; left {names}"
+        return None
+
+
+def _has(line: str, word: str) -> bool:
+    """Returns whether a line has a step or a file as a word, not as part of another."""
+    return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w])", line) is not None

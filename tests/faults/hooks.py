@@ -1,0 +1,164 @@
+"""Faults that are installed in a job's process, at points of what it does.
+
+The library knows nothing of them: most hang on Python's audit events (PEP 578), which name every
+file that is opened, renamed or removed, whoever does it. A fault is JSON:
+
+  {"at": "os.rename", "matches": REGEX, "nth": 1, "then": 0, "do": "KILL"}
+      the nth event whose paths match; with `then`, that many changes of files later in the thread.
+  {"at": "step", "nth": N, "do": ...}         this process has made N steps; none is saved yet.
+  {"at": "batch", "index": N, "do": ...}      the pipeline makes this batch of training.
+  {"at": "half a metrics line", "nth": N, "do": ...}
+  {"at": "now", "do": ...}
+
+What is done: "KILL", "TERM", "INT" (signals to the process itself), "KILL when saved" (no save is
+in flight any more), "raise", "sys.exit", "sleep" (one second), "fill the disk" (`path`: of a file
+that takes what is left, when no save is in flight), "retry soon" (after a failed save in a second).
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open for writing"}
+
+
+def install(faults: Sequence[Mapping[str, Any]]) -> None:
+    """Installs faults in this process, for good."""
+    for fault in faults:
+        if fault["at"] == "step":
+            _at_step(fault)
+        elif fault["at"] == "batch":
+            _at_batch(fault)
+        elif fault["at"] == "now":
+            _do(fault)
+        elif fault["at"] == "half a metrics line":
+            _in_metrics_line(fault)
+        else:
+            sys.addaudithook(_AtEvent(fault))
+
+
+def _do(fault: Mapping[str, Any]) -> None:
+    what = fault["do"]
+    if what in ("KILL", "TERM", "INT"):
+        os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+    elif what == "KILL when saved":
+        _wait_for_saves()
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "raise":
+        raise RuntimeError("the plug was pulled")
+    elif what == "sys.exit":
+        sys.exit(7)
+    elif what == "sleep":
+        time.sleep(1)
+    elif what == "fill the disk":
+        _wait_for_saves()
+        fill_disk(Path(fault["path"]))
+    elif what == "retry soon":
+        _retry_soon()
+    else:
+        raise ValueError(what)
+
+
+def _wait_for_saves() -> None:
+    while any(thread.name.startswith("save of") for thread in threading.enumerate()):
+        time.sleep(0.01)
+
+
+def fill_disk(path: Path) -> None:
+    """Writes a file until the file system is full."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1 << 6, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"x" * size):
+                    pass
+
+
+def _retry_soon() -> None:
+    from praxis_lite.checkpoints.save_settings import SaveSettings
+
+    of = SaveSettings.of
+    SaveSettings.of = lambda run: dataclasses.replace(of(run), retry_seconds=1.0)
+
+
+class _AtEvent:
+    def __init__(self, fault: Mapping[str, Any]):
+        self._fault, self._seen, self._left = fault, 0, None
+        self._pattern, self._thread = re.compile(fault["matches"]), None
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            event = "open for writing" if writes else "open"
+        if self._left is not None:
+            if event in CHANGES and threading.get_ident() == self._thread:
+                self._count_down()
+        elif event == self._fault["at"] and self._pattern.search(_paths(args)):
+            self._seen += 1
+            if self._seen == self._fault.get("nth", 1):
+                self._left, self._thread = self._fault.get("then", 0) + 1, threading.get_ident()
+                self._count_down()
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            _do(self._fault)
+
+
+def _paths(args: tuple[Any, ...]) -> str:
+    return " ".join(os.fsdecode(x) for x in args if isinstance(x, str | bytes | os.PathLike))
+
+
+def _at_step(fault: Mapping[str, Any]) -> None:
+    from praxis_lite.stopping import StopRequest
+
+    step_ended, made = StopRequest.step_ended, []
+
+    def counted(self):
+        step_ended(self)
+        made.append(self)
+        if len(made) == fault["nth"]:
+            _do(fault)
+
+    StopRequest.step_ended = counted
+
+
+def _at_batch(fault: Mapping[str, Any]) -> None:
+    from praxis_lite.inputs import InMemory
+
+    rows = InMemory.rows
+
+    def watched(self, index, which):
+        if self.shuffle and index == fault["index"]:
+            _do(fault)
+        return rows(self, index, which)
+
+    InMemory.rows = watched
+
+
+def _in_metrics_line(fault: Mapping[str, Any]) -> None:
+    from praxis_lite.metrics import JsonLinesWriter, json_lines
+
+    write, written = JsonLinesWriter.write, []
+
+    def half(self, line):
+        if self._path.name != "metrics.jsonl":
+            return write(self, line)
+        written.append(line)
+        if len(written) != fault["nth"]:
+            return write(self, line)
+        text = json_lines._as_text(line)
+        for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+            self._file.write(part)
+            self._file.flush()
+            if not part.endswith("\n"):
+                _do(fault)
+
+    JsonLinesWriter.write = half

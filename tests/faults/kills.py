@@ -1,0 +1,316 @@
+"""Kills: jobs that are ended by KILL and TERM at chosen points, again and again on their way.
+
+A chain is one job that is killed up to ten times, each launch at another point, then left to end.
+It must end in the bits of a job that nothing happened to.
+"""
+
+import dataclasses
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.faults.damage import files_of, flip_bit
+from tests.faults.outcome import (
+    Outcome,
+    Row,
+    last_step,
+    outcome_of,
+    restored_step,
+    steps_of,
+    tail,
+    temporary_files,
+)
+from tests.faults.zoo import SAVE_EVERY, home, train_argv
+from tests.faults.zygote import Launch, Zygote
+
+KILLS_PER_CHAIN = 10
+# A TERM must be answered within it.
+TERM_SECONDS = 30
+STEP, SAVE, DELETE, START = "in a step", "in a save", "deleting an old step", "at start-up"
+_SAVING, _DELETING, _STEP_DIR = r"/\d+\.saving", r"/\d+\.deleting", r"/checkpoints/\d+$"
+
+# What a phase has as points, each an event of tests.faults.hooks; `do` is the signal.
+POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
+    STEP: (
+        {"at": "step"},
+        {"at": "half a metrics line"},
+        {"after": "compiling the first step", "seconds": 1.0},
+    ),
+    SAVE: (
+        {"at": "os.mkdir", "matches": _SAVING},
+        {"at": "os.mkdir", "matches": _SAVING, "then": 1},
+        {"at": "os.mkdir", "matches": _SAVING, "then": 9},
+        {"at": "os.rename", "matches": _SAVING + "$"},
+        {"at": "os.rename", "matches": _SAVING + "$", "then": 1},
+        {"at": "open for writing", "matches": _SAVING + r"/manifest\.json"},
+        {"at": "open for writing", "matches": _SAVING + r"/commit\.json"},
+        {"at": "open for writing", "matches": _SAVING + r"/commit\.json", "then": 1},
+        {"at": "os.rename", "matches": _STEP_DIR},
+        {"at": "os.rename", "matches": _STEP_DIR, "then": 1},
+        {"when": "*.saving*", "seconds": 0.1},
+        {"when": "*.saving*", "seconds": 0.02},
+    ),
+    DELETE: (
+        {"at": "os.rename", "matches": _DELETING},
+        {"at": "os.rename", "matches": _DELETING, "then": 1},
+        {"at": "os.rename", "matches": _DELETING, "then": 2},
+        {"at": "os.rename", "matches": _DELETING, "then": 9},
+        {"at": "os.rename", "matches": _DELETING, "then": 25},
+    ),
+    START: (
+        {"after": "", "seconds": 1.5},
+        {"after": "mesh", "seconds": 0.3},
+        {"at": "open", "matches": r"/checkpoints/\d+/manifest\.json"},
+        {"at": "os.rename", "matches": r"config\.json$"},
+        {"at": "open", "matches": r"/checkpoints/\d+/opt_states/manifest\.ocdbt r$"},
+        {"at": "open for writing", "matches": r"layout\.txt"},
+        {"at": "open for writing", "matches": r"/metrics\.jsonl"},
+        {"at": "open for writing", "matches": r"/metrics\.jsonl", "then": 1},
+        {"at": "open for writing", "matches": r"/metrics\.jsonl", "then": 2},
+    ),
+}
+# After a launch that was killed in a save, or while it deleted: what is left is cleaned up.
+CLEANING = (
+    ({"at": "os.mkdir", "matches": _SAVING, "then": 2},
+     {"at": "shutil.rmtree", "matches": _SAVING, "then": 1}),
+    ({"at": "os.rename", "matches": _DELETING, "then": 2},
+     {"at": "shutil.rmtree", "matches": _DELETING, "then": 2}),
+)
+# The newest step is damaged before the launch, which is killed while it puts it aside.
+QUARANTINE = (
+    {"at": "os.rename", "matches": r"\d+\.damaged", "damaged": True},
+    {"at": "os.rename", "matches": r"\d+\.damaged", "damaged": True, "then": 1},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """One kill of the plan: the signal, the phase it counts for, and the point."""
+
+    name: str
+    phase: str
+    point: Mapping[str, Any]
+
+
+def plan(num_kills: int, seed: int) -> list[list[Kill]]:
+    """Returns kills in the order they are made, in groups that must follow each other."""
+    rng, groups, count = random.Random(seed), [], 0
+    phases = [STEP, SAVE, DELETE, START]
+    while count < num_kills:
+        # Three of KILL to two of TERM.
+        name = ("KILL", "TERM", "KILL", "TERM", "KILL")[len(groups) % 5]
+        turn = len(groups) % 13
+        if turn == 5 and name == "KILL":
+            first, second = rng.choice(CLEANING)
+            group = [Kill("KILL", SAVE, first), Kill(rng.choice(["KILL", "TERM"]), START, second)]
+        elif turn == 9:
+            group = [Kill(name, START, rng.choice(QUARANTINE))]
+        else:
+            phase = phases[len(groups) % 4]
+            group = [Kill(name, phase, _drawn(rng, phase, rng.choice(POINTS[phase])))]
+        groups.append(group)
+        count += len(group)
+    return groups
+
+
+def _drawn(rng: random.Random, phase: str, point: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the point with what is left to chance: which time it comes, or when."""
+    if "seconds" in point:
+        return {**point, "seconds": round(rng.uniform(0, point["seconds"]), 3)}
+    if phase == STEP:
+        return {**point, "nth": rng.randint(1, 2 * SAVE_EVERY)}
+    return {**point, "nth": rng.choice([1, 1, 2])} if phase in (SAVE, DELETE) else dict(point)
+
+
+def run(
+    zygote: Zygote,
+    whole: Outcome,
+    num_kills: int,
+    seed: int,
+    say: Callable[[str], None] = print,
+    settings: tuple[str, ...] = (),
+) -> list[Row]:
+    """Returns a row per signal and phase, and one of the chains.
+
+    Args:
+      whole: of a job with the same settings, that nothing happened to.
+    """
+    rows: dict[tuple[str, str], Row] = {}
+    chains = Row("chains of kills: final metrics, evaluations and digests bitwise equal")
+    groups, done, unreached = plan(num_kills, seed), 0, 0
+    while groups and done < num_kills:
+        chain = _Chain(zygote, home() / f"chain{chains.tried}", rows, settings)
+        # From here on every point is one that a launch comes to.
+        chain.makes([Kill("KILL", STEP, {"at": "step", "nth": 4 * SAVE_EVERY})])
+        while groups and chain.goes_on and chain.num_kills < KILLS_PER_CHAIN:
+            if chain.makes(groups[0]) or chain.failures:
+                groups.pop(0)
+            elif chain.num_kills == 1:
+                unreached += 1
+                say(f"  never reached: {groups.pop(0)}")
+        chains.tried += 1
+        failures = chain.failures or chain.ended(whole)
+        if failures:
+            chains.failures.append(f"{chain.told()}: {'; '.join(failures)}")
+        else:
+            shutil.rmtree(chain.job)
+        done += chain.num_kills
+        say(f"  {done} of {num_kills} kills, {chains.tried} chains"
+            + (f", FAILED: {failures[0][:300]}" if failures else ""))
+    if unreached:
+        chains.figures["points never reached"] = unreached
+    return [*(rows[key] for key in sorted(rows)), chains]
+
+
+class _Chain:
+    """One job on its way.
+
+    Attributes:
+      num_kills: that it has survived.
+      failures: in sentences; the chain ends with the first.
+    """
+
+    def __init__(
+        self, zygote: Zygote, job: Path, rows: Mapping[tuple[str, str], Row], settings: tuple
+    ):
+        self.job, self.failures = job, []
+        self._zygote, self._rows, self._settings = zygote, rows, settings
+        self._history: list[Kill] = []
+        self._since_restore: list[Kill] = []
+        self._reached = 0
+        self._is_finished = False
+
+    @property
+    def num_kills(self) -> int:
+        return len(self._history)
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.failures and not self._is_finished
+
+    def told(self) -> str:
+        """Returns what was done to the job."""
+        kills = ", ".join(f"{kill.name} {dict(kill.point)}" for kill in self._history)
+        return f"{self.job.name} ({kills})"
+
+    def makes(self, group: list[Kill]) -> bool:
+        """Makes these kills; returns False where the job came to its end before the first."""
+        for index, kill in enumerate(group):
+            if not self._makes(kill):
+                return index > 0
+        return True
+
+    def _makes(self, kill: Kill) -> bool:
+        point = dict(kill.point)
+        if point.pop("damaged", False):
+            _damage_newest(self.job)
+        lines = self._metrics()
+        launch = self._launch(kill.name, point)
+        if launch.code == 0 and re.search(r"trained to step|already made its", launch.out):
+            self._is_finished = True
+            return False
+        failures = self._lost(launch, lines, kill)
+        if kill.name == "KILL" and launch.code != -signal.SIGKILL:
+            failures.append(tail(launch))
+        row = self._rows.setdefault((kill.name, kill.phase), Row(f"{kill.name} {kill.phase}"))
+        if kill.name == "TERM":
+            row.most("seconds to the end", round(launch.seconds, 1))
+            failures += _unlike_a_stop(launch)
+        row.tried += 1
+        row.failures += failures
+        self.failures += failures
+        self._history.append(kill)
+        self._since_restore.append(kill)
+        return not failures
+
+    def _metrics(self) -> bytes:
+        path = self.job / "metrics.jsonl"
+        return path.read_bytes() if path.exists() else b""
+
+    def _lost(self, launch: Launch, lines_before: bytes, kill: Kill | None) -> list[str]:
+        """Returns what was lost, where a launch got as far as to say what it restored.
+
+        Args:
+          kill: of this launch; what it costs is seen in the next one, but for what was damaged.
+        """
+        restored = restored_step(launch)
+        if restored is None:
+            return []
+        lost, kills = self._reached - restored, self._since_restore
+        most = 2 * SAVE_EVERY if any(one.name == "KILL" for one in kills) else 0
+        # The damage costs the newest step, whatever the signal.
+        is_damaged = any("damaged" in one.point for one in (*kills, *([kill] if kill else [])))
+        most += SAVE_EVERY * is_damaged
+        if len(kills) == 1 and not is_damaged:
+            self._rows[kills[0].name, kills[0].phase].most("steps lost, at most", lost)
+        self._since_restore = []
+        # A launch that was killed before it made a step leaves the lines of the one before.
+        self._reached = restored if self._metrics() == lines_before else last_step(self.job)
+        if lost <= most:
+            return []
+        told = ", ".join(f"{one.name} {one.phase}" for one in kills)
+        return [f"{lost} steps lost to {told}: of {restored + lost} made, {restored} were restored"]
+
+    def _launch(self, name: str, point: dict[str, Any]) -> Launch:
+        argv = train_argv(self.job, *self._settings)
+        number = getattr(signal, f"SIG{name}")
+        if "seconds" in point:
+            return self._zygote.launch(
+                argv, meanwhile=lambda pid, out: _send(pid, number, out, self.job, point)
+            )
+        return self._zygote.launch(argv, [{**point, "do": name}])
+
+    def ended(self, whole: Outcome) -> list[str]:
+        """Lets the job end; returns how it differs from `whole`, in sentences."""
+        if not self._is_finished:
+            launch = self._zygote.launch(train_argv(self.job, *self._settings))
+            if launch.code != 0:
+                return [f"did not end: {tail(launch)}"]
+            self.failures += self._lost(launch, b"", None)
+        left = temporary_files(self.job)
+        found = [f"left behind: {', '.join(left)}"] if left else []
+        return self.failures + outcome_of(self.job).differences(whole) + found
+
+
+def _unlike_a_stop(launch: Launch) -> list[str]:
+    """Returns what is not as it must be of a launch that got a TERM."""
+    saved = "stopped by SIGTERM" in launch.out
+    told = saved or "SIGTERM" in launch.err
+    # Before Python has its handlers the system ends the process.
+    if launch.code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM) or "Traceback" in launch.err:
+        return [tail(launch)]
+    if launch.code >= 0 and not told:
+        return [f"without a word: {tail(launch)}"]
+    if re.search(r"^step ", launch.out, flags=re.M) and (launch.code or not saved):
+        return [f"ended in training, nothing saved: {tail(launch)}"]
+    if launch.seconds > TERM_SECONDS:
+        return [f"took {launch.seconds:.0f} s"]
+    return []
+
+
+def _send(pid: int, number: int, out: Path, job: Path, point: Mapping[str, Any]) -> None:
+    """Sends a signal some seconds after a line was printed, or a folder has appeared."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and Path(f"/proc/{pid}").exists():
+        if "after" in point and point["after"] in out.read_text(errors="replace"):
+            break
+        if "when" in point and any((job / "checkpoints").glob(point["when"])):
+            break
+        time.sleep(0.002)
+    time.sleep(point["seconds"])
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _damage_newest(job: Path) -> None:
+    """Flips a bit in the newest step, where there is another to go on from."""
+    if len(steps := steps_of(job)) > 1:
+        flip_bit(files_of(job / "checkpoints" / str(steps[-1]))[0], 0)

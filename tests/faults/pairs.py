@@ -1,0 +1,89 @@
+"""Two processes of one job: one gets a TERM or a KILL, at the start, in a step, in a save."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests import process_pairs
+from tests.faults.outcome import Outcome, Row, last_step, outcome_of, steps_of
+from tests.faults.zoo import CHECKOUT, home, train_argv
+from tests.job_runs import home as jobzoo
+
+# Enough for a signal to come in the middle.
+NUM_STEPS = 60
+SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
+# After a KILL the other process must end within it.
+END_SECONDS = 60
+
+
+def run(say: Callable[[str], None] = print, *, phases=("start", "step", "save")) -> list[Row]:
+    """Returns a row per signal and phase, each process in turn the one that gets it."""
+    whole = home() / "pair_whole"
+    done = _pair(whole)
+    assert [one.code for one in done] == [0, 0], done
+    rows = []
+    for name in ("TERM", "KILL"):
+        for phase in phases:
+            row = Row(f"two processes, {name} to one, in a {phase}" if phase != "start" else
+                      f"two processes, {name} to one, at the start")
+            for victim in (0, 1):
+                row.tried += 1
+                found = _case(row, name, phase, victim, outcome_of(whole))
+                row.failures += [f"to process {victim}: {one}" for one in found]
+            say(f"  {row.line()}")
+            rows.append(row)
+    return rows
+
+
+def _pair(job: Path) -> list[process_pairs.Ended]:
+    return process_pairs.ended(_started(job))
+
+
+def _started(job: Path):
+    path = f"{CHECKOUT}:{jobzoo()}:{home()}"
+    return process_pairs.start_processes(
+        *train_argv(job, *SETTINGS), cwd=home(), env=[{"PYTHONPATH": path}] * 2
+    )
+
+
+def _case(row: Row, name: str, phase: str, victim: int, whole: Outcome) -> list[str]:
+    """Returns in sentences what is not as it must be."""
+    job = home() / f"pair_{name}_{phase}_{victim}"
+    processes = _started(job)
+    process_pairs.wait_until(lambda: _has_come(job, phase), processes)
+    sent = process_pairs.kill(processes[victim], getattr(signal, f"SIG{name}"))
+    done = process_pairs.ended(processes)
+    row.most("seconds to the last end", round(max(one.at for one in done) - sent, 1))
+    other = done[1 - victim]
+    found = []
+    if name == "KILL":
+        if other.code == 0 or other.at - sent > END_SECONDS:
+            found.append(f"the other: status {other.code} after {other.at - sent:.0f} s")
+        if f"process {victim}" not in other.out + other.err:
+            found.append(f"the other does not name it: {_short(other)}")
+    else:
+        if [one.code for one in done] != [0, 0]:
+            found += [_short(one) for one in done]
+        lost = last_step(job) - max(steps_of(job), default=0)
+        if lost:
+            found.append(f"{lost} steps lost")
+    done = _pair(job)
+    if [one.code for one in done] != [0, 0]:
+        return [*found, *(f"does not go on: {_short(one)}" for one in done)]
+    found += outcome_of(job).differences(whole)
+    if not found:
+        shutil.rmtree(job)
+    return found
+
+
+def _has_come(job: Path, phase: str) -> bool:
+    if phase == "start":
+        return (job / "config.json").exists()
+    if phase == "step":
+        return last_step(job) >= 10
+    return last_step(job) >= 10 and any((job / "checkpoints").glob("*.saving*"))
+
+
+def _short(one: process_pairs.Ended) -> str:
+    return f"status {one.code}: {one.out[-200:]} | {' '.join(one.err.split())[-700:]}"

@@ -1,0 +1,170 @@
+"""How a job ends: its five ways out with a save in flight, and a disk that is full."""
+
+import contextlib
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.faults.outcome import (
+    Outcome,
+    Row,
+    last_step,
+    outcome_of,
+    steps_of,
+    tail,
+    temporary_files,
+)
+from tests.faults.zoo import SAVE_EVERY, home, train_argv
+from tests.faults.zygote import Launch, Zygote
+
+# Two saves, of which one is in flight when the job leaves: manifest.json waits a second.
+NUM_STEPS = 4 * SAVE_EVERY
+SETTINGS = (f"run.num_train_steps={NUM_STEPS}",)
+_IN_FLIGHT = 2 * SAVE_EVERY
+_SLOW = {"at": "open for writing", "matches": rf"/{_IN_FLIGHT}\.saving/manifest\.json",
+         "do": "sleep"}
+WAYS_OUT = {
+    "the end": (0, []),
+    "an exception": (1, [{"at": "batch", "index": _IN_FLIGHT, "do": "raise"}]),
+    "sys.exit(7)": (7, [{"at": "batch", "index": _IN_FLIGHT, "do": "sys.exit"}]),
+    "SIGTERM": (0, [{"at": "step", "nth": _IN_FLIGHT + 1, "do": "TERM"}]),
+    "SIGINT": (0, [{"at": "step", "nth": _IN_FLIGHT + 1, "do": "INT"}]),
+}
+
+
+def leave(zygote: Zygote, whole: Outcome, names: list[str]) -> list[Row]:
+    """Returns a row per way out: its status, what is saved, and how the job goes on."""
+    rows = []
+    for name in names:
+        status, faults = WAYS_OUT[name]
+        job = home() / f"left_by_{name.replace(' ', '_')}"
+        launch = zygote.launch(train_argv(job, *SETTINGS), [_SLOW, *faults])
+        row = Row(f"leaving by {name}, a save in flight", 1, {"status": launch.code})
+        rows.append(row)
+        if launch.code != status:
+            row.failures.append(tail(launch))
+            continue
+        lost = last_step(job) - max(steps_of(job), default=0)
+        row.figures["steps lost"] = lost
+        # What raises in step 7 has made 6; a stop makes the step it is in, and saves it.
+        if lost:
+            row.failures.append(f"{lost} steps lost: {tail(launch)}")
+            continue
+        row.failures += _wrong_in_the_end(zygote, job, whole)
+    return rows
+
+
+# What is full, in which save, and how often a save that fails is tried again: where it is at all,
+# there is room before the last try.
+DISKS = (
+    ("job/checkpoints", _IN_FLIGHT, 0),
+    ("job/checkpoints", NUM_STEPS, 0),
+    ("job", _IN_FLIGHT, 0),
+    ("job/checkpoints", _IN_FLIGHT, 2),
+)
+
+
+def fill(
+    zygote: Zygote, whole: Outcome, disks: Sequence[tuple[str, int, int]] = DISKS
+) -> list[Row]:
+    """Returns rows of disks that are full: real ones, of 4 MiB of memory."""
+    rows = []
+    for where, step, retries in disks:
+        folder = Path(tempfile.mkdtemp(prefix="disk", dir=home()))
+        save = "the last save" if step == NUM_STEPS else "a save in the middle"
+        again = ", room before the last of 2 retries" if retries else ""
+        row = Row(f"no space on the disk of {where} in {save}{again}", 1)
+        rows.append(row)
+        # A job's directory is new, or has a config.json: there must be one before the disk.
+        if where != "job":
+            faults = [{"at": "step", "nth": 1, "do": "KILL"}]
+            zygote.launch(train_argv(folder / "job", *SETTINGS), faults)
+        with _small_disk(folder / where):
+            row.failures += _filled(zygote, whole, row, folder / "job", where, step, retries)
+    return rows
+
+
+def _filled(
+    zygote: Zygote, whole: Outcome, row: Row, job: Path, where: str, step: int, retries: int
+) -> list[str]:
+    filler = job.parent / where / ".filler"
+    settings = (*SETTINGS, f"run.save_retries={retries}")
+    faults = [
+        {"at": "now", "do": "retry soon"},
+        {"at": "step", "nth": step, "do": "fill the disk", "path": str(filler)},
+    ]
+
+    def free(pid: int, out: Path) -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and "No space left" not in out.read_text():
+            time.sleep(0.05)
+        filler.unlink(missing_ok=True)
+
+    def meanwhile(pid: int, out: Path) -> None:
+        if retries:
+            threading.Thread(target=free, args=(pid, out), daemon=True).start()
+
+    launch = zygote.launch(train_argv(job, *settings), faults, meanwhile=meanwhile)
+    row.figures["status"] = launch.code
+    row.figures["steps kept"] = steps_of(job)
+    filler.unlink(missing_ok=True)
+    if retries:
+        if launch.code != 0:
+            return [f"did not go on: {tail(launch)}"]
+    else:
+        found = _unlike_a_full_disk(launch, job, step)
+        if found:
+            return [found]
+    # A retry saves the newest state, not the one whose save failed.
+    return _wrong_in_the_end(zygote, job, whole, all_steps=not retries)
+
+
+def _unlike_a_full_disk(launch: Launch, job: Path, step: int) -> str | None:
+    before = step - SAVE_EVERY
+    if launch.code in (0, None):
+        return f"status {launch.code}: {tail(launch)}"
+    if before not in steps_of(job):
+        return f"step {before} is gone: {steps_of(job)}"
+    if left := temporary_files(job):
+        return f"left behind: {', '.join(left)}"
+    if "Traceback" in launch.err or "No space left" not in launch.err:
+        return f"unclear: {tail(launch)}"
+    return None
+
+
+def _wrong_in_the_end(
+    zygote: Zygote, job: Path, whole: Outcome, *, all_steps: bool = True
+) -> list[str]:
+    """Launches the job once more; returns how it differs from one that nothing happened to."""
+    launch = zygote.launch(train_argv(job, *SETTINGS))
+    if launch.code != 0:
+        return [f"does not go on: {tail(launch)}"]
+    left = temporary_files(job)
+    found = outcome_of(job).differences(whole, all_steps=all_steps)
+    return [*found, *([f"left behind: {', '.join(left)}"] if left else [])]
+
+
+def can_mount() -> bool:
+    """Returns whether this user may make a small disk."""
+    try:
+        with tempfile.TemporaryDirectory() as folder, _small_disk(Path(folder) / "disk"):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=True, capture_output=True
+    )
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+

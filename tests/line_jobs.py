@@ -1,0 +1,84 @@
+"""Jobs that train in a second, on data with faults: `jobzoo.lines.Line`."""
+
+from tests.job_runs import home
+
+EXPERIMENTS = '''
+import os
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.inputs.base import IndexedPipeline, spec_of
+from praxis_lite.learner import Learner
+from praxis_lite.models import FunctionModel
+from tasks.loss import LossTask
+
+
+class Lines(IndexedPipeline):
+    """Points on a line with noise; a poisoned batch's are far off it, or no numbers."""
+
+    def __init__(self, batch_size, poisoned=(), without=(), nan_at=()):
+        self.batch_size, self.poisoned, self.without = batch_size, poisoned, without
+        self.nan_at = nan_at
+
+    @property
+    def num_batches(self):
+        return None
+
+    def element_spec(self):
+        n = self.batch_size
+        return spec_of(inputs=((n, 5), np.float32), labels=((n,), np.float32))
+
+    def fingerprint(self):
+        return {"batch_size": self.batch_size}
+
+    def rows(self, index, rows):
+        if os.environ.get("LINES_RAISE_AT") == str(index):
+            raise RuntimeError("the plug was pulled")
+        for one in self.without:
+            index += index >= one
+        rng = np.random.default_rng(index)
+        inputs = rng.normal(size=(self.batch_size, 5)).astype(np.float32)
+        labels = inputs @ np.arange(5, dtype=np.float32)
+        labels += rng.normal(size=self.batch_size).astype(np.float32)
+        if index in self.poisoned:
+            labels *= 50
+        if index in self.nan_at:
+            labels[3] = np.nan
+        return {"inputs": inputs[rows], "labels": labels[rows]}
+
+
+def init(key):
+    return {"w": jnp.zeros(5) + jax.random.normal(key, (5,))}
+
+
+def loss(params, inputs, key):
+    return jnp.square(inputs["inputs"] @ params["w"] - inputs["labels"])
+
+
+@register
+class Line(Experiment):
+    """A line through noisy points; batch 15 is poisoned."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 2, 1))
+
+    def task(self):
+        learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adam), learning_rate=0.1)
+        return fdl.Config(LossTask, fdl.Config(FunctionModel, init), loss, learner)
+
+    def datasets(self):
+        return {"train": fdl.Config(Lines, batch_size=13, poisoned=(15,))}
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=29, checkpoint_every_steps=7, loss_spike_factor=20.0,
+            on_loss_spike="roll_back",
+        )
+'''
+LINE = "--exp=jobzoo.lines.Line"
+(home() / "jobzoo/lines.py").write_text(EXPERIMENTS)

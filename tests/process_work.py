@@ -1,0 +1,78 @@
+"""What two processes do together in `test_multiprocess`: run by each, with coordinator and index.
+
+The first one prints what it saw, as JSON.
+"""
+
+import json
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite import processes
+from praxis_lite.agreement import Agreement
+from praxis_lite.errors import ConfigError
+from praxis_lite.main import _print_log
+from praxis_lite.peers import ending_together
+from praxis_lite.process_start import start
+from praxis_lite.sharding import simulate_devices
+from praxis_lite.sharding.inputs import global_batch, process_rows
+
+
+def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
+    """Returns whether a batch, fed by rows, is on the devices as one process would put it."""
+    inputs = {
+        "ids": np.arange(1, num_rows * 5 + 1, dtype=np.int32).reshape(num_rows, 5),
+        "scale": np.float32(0.3),
+    }
+    own = process_rows(num_rows, mesh)
+    batch = global_batch({**inputs, "ids": inputs["ids"][own]}, mesh, num_rows)
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(batch.inputs)
+    ids = np.asarray(whole["ids"])
+    wanted = np.zeros((-(-num_rows // mesh.size) * mesh.size, 5), np.int32)
+    wanted[:num_rows] = inputs["ids"]
+    return bool(np.array_equal(ids, wanted) and whole["scale"] == inputs["scale"])
+
+
+def mesh_of(order: list[int]) -> Mesh:
+    """Returns a mesh of all devices in an order."""
+    devices = np.array(jax.devices())[order].reshape(2, -1)
+    return Mesh(devices, ("data", "mdl"), axis_types=(AxisType.Auto,) * 2)
+
+
+def main() -> None:
+    """Runs all of it."""
+    start(sys.argv[1], 2, int(sys.argv[2]))
+    simulate_devices(6, 2)
+    _print_log()
+    seen = {}
+    orders = {"in turn": range(6), "interleaved": (0, 3, 1, 4, 2, 5), "nested": (0, 3, 4, 5, 1, 2)}
+    for name, order in orders.items():
+        mesh = mesh_of(list(order))
+        seen[name] = [rows_that_arrived(mesh, num_rows) for num_rows in (1, 2, 5, 6, 13)]
+    agreement, me = Agreement(mesh), processes.index()
+    # The second process asks in its third call: both hear of it in their fourth.
+    seen["agreed"] = [agreement.any(me == 1 and call == 2) for call in range(6)]
+    seen["asked by"] = agreement.wanted_by
+    for _ in range(8):
+        agreement.host_worked(0.5 * me)
+        agreement.any(False)
+    began = time.perf_counter()
+    for _ in range(200):
+        agreement.any(False)
+    seen["microseconds of an agreement"] = round((time.perf_counter() - began) / 200 * 1e6)
+    seen["exchanged"] = [processes.exchange("word", f"{me}.{k}") for k in range(3)]
+    if me == 0:
+        try:
+            processes.exchange("never", "", 0.5)
+        except ConfigError as error:
+            seen["missing"] = str(error)
+        print(json.dumps(seen))
+    processes.exchange("after it", "")
+
+
+if __name__ == "__main__":
+    with ending_together():
+        main()

@@ -1,0 +1,186 @@
+"""Nothing in the library turns data into code: no pickle, no eval, no YAML, no shell."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(one for name in ("praxis_lite", "tasks", "experiments")
+               for one in (ROOT / name).rglob("*.py"))  # fmt: skip
+
+# Modules that load objects, or that compile or run text.
+MODULES = {
+    "pickle", "_pickle", "pickletools", "cloudpickle", "dill", "joblib", "jsonpickle", "shelve",
+    "marshal", "copyreg", "yaml", "ruamel", "code", "codeop", "runpy", "torch",
+}  # fmt: skip
+BUILTINS = {"eval", "exec", "compile", "__import__", "execfile"}
+# What may be called of whatever module, by its name alone.
+FUNCTIONS = {
+    "system", "popen", "getoutput", "getstatusoutput", "read_pickle", "to_pickle", "unsafe_load",
+    "full_load", "literal_exec", "dump_pickle", "load_pickle", "find_class",
+} | {f"{verb}{how}" for verb in ("exec", "spawn") for how in ("l", "le", "lp", "v", "ve", "vp")}
+# Who may do what is dangerous elsewhere, and why.
+ALLOWED = {
+    ("praxis_lite/inputs/worker_process.py", "multiprocessing"): "arguments to its own children",
+    ("praxis_lite/config/names.py", "import_module"): "behind the allow-list of configs",
+    ("praxis_lite/registry.py", "import_module"): "of an experiment found in an allowed package",
+    ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",
+    ("praxis_lite/inputs/__init__.py", "import_module"): "its own names, from its own table",
+    ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",
+}
+
+
+def dangers(source: str, file: str = "") -> Iterator[str]:
+    """Yields what a source has that could turn data into code."""
+    for node in ast.walk(ast.parse(source)):
+        for what in _dangers(node):
+            if (file, what) not in ALLOWED:
+                yield what
+
+
+def _dangers(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (one.name for one in node.names if one.name in BUILTINS | FUNCTIONS)
+    elif isinstance(node, ast.Name) and node.id in BUILTINS:
+        yield node.id
+        return
+    elif isinstance(node, ast.Attribute) and node.attr in FUNCTIONS:
+        yield node.attr
+        return
+    elif isinstance(node, ast.Name) and node.id == "__builtins__":
+        yield "builtins"
+        return
+    elif isinstance(node, ast.Call):
+        yield from _of_call(node)
+        return
+    else:
+        return
+    for name in names:
+        top = name.partition(".")[0]
+        if top in MODULES or top in ("multiprocessing", "builtins"):
+            yield top
+
+
+def _of_call(node: ast.Call) -> Iterator[str]:
+    name = ast.unparse(node.func).rpartition(".")[2]
+    for keyword in node.keywords:
+        if keyword.arg in ("allow_pickle", "shell") and ast.unparse(keyword.value) != "False":
+            yield keyword.arg
+    if name == "get_type_hints":
+        yield name
+    if name in ("import_module", "resolve_name") and not isinstance(node.args[0], ast.Constant):
+        yield name
+    # An attribute whose name is text: `getattr(os, "sys" + "tem")`.
+    if name == "getattr" and len(node.args) > 1:
+        word = node.args[1]
+        if isinstance(word, ast.Constant) and word.value in BUILTINS | FUNCTIONS:
+            yield word.value
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_data_becomes_code(file):
+    assert list(dangers(file.read_text(encoding="utf-8"), str(file.relative_to(ROOT)))) == []
+
+
+def test_every_exception_is_needed():
+    for (file, what), _ in ALLOWED.items():
+        assert what in list(dangers((ROOT / file).read_text(encoding="utf-8"))), (file, what)
+
+
+PLANTED = {
+    "import pickle": "pickle",
+    "import pickle as p": "pickle",
+    "from pickle import loads": "pickle",
+    "def f():\n    import dill": "dill",
+    "import cloudpickle": "cloudpickle",
+    "import joblib": "joblib",
+    "import shelve": "shelve",
+    "import marshal": "marshal",
+    "import yaml": "yaml",
+    "from ruamel.yaml import YAML": "ruamel",
+    "import multiprocessing": "multiprocessing",
+    "from multiprocessing.connection import Client": "multiprocessing",
+    "eval('7')": "eval",
+    "f = eval": "eval",
+    "exec(text)": "exec",
+    "compile(text, 'f', 'exec')": "compile",
+    "__import__(name)": "__import__",
+    "import builtins": "builtins",
+    "__builtins__.open": "builtins",
+    "from builtins import exec": "exec",
+    "getattr(x, 'eval')": "eval",
+    "os.system(text)": "system",
+    "from os import system": "system",
+    "getattr(os, 'system')": "system",
+    "os.popen(text)": "popen",
+    "os.execvp(a, b)": "execvp",
+    "subprocess.run(text, shell=True)": "shell",
+    "subprocess.Popen(text, shell=is_shell)": "shell",
+    "subprocess.getoutput(text)": "getoutput",
+    "np.load(file, allow_pickle=True)": "allow_pickle",
+    "np.save(file, x, allow_pickle=flag)": "allow_pickle",
+    "import torch": "torch",
+    "pd.read_pickle(file)": "read_pickle",
+    "importlib.import_module(name)": "import_module",
+    "pkgutil.resolve_name(name)": "resolve_name",
+    "typing.get_type_hints(x)": "get_type_hints",
+    "import runpy": "runpy",
+}
+
+
+@pytest.mark.parametrize("source", PLANTED)
+def test_it_would_be_found(source):
+    assert PLANTED[source] in list(dangers(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["re.compile(x)", "step.lower(x).compile()", "ast.literal_eval(x)", "model.eval()",
+     "np.load(file, allow_pickle=False)", "importlib.import_module('tensorflow')"],
+)  # fmt: skip
+def test_what_only_looks_like_it_is_left_alone(source):
+    assert list(dangers(source)) == []
+
+
+def _array(dtype, shape, data):
+    return msgpack.ExtType(1, msgpack.packb((shape, dtype, data), use_bin_type=True))
+
+
+HOSTILE_STATES = {
+    "an array of objects": {"0": _array("object", (1,), b"12345678")},
+    "an absurd shape": {"0": _array("float32", (2**40, 2**20), b"1234")},
+    "an unknown dtype": {"0": _array("zebra", (1,), b"1234")},
+    "no arrays": {"0": "text"},
+    "an unknown extension": {"0": msgpack.ExtType(77, b"cos\nsystem\n(S'touch canary'\ntR.")},
+}
+
+
+@pytest.mark.parametrize("which", [*HOSTILE_STATES, "no msgpack", "deep", "a deep metadata"])
+def test_a_hostile_flax_checkpoint_of_pax_is_damaged_and_no_more(which, tmp_path):
+    step = tmp_path / "checkpoint_00000007"
+    (step / "state").mkdir(parents=True)
+    (step / "metadata").mkdir()
+    shapes = '{"train_state_metadata": {"mdl_vars": {"w": {"_array_metadata_tag": 1, ' + (
+        '"unpadded_shape": [1]}}}}')  # fmt: skip
+    state = msgpack.packb({"flattened_state": {"step": 0, **HOSTILE_STATES.get(which, {})}})
+    if which == "no msgpack":
+        state = b"\x80\x04\x95cos\nsystem\n."  # As a pickle begins.
+    if which == "deep":
+        state = b"\x91" * 100_000
+    if which == "a deep metadata":
+        shapes = '{"a":' * 100_000
+    (step / "metadata/metadata").write_text(shapes)
+    (step / "state/checkpoint").write_bytes(state)
+    with pytest.raises(ConfigError) as caught:
+        np.asarray(read_pax_checkpoint(tmp_path)["w"])
+    assert str(step) in str(caught.value) and len(str(caught.value)) < 600
