@@ -6,7 +6,7 @@ slots, 384 MiB unless --mib says otherwise; its files lie in a temporary folder 
 
 import argparse
 import os
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -153,8 +153,7 @@ def restore_alone(mib: int, small: Path, directory: Path) -> None:
     partitioner = partitioner_of(mib)
     before = _resident()
     state = restored(partitioner, directory)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(before, peak, sum(x.nbytes for x in jax.tree.leaves(state)))
+    print(before, _resident("VmHWM"), sum(x.nbytes for x in jax.tree.leaves(state)))
 
 
 def restored(partitioner: Partitioner, directory: Path) -> Any:
@@ -198,9 +197,10 @@ def _seconds(act: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _resident(which: str = "VmRSS") -> int:
+    # Not getrusage: its maximum has the parent's memory in it, from before the exec.
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{which}:\s*(\d+) kB", status)[1]) * 1024
 
 
 def main() -> None:

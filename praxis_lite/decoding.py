@@ -1,7 +1,6 @@
 """The decode loop over datasets of prompts: restored weights in, JSON lines out."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding.inputs import replicated_key
+from praxis_lite.whole_files import write_whole
 
 # A look at the tokens waits for the devices; a row that should have ended goes on until then.
 STEPS_BETWEEN_LOOKS = 8
@@ -50,16 +50,8 @@ def decode(
             records += partitioner.task.decode_to_records(inputs, jax.device_get(outputs))
         path = job.decode_jsonl(name, step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: a reader never sees half a decode.
-        partial = path.with_suffix(".partial")
-        try:
-            partial.write_text(
-                "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
-                encoding="utf-8",
-            )
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        write_whole(path, "".join(lines).encode())
         note(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
         records_of[name] = records
     return records_of

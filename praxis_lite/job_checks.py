@@ -104,6 +104,7 @@ def check_resumable(
         for one in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
+    accepted = [name for name in accepted if name != RUN_SEED]
     covered = {name: [n for n in names if f"{n}.".startswith(f"{name}.")] for name in accepted}
     for name, found in covered.items():
         if not found:
@@ -126,6 +127,34 @@ def check_resumable(
             f"'run.accept_changed_data={in_brackets}'."
         )
     return [f"datasets.{TRAIN}: {said} (run.accept_changed_data)" for said in differing.values()]
+
+
+RUN_SEED = "run.seed"
+
+
+def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Checks that the run draws as the checkpoint's did: another seed is another dropout.
+
+    Args:
+      data: as `check_resumable`.
+
+    Returns:
+      A line if another seed was accepted (run.accept_changed_data).
+
+    Raises:
+      ConfigError: the seed is another.
+    """
+    old = data.get("run_seed", run.seed)
+    if old == run.seed:
+        return []
+    said = f"{RUN_SEED} was {old}, is {run.seed}"
+    if RUN_SEED not in run.accept_changed_data:
+        raise ConfigError(
+            f"The checkpoint of step {step_of(data)} was trained with another seed: {said}. Set it "
+            "back, or start a new job in another job_log_dir, or accept that dropout goes on with "
+            f"other numbers: --set 'run.accept_changed_data={RUN_SEED},'."
+        )
+    return [f"{said} (run.accept_changed_data)"]
 
 
 def nondeterministic_data(datasets: Mapping[str, InputPipeline]) -> list[str]:

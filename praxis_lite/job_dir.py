@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from praxis_lite.config.json_text import read_json
-from praxis_lite.errors import ConfigError, not_written, shown
+from praxis_lite.errors import ConfigError, shown
+from praxis_lite.whole_files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +84,8 @@ class JobDir:
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`; a reader sees the old files or the new."""
         # config.json last: where it stands, the directory is complete.
-        _write_whole(self.config_txt, "".join(f"{line}\n" for line in lines))
-        _write_whole(self.config_json, json_text)
+        write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
+        write_whole(self.config_json, json_text.encode())
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
@@ -198,15 +199,3 @@ def _nearest_existing(path: Path) -> Path:
 
 def _refuse(job: JobDir, reason: str) -> NoReturn:
     raise ConfigError(f"--job_log_dir={job.path} {reason}.") from None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    # One training writes here at a time: what a kill leaves is written over.
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise not_written(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from praxis_lite.job_checks import (
     TRAIN,
     check_batches_left,
     check_resumable,
+    check_same_seed,
     nondeterministic_data,
 )
 from praxis_lite.job_dir import JobDir
@@ -73,9 +74,9 @@ def train(
         if saved.latest_step() is None:
             first_step, state = _new_state(partitioner, job, job_dir)
         else:
-            for line in check_resumable(
-                saved.latest_data(), job.datasets[TRAIN], run.accept_changed_data
-            ):
+            data = saved.latest_data()
+            accepted = check_resumable(data, job.datasets[TRAIN], run.accept_changed_data)
+            for line in [*accepted, *check_same_seed(data, run)]:
                 print(line)
             first_step, state, skipped = _resumed(partitioner, saved)
             _print_changes(job_dir, config, packages)
@@ -83,6 +84,7 @@ def train(
         _print_layout(partitioner, job_dir)
         if reason := _nothing_to_do(job, job_dir, first_step, saved.latest_step()):
             print(reason)
+            trainer.draw_loss_curve(job_dir, first_step, print)
             return
         for line in nondeterministic_data(job.datasets):
             print(line)

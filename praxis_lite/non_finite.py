@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 
 from praxis_lite import accumulation
 from praxis_lite.hlo_layers import layers_of_name
+from praxis_lite.jaxprs import Loop, Site
 from praxis_lite.layers import pipeline_ticks
-from praxis_lite.non_finite_origins import Loop, Origin, OriginSearch, Site
+from praxis_lite.non_finite_origins import Origin, OriginSearch
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 
@@ -68,8 +69,11 @@ class NonFiniteSteps:
         ]
         if self._num_reports == MAX_REPORTS:
             lines.append(f"  (no more steps are looked into: this was the {MAX_REPORTS}th)")
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:  # A full disk, say: no reason to end the run.
+            lines.append(f"  (not written to {self._path}: {error.strerror})")
         for line in lines:
             self._note(line)
 
@@ -154,8 +158,8 @@ def _place(origin: Origin) -> str:
     scopes = _scopes(site)
     for loop, turn in zip(site.loops, origin.turns, strict=True):
         before = max(before, len(_scopes(loop)))
-        files = [file for file, _ in _own_frames(loop.tracebacks)][:1]
-        name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(*files)
+        file = next((file for file, _ in _own_frames(loop.tracebacks)), "")
+        name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(file)
         if turn is None:
             continue
         if name is None and before < len(scopes) and "[" not in scopes[before]:

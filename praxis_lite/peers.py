@@ -103,7 +103,8 @@ def _fail(error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
     name = "" if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: "
-    _tell(processes.index(), f"ended with status {code}: {name}{str(error)[:2000].rstrip('. ')}", code)
+    words = str(error)[:2000].rstrip(". ")
+    _tell(processes.index(), f"ended with status {code}: {name}{words}", code)
     _leave(code)
 
 

@@ -3,11 +3,8 @@
 import dataclasses
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
-
-import jax
-import numpy as np
 
 from praxis_lite import processes
 from praxis_lite.agreement import Agreement
@@ -20,7 +17,7 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_checks import TRAIN
 from praxis_lite.job_dir import JobDir
-from praxis_lite.loss_spikes import LossSpike, SpikeDetector, losses_of
+from praxis_lite.loss_spikes import SpikeDetector, losses_of
 from praxis_lite.metrics import (
     JsonLinesWriter,
     ProgressLine,
@@ -30,6 +27,7 @@ from praxis_lite.metrics import (
 )
 from praxis_lite.non_finite import NonFiniteSteps
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.step_reports import PendingStep, StepReports
 from praxis_lite.stopping import StopRequest
 from praxis_lite.train_state import TrainState
 from praxis_lite.watchdog import SAVING, Watchdog
@@ -77,128 +75,173 @@ def train(
       LossSpike: where run.on_loss_spike is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
-    train_pipeline = datasets[TRAIN]
-    key = partitioner.key(run.seed)
-    eval_sets = {name: pipeline for name, pipeline in datasets.items() if name != TRAIN}
-    board = TensorBoardWriter(job.tensorboard, first_step, progress.note)
-    eval_writer = JsonLinesWriter(job.eval_metrics_jsonl, first_step)
-    evaluator = Evaluator(partitioner, eval_sets, run.max_eval_batches, eval_writer)
-    metrics_writer = JsonLinesWriter(job.metrics_jsonl, first_step)
-    spikes = SpikeDetector(run.loss_spike_factor, _losses_before(run, job))
-    reporter = _Reporter(
-        partitioner, run, metrics_writer, board, progress, checkpoints, state, spikes,
-        len(set(skipped_batches)),
-    )
-    non_finite = NonFiniteSteps(partitioner, job.non_finite_txt, progress.note)
-    watched = watched_history(run.early_stopping, job, first_step)
-    agreement = Agreement(partitioner.mesh)
-    watchdog = Watchdog(
-        run.watchdog_seconds, exits=run.watchdog_exits, stacks_txt=job.stacks_txt
-    )
+    position = DataPosition.of_step(first_step, tuple(skipped_batches))
+    loop = _Loop(partitioner, datasets, run, job, checkpoints, progress, stop, first_step, position)
+    try:
+        with loop.watchdog:
+            trained = loop.run(state, first_step)
+    finally:
+        loop.close()
+    draw_loss_curve(job, trained.step, progress.note)
+    return trained
 
-    def should_stop() -> bool:
-        watchdog.alive()
-        return agreement.any(stop.reason is not None)
 
-    def evaluate(step: int, state: TrainState) -> dict[str, float]:
+def draw_loss_curve(job: JobDir, step: int, note: Callable[[str], None]) -> None:
+    """Draws the job's losses, to its last step; a picture that cannot be written is noted."""
+    if not processes.is_first():
+        return
+    title = f"{job.path.name}, {step} steps"
+    try:
+        plot_loss_curve(job.metrics_jsonl, job.loss_curve_png, job.eval_metrics_jsonl, title)
+    except ConfigError as error:
+        note(f"note: {error}")
+
+
+class _Loop:
+    """The loop with all it writes to, asks and is watched by."""
+
+    def __init__(
+        self,
+        partitioner: Partitioner,
+        datasets: Mapping[str, InputPipeline],
+        run: RunConfig,
+        job: JobDir,
+        checkpoints: Checkpoints,
+        progress: ProgressLine,
+        stop: StopRequest,
+        first_step: int,
+        position: DataPosition,
+    ):
+        self.partitioner, self.run_config, self.job = partitioner, run, job
+        self.checkpoints, self.progress, self.stop = checkpoints, progress, stop
+        self.pipeline, self.position = datasets[TRAIN], position
+        self.eval_sets = {name: one for name, one in datasets.items() if name != TRAIN}
+        self.watched = watched_history(run.early_stopping, job, first_step)
+        spikes = SpikeDetector(run.loss_spike_factor, _losses_before(run, job))
+        self.board = TensorBoardWriter(job.tensorboard, first_step, progress.note)
+        self.eval_writer = JsonLinesWriter(job.eval_metrics_jsonl, first_step)
+        self.metrics_writer = JsonLinesWriter(job.metrics_jsonl, first_step)
+        self.evaluator = Evaluator(
+            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer
+        )
+        self.reports = StepReports(
+            partitioner, run, self.metrics_writer, self.board, progress, checkpoints, spikes,
+            len(position.skipped),
+        )
+        self.non_finite = NonFiniteSteps(partitioner, job.non_finite_txt, progress.note)
+        self.agreement = Agreement(partitioner.mesh)
+        self.watchdog = Watchdog(
+            run.watchdog_seconds, exits=run.watchdog_exits, stacks_txt=job.stacks_txt
+        )
+
+    def run(self, state: TrainState, first_step: int) -> Trained:
+        run, stop, checkpoints = self.run_config, self.stop, self.checkpoints
+        self.reports.begin(state)
+        if lacks_evaluation(
+            run, self.eval_sets, self.job, checkpoints.latest_step(), first_step
+        ) and (trained := self._evaluate_late(first_step, state)):
+            return trained
+        key, num_rows = self.partitioner.key(run.seed), self.pipeline.batch_size
+        rows = self.partitioner.process_rows(num_rows)
+        batches = self.position.batches(self.pipeline, rows)
+        step, stopped_by = first_step, None
+        for step in range(first_step + 1, run.num_train_steps + 1):
+            checkpoints.raise_if_failed()
+            began = time.perf_counter()
+            index, inputs = next(batches)
+            batch = self.partitioner.global_batch(inputs, num_rows)
+            self.agreement.host_worked(time.perf_counter() - began)
+            state, outputs = self.partitioner.train_step(state, batch, key)
+            if run.debug_nans:
+                with self.watchdog.during(f"looking for a NaN in step {step}"):
+                    self.non_finite.look(step, state, batch, key, outputs)
+            stop.step_ended()
+            stops, ends_by = self._should_stop(), None
+            self.reports.report()
+            self.reports.pending = PendingStep(step, index, outputs)
+            is_last = step == run.num_train_steps
+            evaluates = bool(self.eval_sets) and (is_last or _is_due(step, run.eval_every_steps))
+            values: dict[str, float] = {}
+            if evaluates and not stops:
+                self.reports.report()
+                values = self._evaluate(step, state)
+                stops, ends_by = not values, self._reason_to_end(values)
+            ends = is_last or stops or ends_by is not None
+            saves = ends or _is_due(step, run.checkpoint_every_steps) or checkpoints.retry_is_due()
+            if saves:
+                self.reports.report()
+                self._save(step, state, values, is_last=ends)
+            if saves or evaluates:
+                self.reports.last_time = time.perf_counter()
+            self.watchdog.step_ended(step)
+            if stops:
+                stopped_by = stop.reason or self.agreement.wanted_by
+            elif ends_by:
+                self.progress.note(f"stopped early at step {step}: {ends_by}")
+            if ends:
+                break
+        self.reports.report()
+        with self.watchdog.during(SAVING):
+            checkpoints.wait()
+        return Trained(step, stopped_by)
+
+    def close(self) -> None:
+        self.progress.close()
+        self.metrics_writer.close()
+        self.eval_writer.close()
+        self.board.close()
+
+    def _should_stop(self) -> bool:
+        self.watchdog.alive()
+        return self.agreement.any(self.stop.reason is not None)
+
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
         """Returns the values by the names that settings give them; {}: it was asked to stop."""
-        # Not kept in a variable: averages are another copy of the weights.
-        with watchdog.during(f"evaluating step {step}"):
-            results = evaluator.run(
-                step, partitioner.eval_mdl_vars(state, use_ema=run.eval_use_ema_states), should_stop
+        use_ema = self.run_config.eval_use_ema_states
+        with self.watchdog.during(f"evaluating step {step}"):
+            # Not kept in a variable: averages are another copy of the weights.
+            results = self.evaluator.run(
+                step, self.partitioner.eval_mdl_vars(state, use_ema=use_ema), self._should_stop
             )
         if results is None:
             return {}
         for name, one in results.items():
-            progress.note(evaluation_line(step, name, one))
+            self.progress.note(evaluation_line(step, name, one))
         values = watched_values(results)
-        board.scalars(step, values)
-        if run.early_stopping is not None:
-            watched[step] = values[run.early_stopping.metric]
+        self.board.scalars(step, values)
+        if self.run_config.early_stopping is not None:
+            self.watched[step] = values[self.run_config.early_stopping.metric]
         return values
 
-    stopped_by, step = None, first_step
-    try:
-        with watchdog:
-            last_step = run.num_train_steps
-            position = DataPosition.of_step(first_step, tuple(skipped_batches))
-            if lacks_evaluation(run, eval_sets, job, checkpoints.latest_step(), first_step):
-                # The run that saved this step was asked to stop before it was evaluated.
-                values = evaluate(first_step, state)
-                if values and run.best_checkpoints is not None:
-                    # Saved again, with the values that it is judged by.
-                    stop.step_ended()
-                    data = position.as_json(train_pipeline)
-                    with watchdog.during(SAVING):
-                        checkpoints.save(
-                            first_step, state, partitioner.layout, data, values, is_last=True
-                        )
-                if not values:
-                    stopped_by, last_step = stop.reason or agreement.wanted_by, first_step
-                elif run.early_stopping and (reason := run.early_stopping.reason_to_stop(watched)):
-                    progress.note(f"stopped early at step {first_step}: {reason}")
-                    last_step = first_step
-            num_rows = train_pipeline.batch_size
-            batches = position.batches(train_pipeline, partitioner.process_rows(num_rows))
-            for step in range(first_step + 1, last_step + 1):
-                checkpoints.raise_if_failed()
-                began = time.perf_counter()
-                index, inputs = next(batches)
-                batch = partitioner.global_batch(inputs, num_rows)
-                agreement.host_worked(time.perf_counter() - began)
-                state, outputs = partitioner.train_step(state, batch, key)
-                if run.debug_nans:
-                    with watchdog.during(f"looking for a NaN in step {step}"):
-                        non_finite.look(step, state, batch, key, outputs)
-                stop.step_ended()
-                stops = should_stop()
-                reporter.report()
-                reporter.pending = _Pending(step, index, outputs)
-                is_last = step == run.num_train_steps
-                evaluates = bool(eval_sets) and (is_last or _is_due(step, run.eval_every_steps))
-                values, reason_to_stop = {}, None
-                if evaluates and not stops:
-                    reporter.report()
-                    values = evaluate(step, state)
-                    stops = not values
-                    if values and run.early_stopping is not None:
-                        reason_to_stop = run.early_stopping.reason_to_stop(watched)
-                saves = (
-                    is_last or stops or reason_to_stop or _is_due(step, run.checkpoint_every_steps)
-                    or checkpoints.retry_is_due()
-                )
-                if saves:
-                    reporter.report()
-                    data = DataPosition.of_step(step, position.skipped).as_json(train_pipeline)
-                    with watchdog.during(SAVING):
-                        checkpoints.save(
-                            step, state, partitioner.layout, data, values,
-                            is_last=bool(is_last or stops or reason_to_stop),
-                        )
-                if saves or evaluates:
-                    reporter.last_time = time.perf_counter()
-                watchdog.step_ended(step)
-                if stops:
-                    stopped_by = stop.reason or agreement.wanted_by
-                    break
-                if reason_to_stop:
-                    progress.note(f"stopped early at step {step}: {reason_to_stop}")
-                    break
-            reporter.report()
-            with watchdog.during(SAVING):
-                checkpoints.wait()
-    finally:
-        progress.close()
-        metrics_writer.close()
-        eval_writer.close()
-        board.close()
-    title = f"{job.path.name}, {step} steps"
-    try:
-        if processes.is_first():
-            plot_loss_curve(job.metrics_jsonl, job.loss_curve_png, job.eval_metrics_jsonl, title)
-    except OSError as error:
-        progress.note(f"note: {job.loss_curve_png} could not be written: {error.strerror}")
-    return Trained(step, stopped_by)
+    def _reason_to_end(self, values: Mapping[str, float]) -> str | None:
+        stopping = self.run_config.early_stopping
+        return stopping.reason_to_stop(self.watched) if values and stopping is not None else None
+
+    def _evaluate_late(self, step: int, state: TrainState) -> Trained | None:
+        """Evaluates a step whose run was asked to stop before; returns how training ends by it."""
+        values = self._evaluate(step, state)
+        if not values:
+            return Trained(step, self.stop.reason or self.agreement.wanted_by)
+        if self.run_config.best_checkpoints is not None:
+            # Saved again, with the values that it is judged by.
+            self.stop.step_ended()
+            self._save(step, state, values, is_last=True)
+        if reason := self._reason_to_end(values):
+            self.progress.note(f"stopped early at step {step}: {reason}")
+            return Trained(step)
+        return None
+
+    def _save(
+        self, step: int, state: TrainState, values: Mapping[str, float], *, is_last: bool
+    ) -> None:
+        data = {
+            **DataPosition.of_step(step, self.position.skipped).as_json(self.pipeline),
+            "run_seed": self.run_config.seed,
+        }
+        with self.watchdog.during(SAVING):
+            self.checkpoints.save(
+                step, state, self.partitioner.layout, data, values, is_last=is_last
+            )
 
 
 def lacks_evaluation(
@@ -249,115 +292,5 @@ def _losses_before(run: RunConfig, job: JobDir) -> list[float]:
     return json.loads(processes.exchange("losses before", json.dumps(losses))[0])
 
 
-@dataclasses.dataclass
-class _Pending:
-    """A step whose outputs are still on the devices; `batch` is the index of its batch."""
-
-    step: int
-    batch: int
-    outputs: Any
-
-
-class _Reporter:
-    """Reads what a step put out, once the next one runs, and says it everywhere it is said.
-
-    Attributes:
-      pending: the step to be read next.
-      last_time: when the step before it was read, in seconds of time.perf_counter.
-    """
-
-    def __init__(
-        self,
-        partitioner: Partitioner,
-        run: RunConfig,
-        writer: JsonLinesWriter,
-        board: TensorBoardWriter,
-        progress: ProgressLine,
-        checkpoints: Checkpoints,
-        state: TrainState,
-        spikes: SpikeDetector,
-        num_batches_left_out: int,
-    ):
-        self._weight_unit = partitioner.task.weight_unit
-        self._run, self._writer, self._board = run, writer, board
-        self._progress, self._checkpoints = progress, checkpoints
-        self._spikes, self._num_left_out = spikes, num_batches_left_out
-        self._num_skipped = int(jax.device_get(state.opt_states["num_skipped_steps"]))
-        self._board_every = run.log_every_steps or max(1, run.num_train_steps // 200)
-        self.pending: _Pending | None = None
-        self.last_time = time.perf_counter()
-
-    def report(self) -> None:
-        if self.pending is None:
-            return
-        step, batch = self.pending.step, self.pending.batch
-        outputs = jax.device_get(self.pending.outputs)
-        self.pending = None
-        now = time.perf_counter()
-        line = _metrics_line(step, outputs, now - self.last_time, self._weight_unit)
-        self.last_time = now
-        median = self._spikes.median_below(line["loss"])
-        if self._run.loss_spike_factor is not None:
-            line |= {"is_loss_spike": int(median is not None)}
-            line |= {"num_batches_left_out": self._num_left_out}
-        self._writer.write(line)
-        if step % self._board_every == 0 or step == self._run.num_train_steps:
-            self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
-        self._progress.update(
-            step, loss=line["loss"], tokens_per_second=line.get("tokens_per_second")
-        )
-        if median is not None:
-            self._progress.note(
-                f"step {step}: loss spike: {line['loss']:.4f} is {line['loss'] / median:.1f} times "
-                f"{median:.4f}, the median of the losses before (run.loss_spike_factor is "
-                f"{self._run.loss_spike_factor})"
-            )
-            if self._run.on_loss_spike == "roll_back":
-                raise LossSpike(step, batch)
-        self._report_skipped(step, outputs["learner"])
-
-    def _report_skipped(self, step: int, learner: Mapping[str, Any]) -> None:
-        num_skipped = int(learner["num_skipped_steps"])
-        if num_skipped > self._num_skipped:
-            self._progress.note(
-                f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
-                f"gradient too large ({num_skipped} skipped so far); weights and slots stay"
-            )
-        self._num_skipped = num_skipped
-        in_a_row, most = int(learner["num_skipped_in_a_row"]), self._run.max_skipped_steps_in_a_row
-        if most is not None and in_a_row >= most:
-            last_good = step - in_a_row
-            kept = [saved for saved in self._checkpoints.all_steps() if saved <= last_good]
-            checkpoint = (
-                f"The newest checkpoint from before is of step {kept[-1]}, in "
-                f"{self._checkpoints.directory}"
-                if kept
-                else "There is no checkpoint from before"
-            )
-            raise ConfigError(
-                f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
-                "gradient or learning rate was not finite, or their gradient too large; step "
-                f"{last_good} was the last good one. "
-                f"{checkpoint}. Look at grad_norm and learning_rate in metrics.jsonl, lower the "
-                "learning rate, clip, or take bfloat16 in place of float16; to go on skipping, "
-                "raise run.max_skipped_steps_in_a_row (None: no limit)."
-            )
-
-
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _metrics_line(
-    step: int, outputs: Mapping[str, Any], seconds: float, weight_unit: str
-) -> dict[str, Any]:
-    metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
-    learner = {name: np.asarray(value).item() for name, value in outputs["learner"].items()}
-    weight = float(outputs["metrics"]["loss"][1])
-    return {
-        "step": step,
-        **metrics,
-        **learner,
-        "step_time": seconds,
-        f"{weight_unit}_per_second": weight / seconds,
-    }

@@ -104,4 +104,4 @@ def test_a_wrong_setting_of_the_run_names_its_path_and_value(field, value):
 
 def test_the_runs_defaults_and_limits_are_accepted():
     assert RunConfig(num_train_steps=1).eval_every_steps is None
-    RunConfig(num_train_steps=1, seed=2**32 - 1, max_checkpoints_to_keep=1, max_eval_batches=1)
+    RunConfig(num_train_steps=1, seed=2**32 - 1, max_checkpoints_to_keep=2, max_eval_batches=1)

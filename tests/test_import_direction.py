@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
-    {"errors", "hlo_text", "signals", "source_scan", "watchdog"},
-    {"job_lock", "processes", "standard_output", "stopping"},
+    {"errors", "hlo_text", "jaxprs", "signals", "source_scan", "watchdog"},
+    {"job_lock", "non_finite_tags", "processes", "standard_output", "stopping"},
     {"agreement", "hlo_layers", "loss_spikes", "non_finite_origins", "peers", "same_everywhere"},
     {"process_start"},
     {"sharding", "hlo", "config", "initializers", "schedules"},

@@ -41,9 +41,10 @@ def test_training_stops_when_the_metric_gets_no_better_and_saves_that_step():
     assert [line["step"] for line in read_json_lines(job.metrics_jsonl)] == list(losses)
     assert job.loss_curve_png.is_file()
     with Checkpoints(job.checkpoints) as saved:
-        # max_checkpoints_to_keep is 1: the newest, and the best of the even steps, which are saved.
-        best_saved = min((step for step in losses if step % 2 == 0), key=losses.get)
-        assert saved.all_steps() == sorted({best_saved, best + 2})
+        # The two newest, and the best of the even steps, which are saved.
+        saved_steps = [step for step in losses if step % 2 == 0 or step == best + 2]
+        best_saved = min((step for step in saved_steps if step % 2 == 0), key=losses.get)
+        assert saved.all_steps() == sorted({best_saved, *saved_steps[-2:]})
         assert saved.best_step() == best_saved
 
 

@@ -82,6 +82,7 @@ def test_a_pair_of_processes_does_its_parts_right():
     assert len(slow) == 1 and slow[0].startswith("slow: process 1 (")
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_saves_the_same_step_of_all_and_a_resume_goes_on(tmp_path):
     job = JobDir(tmp_path / "job")
     more = ["--set", "run.num_train_steps=400", "run.eval_every_steps=None"]

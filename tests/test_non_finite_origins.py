@@ -116,3 +116,18 @@ def test_outputs_of_several_devices_are_traced_to_the_one_that_made_them():
     assert found(x.at[2].set(9.0)) == Origin(None)  # The constant.
     summed = found(jnp.full(4, 1.0).at[1].set(jnp.inf))
     assert summed.site.argument == 0
+
+
+def test_a_row_that_is_finite_has_nothing_of_the_other_rows():
+    def made(x):
+        _, ys = lax.scan(lambda total, x: (total, jnp.log(x)), 0.0, x)
+
+        def add(total, row):
+            index, y = row
+            return total + jnp.where(index == 0, 1 / y, 0.0), None
+
+        return lax.scan(add, 0.0, (jnp.arange(3), ys))[0]
+
+    x = jnp.array([1.0, -1.0, 7.0])  # Logarithms: 0, NaN, finite.
+    (found,) = OriginSearch(jax.jit(made).trace(x).jaxpr, [0])([x], only_nan=False)
+    assert (found.site.operation, found.turns) == ("div", (0,))

@@ -10,28 +10,26 @@ renames and deletes all that Orbax does not.
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite import processes
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.good_steps import GoodSteps
+from praxis_lite.checkpoints.decisions import Decisions
+from praxis_lite.checkpoints.good_steps import GoodSteps, Step
 from praxis_lite.checkpoints.manifest import (
-    Leaves,
-    differences,
+    check_same,
     digest_of_config,
     manifest_leaf,
     manifest_leaves,
     new_manifest,
 )
 from praxis_lite.checkpoints.orbax_arrays import read_arrays
-from praxis_lite.checkpoints.save_checks import check_names, non_finite_leaves
+from praxis_lite.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.checkpoints.saves import Saves
 from praxis_lite.checkpoints.stored_arrays import check_stored, undecodable
@@ -39,10 +37,8 @@ from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.train_state import LeafLayout, StateLayout, TrainState
 
 PyTree = Any
-Step = int | Literal["best"] | None  # None: the newest.
 # Several may be open in a process; all processes open them in one order.
 _numbers = itertools.count()
-_DECISION_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +82,13 @@ class Checkpoints:
         self._best = saving and saving.best
         self._steps = GoodSteps(self.directory, owned=saving is not None, note=note)
         self._config_digest = digest_of_config(config_json) if config_json else ""
-        self._name, self._num_exchanges = f"checkpoints {next(_numbers)}", itertools.count()
-        self._saves = saving and Saves(self._steps, saving, note, self._name)
+        name = f"checkpoints {next(_numbers)}"
+        self._decisions = Decisions(name)
+        self._saves = saving and Saves(self._steps, saving, note, name)
 
     def __enter__(self) -> "Checkpoints":
         if self._saving is not None:
-            self._by_first(self._steps.repair)
+            self._decisions.by_first(self._steps.repair)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -129,7 +126,7 @@ class Checkpoints:
         Raises:
           ConfigError: there are steps, and all are damaged.
         """
-        return self._by_first(self._steps.newest)
+        return self._decisions.by_first(self._steps.newest)
 
     def all_steps(self) -> list[int]:
         """Returns the steps that have a commit, in order; one in flight is not among them."""
@@ -137,7 +134,7 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Returns the best step that is whole; None where no checkpoint has the metric."""
-        return self._by_first(lambda: self._steps.best(self._best))
+        return self._decisions.by_first(lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
         """Returns what was saved beside the newest state: the position of the training data."""
@@ -180,7 +177,8 @@ class Checkpoints:
             raise ValueError("These Checkpoints only read: make them with saving=SaveSettings().")
         self._saves.settle()
         check_names(layout)
-        self._check_finite(step, state)
+        if not self._saving.save_non_finite:
+            check_finite(step, state, self._steps.newest_in_words())
         best = self._best and dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         manifest = new_manifest(step, layout, data, metrics, best, self._config_digest)
@@ -196,7 +194,7 @@ class Checkpoints:
         it before `restore`, or after; steps saved again get their numbers as usual.
         """
         self._saves.settle()
-        self._by_first(lambda: self._steps.abandon_after(step))
+        self._decisions.by_first(lambda: self._steps.abandon_after(step))
 
     def restore(self, layout: StateLayout, mesh: Mesh, *, step: Step = None) -> Restored:
         """Returns a state on `mesh`, whatever mesh saved it.
@@ -251,7 +249,7 @@ class Checkpoints:
         step, manifest = self._chosen(step)
         wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
         there = {path: leaf for path, leaf in manifest["leaves"].items() if path in wanted}
-        self._compare(step, there, wanted)
+        check_same(self.directory / str(step), there, wanted)
         return self._read(step, leaves, mesh)
 
     def _restore(
@@ -263,7 +261,7 @@ class Checkpoints:
             kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
             saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(kept)}
         part = _part(layout, opt_states_keys)
-        self._compare(step, saved, manifest_leaves(part))
+        check_same(self.directory / str(step), saved, manifest_leaves(part))
         arrays = self._read(step, {leaf.path: leaf for leaf in part.leaves()}, mesh)
         tree = jax.tree.unflatten(jax.tree.structure(part.shapes), arrays.values())
         step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
@@ -272,7 +270,7 @@ class Checkpoints:
 
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
-        found = self._by_first(lambda: self._steps.choose(step, self._best))
+        found = self._decisions.by_first(lambda: self._steps.choose(step, self._best))
         manifest = self._steps.manifest(found)
         if not manifest:
             raise self._deleted(found)
@@ -299,43 +297,6 @@ class Checkpoints:
             f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
             "the job that trains there: try again."
         )
-
-    def _check_finite(self, step: int, state: TrainState) -> None:
-        if self._saving.save_non_finite or not (paths := non_finite_leaves(state)):
-            return
-        more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
-        raise ConfigError(
-            f"Step {step} is not saved: not all numbers are finite in {', '.join(paths[:3])}{more}."
-            f" {self._steps.newest_in_words()} Look at grad_norm in metrics.jsonl, run with --set "
-            "run.debug_nans=true; to save such a state all the same, run.save_non_finite=true."
-        )
-
-    def _by_first(self, decide: Callable[[], Any]) -> Any:
-        """Returns what the first process decides, as JSON; raises its ConfigError on all."""
-        told = {}
-        if processes.is_first():
-            try:
-                told = {"decided": decide()}
-            except Exception as error:
-                told = {"error": str(error)}
-                if processes.count() == 1:
-                    raise
-        name = f"{self._name}, decision {next(self._num_exchanges)}"
-        # The first may verify a large step meanwhile.
-        told = json.loads(processes.exchange(name, json.dumps(told), _DECISION_SECONDS)[0])
-        if "error" in told:
-            raise ConfigError(told["error"])
-        return told["decided"]
-
-    def _compare(self, step: int, saved: Leaves, wanted: Leaves) -> None:
-        found = differences(saved, wanted)
-        if found:
-            more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-            raise ConfigError(
-                f"The checkpoint of step {step} in {self.directory} is of another model: "
-                f"{'; '.join(found[:5])}{more}. Use the settings that it was trained with (see "
-                "config.txt beside it), or start a new job in another job_log_dir."
-            )
 
 
 def _part(layout: StateLayout, opt_states_keys: Sequence[str] | None) -> StateLayout:

@@ -84,6 +84,21 @@ def differences(saved: Leaves, wanted: Leaves) -> list[str]:
     return found
 
 
+def check_same(step_dir: Path, saved: Leaves, wanted: Leaves) -> None:
+    """Checks that a step has just the arrays that are wanted.
+
+    Raises:
+      ConfigError: it has not; names the step, the leaves, and both values of each.
+    """
+    if found := differences(saved, wanted):
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ConfigError(
+            f"The checkpoint of step {step_dir.name} in {step_dir.parent} is of another model: "
+            f"{'; '.join(found[:5])}{more}. Use the settings that it was trained with (see "
+            "config.txt beside it), or start a new job in another job_log_dir."
+        )
+
+
 def digest_of_config(config_json: str) -> str:
     """Returns the digest of a job's config.json, whatever --set it was made with."""
     config = json.loads(config_json)

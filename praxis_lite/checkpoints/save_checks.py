@@ -47,6 +47,21 @@ def check_names(layout: StateLayout) -> None:
         check_leaf(path, leaf)  # What a restore would refuse is not saved.
 
 
+def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:
+    """Checks that a state may be saved.
+
+    Raises:
+      ConfigError: `non_finite_leaves` finds some; names them, the step and the newest checkpoint.
+    """
+    if paths := non_finite_leaves(state):
+        more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
+        raise ConfigError(
+            f"Step {step} is not saved: not all numbers are finite in {', '.join(paths[:3])}{more}."
+            f" {newest_in_words} Look at grad_norm in metrics.jsonl, run with --set "
+            "run.debug_nans=true; to save such a state all the same, run.save_non_finite=true."
+        )
+
+
 def non_finite_leaves(state: TrainState) -> list[str]:
     """Returns the paths of leaves that must not be saved, in the state's order.
 

@@ -2,13 +2,12 @@
 
 A folder with a plain number is a step. It gets that name by one rename, after all in it is written
 and on disk, and loses it by another before anything in it is deleted. So nothing that is
-interrupted leaves a folder with a plain number that is not whole: one that is not, is damaged.
+interrupted leaves a folder with a plain number that is not whole: one that is not, is damaged. (No
+Orbax and no JAX here: the tools start at once.)
 
     N            a step                        N.saving*    is being written
     N.damaged*   what verification refused     N.deleting*  is being deleted
     N.abandoned* was rolled back; deleted after the next save
-
-No Orbax and no JAX here: the tools start at once.
 """
 
 import os
@@ -64,14 +63,12 @@ def damaged(directory: Path) -> list[str]:
 
 def leftovers(directory: Path) -> list[Path]:
     """Returns what a kill in a save or in a deletion left behind."""
-    found = [name for name in _names(directory) if re.match(r"[0-9]+\.(saving|deleting)", name)]
-    return [directory / name for name in found]
+    return [directory / x for x in _names(directory) if re.match(r"[0-9]+\.(saving|deleting)", x)]
 
 
 def abandoned(directory: Path) -> list[Path]:
     """Returns what was rolled back."""
-    found = [name for name in _names(directory) if re.match(r"[0-9]+\.abandoned", name)]
-    return [directory / name for name in found]
+    return [directory / x for x in _names(directory) if re.match(r"[0-9]+\.abandoned", x)]
 
 
 def foreign(step_dir: Path) -> str | None:
@@ -196,7 +193,7 @@ def quarantine(step_dir: Path) -> Path:
 
 
 def abandon(step_dir: Path) -> Path:
-    """Renames a step to N.abandoned; returns where it is now."""
+    """Renames a step to N.abandoned, as `quarantine`."""
     return _set_aside(step_dir, "abandoned")
 
 

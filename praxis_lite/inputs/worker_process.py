@@ -18,7 +18,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def share(first: int, stride: int, end: int | None) -> Iterable[int]:

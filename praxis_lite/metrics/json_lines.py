@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from praxis_lite.errors import ConfigError, not_written
+from praxis_lite.whole_files import write_whole
 
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -50,7 +51,7 @@ class JsonLinesWriter:
         content = "".join(map(_as_text, kept)).encode()
         # A file that is in order stays the same file: another process may be adding to it.
         if not self._path.exists() or self._path.read_bytes() != content:
-            _replace(self._path, content)
+            write_whole(self._path, content)
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -153,16 +154,3 @@ def _with_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_non_finite(entry) for entry in value]
     return value
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise not_written(path, error) from error

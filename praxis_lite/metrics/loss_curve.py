@@ -1,5 +1,6 @@
 """The loss curve as a PNG, drawn from a run's JSON lines."""
 
+import io
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.metrics.json_lines import read_json_lines
+from praxis_lite.whole_files import write_whole
 
 _TRAIN_COLOR = "#1f5fa8"
 _EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
@@ -28,8 +30,8 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
             that is not there yet: no evaluation is drawn.
         title: stands above the plot.
     Raises:
-        ConfigError: no line of `metrics_path` has a loss.
-        OSError: the picture could not be written; one that was there stays.
+        ConfigError: no line of `metrics_path` has a loss; or the picture could not be written, and
+            one that was there stays.
     """
     # A Figure without pyplot draws with Agg and leaves a user's own backend and figures alone.
     from matplotlib.figure import Figure
@@ -67,12 +69,9 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
         axes.margins(x=0.015)
         axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
-    temporary = pathlib.Path(f"{os.fspath(png_path)}.new")
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, png_path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_whole(pathlib.Path(png_path), picture.getvalue())
 
 
 def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:

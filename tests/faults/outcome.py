@@ -82,8 +82,8 @@ def outcome_of(job: Path) -> Outcome:
 
 
 def steps_of(job: Path) -> list[int]:
-    """Returns the steps that stand under plain numbers."""
-    names = [path.name for path in (job / "checkpoints").glob("*")]
+    """Returns the steps: the folders with plain numbers for names."""
+    names = [path.name for path in (job / "checkpoints").glob("*") if path.is_dir()]
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
