@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from praxis_lite import processes, registry
 from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable
 from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
-from praxis_lite.peers import ending_together
-from praxis_lite.process_start import START_SECONDS, start
-from praxis_lite.same_everywhere import check_same, versions
+from praxis_lite.processes.peers import ending_together
+from praxis_lite.processes.same_everywhere import check_same, versions
+from praxis_lite.processes.start import START_SECONDS, start
 from praxis_lite.shared_job_dir import open_shared
 from praxis_lite.signals import EndsBySignal
 from praxis_lite.standard_output import output_may_be_lost

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from praxis_lite import processes
-from praxis_lite.agreement import Agreement
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
@@ -25,8 +24,9 @@ from praxis_lite.metrics import (
     plot_loss_curve,
     read_json_lines,
 )
-from praxis_lite.non_finite import NonFiniteSteps
+from praxis_lite.non_finite.steps import NonFiniteSteps
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.processes.agreement import Agreement
 from praxis_lite.step_reports import PendingStep, StepReports
 from praxis_lite.stopping import StopRequest
 from praxis_lite.train_state import TrainState

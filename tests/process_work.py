@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite import processes
-from praxis_lite.agreement import Agreement
 from praxis_lite.errors import ConfigError
 from praxis_lite.main import _print_log
-from praxis_lite.peers import ending_together
-from praxis_lite.process_start import start
+from praxis_lite.processes.agreement import Agreement
+from praxis_lite.processes.peers import ending_together
+from praxis_lite.processes.start import start
 from praxis_lite.sharding import simulate_devices
 from praxis_lite.sharding.inputs import global_batch, process_rows
 

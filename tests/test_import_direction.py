@@ -11,10 +11,9 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
-    {"errors", "hlo_text", "jaxprs", "signals", "source_scan", "watchdog"},
-    {"job_lock", "non_finite_tags", "processes", "standard_output", "stopping"},
-    {"agreement", "hlo_layers", "loss_spikes", "non_finite_origins", "peers", "same_everywhere"},
-    {"process_start"},
+    {"errors", "hlo_text", "signals", "source_scan", "watchdog"},
+    {"hlo_layers", "job_lock", "loss_spikes", "processes", "standard_output", "stopping"},
+    {"whole_files"},
     {"sharding", "hlo", "config", "initializers", "schedules"},
     {"weights"},
     {"weight_sharding"},
@@ -30,7 +29,7 @@ ORDER = (
     {"early_stopping", "inputs", "metrics", "job_dir", "layout_table"},
     {"checkpoints", "evaluation", "explain_page", "shared_job_dir"},
     {"experiment", "summary"},
-    {"registry", "job_checks"},
+    {"registry", "job_checks", "step_reports"},
     {"trainer", "decoding", "explain", "interop"},
     {"launch"},
     {"main"},

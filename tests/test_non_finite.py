@@ -17,7 +17,7 @@ from praxis_lite.layers import FeedForward, Repeat
 from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.models import FunctionModel, LinenModel, NnxModel
-from praxis_lite.non_finite import MAX_REPORTS, NonFiniteSteps
+from praxis_lite.non_finite.steps import MAX_REPORTS, NonFiniteSteps
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh

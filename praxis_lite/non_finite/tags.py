@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.jaxprs import (
+from praxis_lite.non_finite.jaxprs import (
     CALLS,
     COLLECTIVES,
     SAME_NUMBERS,

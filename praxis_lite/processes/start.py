@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, TextIO
 
-from praxis_lite import peers, processes
+from praxis_lite import processes
 from praxis_lite.errors import ConfigError
+from praxis_lite.processes import peers
 
 START_SECONDS = 45
 

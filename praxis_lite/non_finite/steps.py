@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 from praxis_lite import accumulation
 from praxis_lite.hlo_layers import layers_of_name
-from praxis_lite.jaxprs import Loop, Site
 from praxis_lite.layers import pipeline_ticks
-from praxis_lite.non_finite_origins import Origin, OriginSearch
+from praxis_lite.non_finite.jaxprs import Loop, Site
+from praxis_lite.non_finite.origins import Origin, OriginSearch
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 

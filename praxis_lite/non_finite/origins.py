@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.jaxprs import Site, num_equations
-from praxis_lite.non_finite_tags import CONSTANT, ELSEWHERE, NUM_WHILE_TURNS, TaggedRun
+from praxis_lite.non_finite.jaxprs import Site, num_equations
+from praxis_lite.non_finite.tags import CONSTANT, ELSEWHERE, NUM_WHILE_TURNS, TaggedRun
 
 
 @dataclasses.dataclass(frozen=True)
