@@ -78,7 +78,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
         writer.write({"step": 2, "loss": 1.5})
     plot_loss_curve(lines, picture)
     before = picture.read_bytes()
-    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+    with files_of_at_most(1000), pytest.raises(ConfigError, match="File too large"):
         plot_loss_curve(lines, picture)
     assert picture.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["loss.png", "m.jsonl"]

@@ -4,7 +4,7 @@ The library knows nothing of them: most hang on Python's audit events (PEP 578),
 file that is opened, renamed or removed, whoever does it. A fault is JSON:
 
   {"at": "os.rename", "matches": REGEX, "nth": 1, "then": 0, "do": "KILL"}
-      the nth event whose paths match; with `then`, that many changes of files later in the thread.
+      the nth event whose paths match; with `then`, that many changes of files later.
   {"at": "step", "nth": N, "do": ...}         this process has made N steps; none is saved yet.
   {"at": "batch", "index": N, "do": ...}      the pipeline makes this batch of training.
   {"at": "half a metrics line", "nth": N, "do": ...}
@@ -91,19 +91,19 @@ def _retry_soon() -> None:
 class _AtEvent:
     def __init__(self, fault: Mapping[str, Any]):
         self._fault, self._seen, self._left = fault, 0, None
-        self._pattern, self._thread = re.compile(fault["matches"]), None
+        self._pattern = re.compile(fault["matches"])
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
             event = "open for writing" if writes else "open"
         if self._left is not None:
-            if event in CHANGES and threading.get_ident() == self._thread:
+            if event in CHANGES:
                 self._count_down()
         elif event == self._fault["at"] and self._pattern.search(_paths(args)):
             self._seen += 1
             if self._seen == self._fault.get("nth", 1):
-                self._left, self._thread = self._fault.get("then", 0) + 1, threading.get_ident()
+                self._left = self._fault.get("then", 0) + 1
                 self._count_down()
 
     def _count_down(self) -> None:

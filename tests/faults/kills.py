@@ -33,6 +33,7 @@ KILLS_PER_CHAIN = 10
 # A TERM must be answered within it.
 TERM_SECONDS = 30
 STEP, SAVE, DELETE, START = "in a step", "in a save", "deleting an old step", "at start-up"
+END = "drawing the curve at the end"
 _SAVING, _DELETING, _STEP_DIR = r"/\d+\.saving", r"/\d+\.deleting", r"/checkpoints/\d+$"
 
 # What a phase has as points, each an event of tests.faults.hooks; `do` is the signal.
@@ -45,7 +46,7 @@ POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     SAVE: (
         {"at": "os.mkdir", "matches": _SAVING},
         {"at": "os.mkdir", "matches": _SAVING, "then": 1},
-        {"at": "os.mkdir", "matches": _SAVING, "then": 9},
+        {"at": "os.mkdir", "matches": _SAVING, "then": 3},
         {"at": "os.rename", "matches": _SAVING + "$"},
         {"at": "os.rename", "matches": _SAVING + "$", "then": 1},
         {"at": "open for writing", "matches": _SAVING + r"/manifest\.json"},
@@ -71,8 +72,6 @@ POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"at": "open", "matches": r"/checkpoints/\d+/opt_states/manifest\.ocdbt r$"},
         {"at": "open for writing", "matches": r"layout\.txt"},
         {"at": "open for writing", "matches": r"/metrics\.jsonl"},
-        {"at": "open for writing", "matches": r"/metrics\.jsonl", "then": 1},
-        {"at": "open for writing", "matches": r"/metrics\.jsonl", "then": 2},
     ),
 }
 # After a launch that was killed in a save, or while it deleted: what is left is cleaned up.
@@ -86,6 +85,11 @@ CLEANING = (
 QUARANTINE = (
     {"at": "os.rename", "matches": r"\d+\.damaged", "damaged": True},
     {"at": "os.rename", "matches": r"\d+\.damaged", "damaged": True, "then": 1},
+)
+# All steps are made and saved: every other chain ends with one of these.
+CURVE = (
+    {"at": "open for writing", "matches": r"loss_curve\.png"},
+    {"at": "open for writing", "matches": r"loss_curve\.png", "then": 1},
 )
 
 
@@ -154,6 +158,8 @@ def run(
             elif chain.num_kills == 1:
                 unreached += 1
                 say(f"  never reached: {groups.pop(0)}")
+        if chain.goes_on and chains.tried % 2:
+            chain.makes([Kill("KILL", END, CURVE[chains.tried // 2 % 2])])
         chains.tried += 1
         failures = chain.failures or chain.ended(whole)
         if failures:
@@ -274,6 +280,9 @@ class _Chain:
                 return [f"did not end: {tail(launch)}"]
             self.failures += self._lost(launch, b"", None)
         left = temporary_files(self.job)
+        if not any("damaged" in kill.point for kill in self._history):
+            # A kill damages nothing: what it broke off has no plain number yet, or no longer.
+            left += sorted(path.name for path in self.job.glob("checkpoints/*.damaged*"))
         found = [f"left behind: {', '.join(left)}"] if left else []
         return self.failures + outcome_of(self.job).differences(whole) + found
 

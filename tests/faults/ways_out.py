@@ -130,7 +130,7 @@ def _unlike_a_full_disk(launch: Launch, job: Path, step: int) -> str | None:
         return f"step {before} is gone: {steps_of(job)}"
     if left := temporary_files(job):
         return f"left behind: {', '.join(left)}"
-    if "Traceback" in launch.err or "No space left" not in launch.err:
+    if "Traceback" in launch.err or "No space left" not in " ".join(launch.err.split()):
         return f"unclear: {tail(launch)}"
     return None
 
