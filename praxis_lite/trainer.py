@@ -116,11 +116,12 @@ class _Loop:
         self.checkpoints, self.progress, self.stop = checkpoints, progress, stop
         self.pipeline, self.position = datasets[TRAIN], position
         self.eval_sets = {name: one for name, one in datasets.items() if name != TRAIN}
-        self.watched = watched_history(run.early_stopping, job, first_step)
-        spikes = SpikeDetector(run.loss_spike_factor, _losses_before(run, job))
         self.board = TensorBoardWriter(job.tensorboard, first_step, progress.note)
         self.eval_writer = JsonLinesWriter(job.eval_metrics_jsonl, first_step)
         self.metrics_writer = JsonLinesWriter(job.metrics_jsonl, first_step)
+        # Read once the writers have dropped the lines after `first_step`.
+        self.watched = watched_history(run.early_stopping, job, first_step)
+        spikes = SpikeDetector(run.loss_spike_factor, _losses_before(run, job))
         self.evaluator = Evaluator(
             partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer
         )
