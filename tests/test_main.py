@@ -135,7 +135,7 @@ BAD_SETTINGS = {
         "run.num_train_steps", ["run.num_train_steps"], ["wanted path=value, such as run.seed=7"]
     ),
     "a number out of range": (
-        "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["wanted a whole number, 1"]
+        "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["wanted a whole number from 1 to"]
     ),
     "a batch size out of range": (
         "datasets.train.batch_size=0", ["batch_size is 0"], ["a whole number, 1 or more"]
@@ -203,7 +203,7 @@ def test_an_empty_text_file_is_named(tmp_path):
 class Gpu:
     """As much of a jax.Device as make_mesh looks at before it builds anything."""
 
-    platform = "gpu"
+    platform, process_index = "gpu", 0
 
 
 def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_path, monkeypatch):
