@@ -21,9 +21,9 @@ from pathlib import Path
 from praxis_lite.job_lock import JobLock
 
 with JobLock(Path(sys.argv[1]), print):
-    child = os.fork() if sys.argv[2] == "forks" else 1
-    if child:
-        print(child, flush=True)
+    # The worker speaks itself: it has let go by then.
+    if sys.argv[2] == "holds" or os.fork() == 0:
+        print(os.getpid(), flush=True)
     time.sleep(100)
 '''
 

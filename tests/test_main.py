@@ -135,7 +135,7 @@ BAD_SETTINGS = {
         "run.num_train_steps", ["run.num_train_steps"], ["wanted path=value, such as run.seed=7"]
     ),
     "a number out of range": (
-        "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["wanted a whole number from 1"]
+        "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["whole number from 1 to"]
     ),
     "a batch size out of range": (
         "datasets.train.batch_size=0", ["batch_size is 0"], ["a whole number, 1 or more"]

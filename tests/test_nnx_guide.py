@@ -96,10 +96,16 @@ def test_the_sharded_weights_are_those_of_an_unsharded_init_bit_for_bit(depth):
     layout = partitioner.layout.select("mdl_vars").select("params")
     state = partitioner.init(partitioner.key(0))
     found = params_by_path(jax.jit(layout.unpad)(state.mdl_vars["params"]))
-    with nnx.use_eager_sharding(False):
-        plain = nnx_guide.DotReluDotModel(depth, nnx.Rngs(0))
-    np.testing.assert_array_equal(found["dot1/kernel"], plain.dot1.kernel[...])
-    np.testing.assert_array_equal(found["w2"], plain.w2[...])
+
+    def plain():
+        with nnx.use_eager_sharding(False):
+            model = nnx_guide.DotReluDotModel(depth, nnx.Rngs(0))
+        return model.dot1.kernel[...], model.w2[...]
+
+    # Compiled as init is: at another level LLVM rounds a product and a sum once or twice.
+    kernel, w2 = jax.jit(plain, compiler_options={"xla_backend_optimization_level": 1})()
+    np.testing.assert_array_equal(found["dot1/kernel"], kernel)
+    np.testing.assert_array_equal(found["w2"], w2)
 
 
 def test_an_uneven_depth_learns_as_on_one_device():

@@ -67,7 +67,7 @@ def random_true_state(layout):
     return jax.tree.map(draw, layout.shapes)
 
 
-def placed(true_state, partitioner):
+def placed(true_state, layout, mesh):
     """Returns the state on the mesh, padded by NumPy."""
 
     def place(x, abstract):
@@ -75,7 +75,7 @@ def placed(true_state, partitioner):
         padded[tuple(slice(dim) for dim in x.shape)] = x
         return jax.device_put(padded, abstract.sharding)
 
-    return jax.tree.map(place, true_state, partitioner.layout.abstract(partitioner.mesh))
+    return jax.tree.map(place, true_state, layout.abstract(mesh))
 
 
 def save(folder, step, state, layout, data=None):
@@ -102,7 +102,7 @@ def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved
     first = partitioner_on(mesh_of(*saved_on), optimizer=optimizer)
     true_state = random_true_state(first.layout)
     true_state = TrainState(np.int32(13), true_state.mdl_vars, true_state.opt_states)
-    save(tmp_path, 13, placed(true_state, first), first.layout)
+    save(tmp_path, 13, placed(true_state, first.layout, first.mesh), first.layout)
     for shape in MESHES:
         other = partitioner_on(mesh_of(*shape), optimizer=optimizer)
         with Checkpoints(tmp_path) as checkpoints:
@@ -124,7 +124,7 @@ def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved
 def test_a_checkpoint_travels_from_8_devices_to_6_to_1(tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 4, 2))
     true_state = random_true_state(partitioner.layout)
-    state = placed(true_state, partitioner)
+    state = placed(true_state, partitioner.layout, partitioner.mesh)
     for step, shape in [(3, (1, 3, 2)), (6, (1, 1, 1))]:
         save(tmp_path, step, state, partitioner.layout)
         partitioner = partitioner_on(mesh_of(*shape))
@@ -141,7 +141,7 @@ def saved_folder(tmp_path_factory):
     """A checkpoint of Tiny of step 13, saved on (1, 4, 2), where 7 model dims are padded to 8."""
     partitioner = partitioner_on(make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
     folder = tmp_path_factory.mktemp("saved")
-    state = placed(random_true_state(partitioner.layout), partitioner)
+    state = placed(random_true_state(partitioner.layout), partitioner.layout, partitioner.mesh)
     save(folder, 13, state, partitioner.layout, {"next_batch": 13})
     return folder
 
@@ -228,7 +228,7 @@ def test_parts_of_the_opt_states_are_restored_and_the_rest_is_not_read(tmp_path,
     settings = ("task.learner.ema_decay=0.9", "task.model.vocab_size=4001")
     first = partitioner_on(mesh_of(1, 4, 2), *settings)
     true_state = random_true_state(first.layout)
-    save(tmp_path, 13, placed(true_state, first), first.layout)
+    save(tmp_path, 13, placed(true_state, first.layout, first.mesh), first.layout)
     other = partitioner_on(mesh_of(1, 2, 4), *settings)
     read = {}
     # On the mesh that saved, every stored chunk that is wanted is read once.
@@ -286,7 +286,7 @@ def large_layout(mesh_shape):
 def test_restoring_on_another_mesh_needs_at_most_twice_the_targets_memory(tmp_path):
     layout, mesh = large_layout((1, 4, 2))
     one = types.SimpleNamespace(layout=layout, mesh=mesh)
-    save(tmp_path, 3, placed(random_true_state(layout), one), layout)
+    save(tmp_path, 3, placed(random_true_state(layout), layout, one.mesh), layout)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RESTORES_A_LARGE_STATE), tmp_path],
         capture_output=True, text=True, check=True, cwd=CHECKOUT,
@@ -342,7 +342,7 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
 
 def test_older_checkpoints_are_deleted(tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
-    state = placed(random_true_state(partitioner.layout), partitioner)
+    state = placed(random_true_state(partitioner.layout), partitioner.layout, partitioner.mesh)
     with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=2)) as checkpoints:
         for step in (3, 7, 11):
             checkpoints.save(step, state, partitioner.layout, {})
@@ -452,7 +452,7 @@ def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path, mesh_of):
     """
     mesh = mesh_of(1, 4, 2)
     partitioner = partitioner_on(mesh, "task.model.vocab_size=40_009")
-    state = placed(random_true_state(partitioner.layout), partitioner)
+    state = placed(random_true_state(partitioner.layout), partitioner.layout, partitioner.mesh)
     recorded = jax.tree.map(lambda x: np.array(x, copy=True), state)
     # As the train step: all of the state is donated and overwritten.
     overwrite = jax.jit(
