@@ -348,13 +348,12 @@ def test_a_step_is_run_again_with_its_own_key(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partitioner", [Partitioner, ShardMapPartitioner])
-def test_a_language_model_on_uneven_sizes_is_told_its_layer(partitioner, tmp_path):
+def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
     home()
     from jobzoo.experiments import Tiny
 
     job = fdl.build(Tiny().config())
-    made = partitioner(job.task, make_mesh(job.mesh))
+    made = Partitioner(job.task, make_mesh(job.mesh))
     key, said = made.key(0), []
     batch = made.global_batch(next(job.datasets["train"].batches()))
     reports = NonFiniteSteps(made, tmp_path / "non_finite.txt", said.append)

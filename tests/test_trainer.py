@@ -15,7 +15,7 @@ from praxis_lite.experiment import RunConfig
 from praxis_lite.job_checks import check_num_batches, check_resumable
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
-from tests.job_runs import copy_of_trained, home, launch, start_process, succeed, trained
+from tests.job_runs import copy_of_trained, home, launch, succeed, trained
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 
@@ -38,20 +38,6 @@ def assert_as_if_never_interrupted(job):
     evaluations = read_json_lines(job.eval_metrics_jsonl)
     assert [line["step"] for line in evaluations] == [3, 6, 7]
     assert evaluations == read_json_lines(whole.eval_metrics_jsonl)
-
-
-def test_a_killed_process_goes_on_as_if_nothing_had_happened(tmp_path):
-    trained()
-    argv = (TINY, f"--job_log_dir={tmp_path}")
-    # SIGKILL right after the save of step 6 was begun, and that of step 3 was done.
-    process = start_process(*argv, cwd=home(), env={"JOBZOO_KILL_AT": "6"})
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == -9, err
-    # Each line was flushed as its step was read.
-    assert [line["step"] for line in steps_of(JobDir(tmp_path))] == [1, 2, 3, 4, 5, 6]
-    done = succeed(*argv)
-    assert "restored the checkpoint of step 3" in done.out or "of step 6" in done.out
-    assert_as_if_never_interrupted(JobDir(tmp_path))
 
 
 def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, monkeypatch):

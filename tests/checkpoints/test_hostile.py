@@ -234,8 +234,8 @@ def test_random_changes_are_refused_or_read(good, tmp_path):
 
 @pytest.mark.slow
 def test_many_random_changes_are_refused_or_read(good, tmp_path):
-    refused, accepted = fuzz(good, tmp_path, 1000, seed=2)
-    assert refused > 600 and refused + accepted == 1000
+    refused, accepted = fuzz(good, tmp_path, 300, seed=2)
+    assert refused > 180 and refused + accepted == 300
 
 
 def test_the_good_step_is_good(good):
