@@ -100,7 +100,7 @@ def check_resumable(
     """
     # What JSON makes of both: a tuple is a list there.
     old, new = (
-        dict(_flat(json.loads(json.dumps(one))))
+        dict(flat(json.loads(json.dumps(one))))
         for one in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
@@ -215,9 +215,10 @@ def check_watched_metrics(
         )
 
 
-def _flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested mappings with its name: `corpus.sha256`."""
     for name, value in fingerprint.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

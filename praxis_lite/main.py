@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from praxis_lite.standard_output import output_may_be_lost
 if TYPE_CHECKING:
     import fiddle as fdl
 
-    from praxis_lite.experiment import Job
-    from praxis_lite.partitioner import Partitioner
 
 MODES = ("train", "eval", "decode", "explain", "summary")
 
@@ -173,7 +171,10 @@ def _run(args: argparse.Namespace) -> None:
     check_required(config)
     _check_same_command(args, experiment, config)
     job = fdl.build(config)
-    partitioner = _partitioner(job, args.mode)
+
+    from praxis_lite.job_on_mesh import partitioner_of
+
+    partitioner = partitioner_of(job, args.mode)
     # Imported after the checks, so that an error need not wait for Orbax.
     if args.mode == "explain":
         from praxis_lite.explain import explain
@@ -260,90 +261,6 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
             )
     apply_overrides(loaded.config, args.settings)
     return job_dir, loaded.config, loaded.experiment
-
-
-def _partitioner(job: "Job", mode: str) -> "Partitioner":
-    """Returns the task on its mesh, after all that can be checked before anything compiles."""
-    import jax
-
-    from praxis_lite.job_checks import (
-        TRAIN,
-        check_averages,
-        check_num_batches,
-        check_parts,
-        check_watched_metrics,
-    )
-    from praxis_lite.partitioner import Partitioner
-    from praxis_lite.sharding import make_mesh, simulate_devices
-
-    check_parts(job)
-    _use_compilation_cache()
-    simulate_devices(job.mesh.num_devices, processes.count())
-    mesh = make_mesh(job.mesh)
-    if jax.process_count() != processes.count():
-        raise ConfigError(
-            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
-            "connected. Start each with --coordinator, --num_processes and --process_id."
-        )
-    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    platform = mesh.devices.flat[0].platform
-    devices = (
-        f"{mesh.size} simulated CPU devices, for there is no accelerator"
-        if platform == "cpu"
-        else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
-    )
-    print(f"mesh ({axes}): {devices}", flush=True)
-    partitioner = (job.partitioner or Partitioner)(job.task, mesh)
-    check_averages(partitioner, job.run)
-    if mode == "train" and TRAIN not in job.datasets:
-        raise ConfigError(
-            f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
-            "to the experiment's datasets()."
-        )
-    wanted = {
-        "train": ("datasets",),
-        "eval": ("datasets",),
-        "decode": ("decode_datasets",),
-        "explain": ("datasets", "decode_datasets"),
-    }[mode]
-    for root in wanted:
-        for pipeline in getattr(job, root).values():
-            pipeline.check()
-        if root == "datasets" and mode != "explain":
-            check_num_batches(job.datasets, job.run)
-        for name, pipeline in getattr(job, root).items():
-            spec = pipeline.element_spec()
-            task = job.task
-            required = task.required_inputs if root == "datasets" else task.required_decode_inputs
-            task.check_inputs(spec, required, f"{root}.{name}")
-            step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
-            partitioner.check_batch(spec, step)
-            # What a layer refuses only when it is called is heard now; the step stays traced.
-            if mode == step:
-                partitioner.trace(step, spec)
-        if processes.count() > 1:
-            fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
-            check_same("The processes' data differ", _flat(fingerprints, f"{root}."))
-    if mode == "train":
-        check_watched_metrics(partitioner, job.datasets, job.run)
-    return partitioner
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        is_branch = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{name}.") if is_branch else {f"{prefix}{name}": value}
-    return flat
-
-
-def _use_compilation_cache() -> None:
-    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
-        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
 
 
 def _own_words(error: ConfigError) -> Any:

@@ -289,8 +289,7 @@ def _losses_before(run: RunConfig, job: JobDir) -> list[float]:
     """Returns the losses that a spike is judged by, as the first process has them on disk."""
     if run.loss_spike_factor is None:
         return []
-    losses = losses_of(read_json_lines(job.metrics_jsonl))
-    return json.loads(processes.exchange("losses before", json.dumps(losses))[0])
+    return _of_first("losses before", losses_of(read_json_lines(job.metrics_jsonl)))
 
 
 def _is_due(step: int, every: int | None) -> bool:

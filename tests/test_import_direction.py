@@ -30,7 +30,7 @@ ORDER = (
     {"checkpoints", "evaluation", "explain_page", "shared_job_dir"},
     {"experiment", "summary"},
     {"registry", "job_checks", "step_reports"},
-    {"trainer", "decoding", "explain", "interop"},
+    {"trainer", "decoding", "explain", "interop", "job_on_mesh"},
     {"launch"},
     {"main"},
 )

@@ -311,20 +311,25 @@ def test_a_step_that_is_there_is_replaced_when_the_new_one_is_whole(tmp_path, mo
         assert int(checkpoints.restore(SMALL, mesh()).state.opt_states["count"]) == 17
 
 
+def renames_but_of_7(error):
+    """Returns os.rename, that raises where the save of step 7 gets its number."""
+    rename = os.rename
+
+    def renamed(source, target):
+        if str(source).endswith("7.saving"):
+            raise error
+        rename(source, target)
+
+    return renamed
+
+
 def test_a_kill_while_a_step_is_replaced_keeps_the_new_one(tmp_path, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         save(checkpoints, 7)
         checkpoints.wait()
-        rename = os.rename
-
-        def killed(source, target):
-            if str(source).endswith("7.saving"):
-                raise Killed
-            rename(source, target)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", killed)
+            patch.setattr(os, "rename", renames_but_of_7(Killed))
             checkpoints.save(7, small_state(mesh(), 17), SMALL, {})
             checkpoints.wait()
     assert names_in(tmp_path) == ["7.deleting", "7.saving"]
@@ -337,15 +342,8 @@ def test_a_replacement_that_fails_leaves_the_old_step(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         save(checkpoints, 7)
         checkpoints.wait()
-        rename = os.rename
-
-        def full(source, target):
-            if str(source).endswith("7.saving"):
-                raise FULL
-            rename(source, target)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", full)
+            patch.setattr(os, "rename", renames_but_of_7(FULL))
             checkpoints.save(7, small_state(mesh(), 17), SMALL, {})
             with pytest.raises(FailedSave):
                 checkpoints.wait()
