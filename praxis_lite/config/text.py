@@ -13,6 +13,7 @@ import fiddle as fdl
 from praxis_lite.config import nodes
 from praxis_lite.config.json_text import parse_json, read_json
 from praxis_lite.config.names import imported
+from praxis_lite.config.node_form import check
 from praxis_lite.config.paths import callable_name, describe, iterate_fields
 from praxis_lite.config.values import format_value
 from praxis_lite.errors import ConfigError, shown
@@ -101,7 +102,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise _damaged("'experiment' is no module.Class")
     if type(overrides) is not list or not all(type(one) is str for one in overrides):
         raise _damaged("'overrides' is no list of texts")
-    for name in sorted(nodes.check(parsed["config"], packages)):
+    for name in sorted(check(parsed["config"], packages)):
         imported(*name)
     config = nodes.read(parsed["config"])
     if not isinstance(config, fdl.Buildable):
