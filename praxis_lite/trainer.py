@@ -119,6 +119,9 @@ class _Loop:
         self.board = TensorBoardWriter(job.tensorboard, first_step, progress.note)
         self.eval_writer = JsonLinesWriter(job.eval_metrics_jsonl, first_step)
         self.metrics_writer = JsonLinesWriter(job.metrics_jsonl, first_step)
+        if processes.is_first() and (kept := self.metrics_writer.num_kept) < first_step:
+            progress.note(f"note: {job.metrics_jsonl} has lines of {kept} of {first_step} steps; "
+                          "the others are lost, and the loss curve lacks them")
         # Read once the writers have dropped the lines after `first_step`.
         self.watched = watched_history(run.early_stopping, job, first_step)
         spikes = SpikeDetector(run.loss_spike_factor, _losses_before(run, job))

@@ -31,6 +31,9 @@ class JsonLinesWriter:
 
     Numbers are written with as many digits as float64 needs, so float32 round-trips bit for bit.
     NaN and the infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+
+    Attributes:
+      num_kept: the lines of earlier runs that stay.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
@@ -48,6 +51,7 @@ class JsonLinesWriter:
         kept = []
         if resume_step is not None and self._path.exists():
             kept = [line for line in read_json_lines(self._path) if line["step"] <= resume_step]
+        self.num_kept = len(kept)
         content = "".join(map(_as_text, kept)).encode()
         # A file that is in order stays the same file: another process may be adding to it.
         if not self._path.exists() or self._path.read_bytes() != content:

@@ -14,6 +14,7 @@ from tests.faults.zoo import SAVE_EVERY
 STEP, SAVE, DELETE, START = "in a step", "in a save", "deleting an old step", "at start-up"
 END = "drawing the curve at the end"
 _SAVING, _DELETING, _STEP_DIR = r"/\d+\.saving", r"/\d+\.deleting", r"/checkpoints/\d+$"
+_DELETED = r"/checkpoints/\d+(\.deleting)?$"
 
 # What a phase has as points, each an event of tests.faults.hooks; `do` is the signal.
 POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
@@ -39,9 +40,10 @@ POINTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     DELETE: (
         {"at": "os.rename", "matches": _DELETING},
         {"at": "os.rename", "matches": _DELETING, "then": 1},
-        {"at": "os.rename", "matches": _DELETING, "then": 2},
-        {"at": "os.rename", "matches": _DELETING, "then": 9},
-        {"at": "os.rename", "matches": _DELETING, "then": 25},
+        # In the deletion itself, whatever the folder is called then.
+        {"at": "shutil.rmtree", "matches": _DELETED, "then": 2},
+        {"at": "shutil.rmtree", "matches": _DELETED, "then": 8},
+        {"at": "shutil.rmtree", "matches": _DELETED, "then": 20},
     ),
     START: (
         {"after": "", "seconds": 1.5},

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.checkpoints.step_dirs import verify
 from tests.faults.damage import files_of, flip_bit
 from tests.faults.kill_points import CURVE, END, STEP, Kill, plan
 from tests.faults.outcome import (
@@ -125,6 +126,8 @@ class _Chain:
         failures = self._lost(launch, lines, kill)
         if kill.name == "KILL" and launch.code != -signal.SIGKILL:
             failures.append(tail(launch))
+        if not any("damaged" in one.point for one in (*self._history, kill)):
+            failures += _broken_steps(self.job)
         row = self._rows.setdefault((kill.name, kill.phase), Row(f"{kill.name} {kill.phase}"))
         if kill.name == "TERM":
             row.most("seconds to the end", round(launch.seconds, 1))
@@ -186,6 +189,13 @@ class _Chain:
             left += sorted(path.name for path in self.job.glob("checkpoints/*.damaged*"))
         found = [f"left behind: {', '.join(left)}"] if left else []
         return self.failures + outcome_of(self.job).differences(whole) + found
+
+
+def _broken_steps(job: Path) -> list[str]:
+    """Returns what is wrong with the steps, in sentences: a plain number is a whole step's."""
+    folders = [job / "checkpoints" / str(step) for step in steps_of(job)]
+    return [f"{folder.name} is left broken: {wrong[0]}"
+            for folder in folders if (wrong := verify(folder))]
 
 
 def _unlike_a_stop(launch: Launch) -> list[str]:

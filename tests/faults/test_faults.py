@@ -27,13 +27,13 @@ def test_a_job_that_is_killed_again_and_again_ends_in_the_same_bits(zygote):
 
 
 def test_a_flipped_bit_is_told_and_the_step_before_is_used(zygote, damage):
-    row = damage.files(Row("flips"), lambda step, _: damages.flips(step, 4, SEED))
+    row = damage.files(Row("flips"), lambda step, _: damages.flips(step, 2, SEED))
     passes(row)
 
 
 def test_a_broken_file_is_told_and_the_step_before_is_used(zygote, damage):
     def some(step_dir, other):
-        return random.Random(SEED).sample(list(damages.broken_files(step_dir, other)), 4)
+        return random.Random(SEED).sample(list(damages.broken_files(step_dir, other)), 2)
 
     passes(damage.files(Row("files"), some))
 
