@@ -184,7 +184,7 @@ def publish(saving: Path, step_dir: Path) -> None:
         raise
     sync_directory(step_dir.parent)
     if replaced is not None:
-        _delete(replaced)
+        remove_leftover(replaced)
 
 
 def quarantine(step_dir: Path) -> Path:
@@ -199,12 +199,15 @@ def abandon(step_dir: Path) -> Path:
 
 def remove(step_dir: Path) -> None:
     """Deletes a step; whatever stops this, no folder with its number is left."""
-    _delete(_set_aside(step_dir, "deleting"))
+    remove_leftover(_set_aside(step_dir, "deleting"))
 
 
 def remove_leftover(path: Path) -> None:
-    """Deletes what is no step: of `leftovers` or `abandoned`."""
-    _delete(path)
+    """Deletes what is no step: of `leftovers`, abandoned or replaced."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def sync_directory(path: Path) -> None:
@@ -288,13 +291,6 @@ def _set_aside(step_dir: Path, how: str) -> Path:
     os.rename(step_dir, target)
     sync_directory(step_dir.parent)
     return target
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 def _shown(name: str) -> str:
