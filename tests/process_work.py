@@ -1,9 +1,11 @@
 """What two processes do together in `test_multiprocess`: run by each, with coordinator and index.
 
-The first one prints what it saw, as JSON.
+The first one prints what it saw, as JSON. At the end the second one kills itself.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -14,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from praxis_lite import processes
 from praxis_lite.errors import ConfigError
 from praxis_lite.main import _print_log
+from praxis_lite.processes import peers
 from praxis_lite.processes.agreement import Agreement
-from praxis_lite.processes.peers import ending_together
 from praxis_lite.processes.start import start
 from praxis_lite.sharding import simulate_devices
 from praxis_lite.sharding.inputs import global_batch, process_rows
@@ -69,10 +71,15 @@ def main() -> None:
             processes.exchange("never", "", 0.5)
         except ConfigError as error:
             seen["missing"] = str(error)
-        print(json.dumps(seen))
+        print(json.dumps(seen), flush=True)
     processes.exchange("after it", "")
+    if me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    peers.SILENT_SECONDS = 4.0  # Of 20: only the wait is shorter.
+    while True:
+        agreement.any(False)
 
 
 if __name__ == "__main__":
-    with ending_together():
+    with peers.ending_together():
         main()

@@ -14,7 +14,8 @@ from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import WeightedMean, read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import copy_of_trained, home, launch, succeed
+from tests.job_runs import home, launch, succeed
+from tests.line_jobs import LINE
 
 AVERAGED, TINY = "--exp=jobzoo.experiments.Averaged", "--exp=jobzoo.experiments.Tiny"
 
@@ -61,15 +62,14 @@ def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
     job, _ = averaged()
     trained_losses = dict(heldout_losses(job))
     argv = ("--mode=eval", f"--job_log_dir={job.path}")
-    for flags, step in ((), max(trained_losses)), (("--step=best",), None):
-        done = succeed(*argv, *flags)
-        found, loss = heldout_losses(job)[-1]
-        assert step in (None, found)
-        assert loss == trained_losses[found]
-        assert f"restored the weights of step {found}, averaged" in done.out
+    done = succeed(*argv, "--step=best")
+    step, loss = heldout_losses(job)[-1]
+    assert loss == trained_losses[step]
+    assert f"restored the weights of step {step}, averaged" in done.out
     done = succeed(*argv, "--set", "run.eval_use_ema_states=False")
     assert ", averaged" not in done.out
-    assert heldout_losses(job)[-1][1] != trained_losses[max(trained_losses)]
+    step, loss = heldout_losses(job)[-1]
+    assert step == max(trained_losses) and loss != trained_losses[step]
 
 
 def test_the_averages_evaluated_are_those_of_the_checkpoint():
@@ -92,10 +92,11 @@ def test_the_averages_evaluated_are_those_of_the_checkpoint():
 
 
 def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tmp_path):
-    job = copy_of_trained(tmp_path / "job")
+    job = JobDir(tmp_path / "job")
+    succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7")
     limits = ("task.learner.skip_step_gradient_norm_value=1e-9", "run.max_skipped_steps_in_a_row=3")
     done = launch(
-        TINY, f"--job_log_dir={job.path}", "--set", *limits, "run.num_train_steps=30",
+        LINE, f"--job_log_dir={job.path}", "--set", *limits, "run.num_train_steps=30",
         "run.checkpoint_every_steps=1", "run.max_checkpoints_to_keep=9",
     )
     assert done.code == 2
@@ -108,7 +109,7 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
         0, 1, 2, 3
     ]
     # Nothing was lost, and the weights are those of step 7: it goes on once the limit is gone.
-    again = succeed(TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=11")
+    again = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=11")
     assert "trained to step 11" in again.out
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -19,10 +20,33 @@ TINY = "--exp=jobzoo.experiments.Tiny"
 
 
 @functools.cache
-def pair_job() -> tuple[JobDir, list[pairs.Ended]]:
-    """Returns the job of `trained`, made by two processes of four devices; not to be changed."""
-    folder = home() / "pair"
-    return JobDir(folder), pairs.run(TINY, f"--job_log_dir={folder}", cwd=home())
+def pair_job() -> tuple[JobDir, list[pairs.Ended], set[str], list[pairs.Ended]]:
+    """Returns the job of `trained`, made by two processes of four devices, but longer.
+
+    The second process gets a SIGTERM in step 3. What is left is gone on with, and the first one
+    killed while a step is saved.
+
+    Returns:
+      job, how both ended at first, what then lay in the folder, and how both ended at last.
+    """
+    job = JobDir(home() / "pair")
+    argv = (TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=400")
+    signalled = {"JOBZOO_KILL_AT": "2", "JOBZOO_SIGNAL": "SIGTERM"}
+    stopped, names = pairs.run(*argv, cwd=home(), env=({}, signalled)), names_in(job)
+    processes = pairs.start_processes(*argv, cwd=home())
+    pairs.wait_until(
+        lambda: num_lines(job) >= 7 and any(job.checkpoints.glob("*.saving*")), processes
+    )
+    pairs.kill(processes[0])
+    return job, stopped, names, pairs.ended(processes)
+
+
+def names_in(job: JobDir) -> set[str]:
+    return {path.name for path in job.path.iterdir() if path.name != ".training"}
+
+
+def num_lines(job: JobDir) -> int:
+    return len(job.metrics_jsonl.read_text().splitlines()) if job.metrics_jsonl.exists() else 0
 
 
 def numbers_of(path: Path) -> list[dict[str, float]]:
@@ -32,33 +56,38 @@ def numbers_of(path: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_two_processes_give_the_losses_of_one():
+def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
     # 13 rows on eight devices: the first process has 8 of them, the second 5 and filler. Gloo adds
     # in another order than XLA does within a process: the last bit differs.
-    job, done = pair_job()
-    assert [one.code for one in done] == [0, 0], done
-    for name in ("metrics.jsonl", "eval_metrics.jsonl"):
-        ours, alone = numbers_of(job.path / name), numbers_of(trained()[0].path / name)
-        assert len(ours) == len(alone)
+    job, *_ = pair_job()
+    # The last evaluation of `trained` is that of its end.
+    for name, num in (("metrics.jsonl", 7), ("eval_metrics.jsonl", 2)):
+        ours, alone = (numbers_of(one.path / name)[:num] for one in (job, trained()[0]))
+        assert len(ours) == len(alone) == num
         for one, other in zip(ours, alone, strict=True):
             assert one.keys() == other.keys()
             for key, value in one.items():
                 np.testing.assert_allclose(value, other[key], rtol=1e-6, atol=1e-6, err_msg=key)
+    assert [line["step"] for line in lines_of(job.metrics_jsonl)][:7] == [*range(1, 8)]
 
 
-def test_the_first_process_alone_speaks_and_writes():
-    job, (first, second) = pair_job()
+def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and_writes():
+    _, (first, second), names, _ = pair_job()
+    assert (first.code, second.code) == (0, 0), (first, second)
     assert "2 processes on 1 hosts, found by --coordinator=127.0.0.1:" in first.out
-    assert "trained to step 7" in first.out
-    assert second.out == first.err == second.err == ""
-    names = [
-        {path.name for path in one.path.iterdir() if path.name != ".training"}
-        for one in (job, trained()[0])
-    ]
-    assert names[0] == names[1]
+    assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
+    assert second.out == first.err == ""
+    assert second.err.startswith("SIGTERM: ending when") and second.err.count("\n") == 1
+    assert names == names_in(trained()[0])
 
 
-def test_a_pair_of_processes_does_its_parts_right():
+def test_a_process_that_is_killed_in_a_save_is_named_and_ends_the_other():
+    second = pair_job()[3][1]
+    assert second.code == 1
+    assert "error: process 0 (" in second.err and "is gone: it was killed" in second.err
+
+
+def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     port = pairs.free_port()
     done = pairs.ended(
         [
@@ -69,7 +98,9 @@ def test_a_pair_of_processes_does_its_parts_right():
             for k in range(2)
         ]
     )
-    assert [one.code for one in done] == [0, 0], done
+    # The second one killed itself, and the first one waited for it on the devices.
+    assert [one.code for one in done] == [1, -signal.SIGKILL], done
+    assert "process 1 (" in done[0].err and "4 s: it was killed, or its host" in done[0].err
     lines = done[0].out.splitlines()
     seen = json.loads(next(line for line in lines if line.startswith("{")))
     for order in ("in turn", "interleaved", "nested"):
@@ -80,34 +111,6 @@ def test_a_pair_of_processes_does_its_parts_right():
     assert seen["missing"].startswith("process 1 (")
     slow = [line for line in lines if line.startswith("slow: ")]
     assert len(slow) == 1 and slow[0].startswith("slow: process 1 (")
-
-
-@pytest.mark.slow
-def test_sigterm_to_one_saves_the_same_step_of_all_and_a_resume_goes_on(tmp_path):
-    job = JobDir(tmp_path / "job")
-    more = ["--set", "run.num_train_steps=400", "run.eval_every_steps=None"]
-    processes = pairs.start_processes(TINY, f"--job_log_dir={job.path}", *more, cwd=tmp_path)
-    pairs.wait_until(lambda: num_lines(job) >= 2, processes)
-    pairs.kill(processes[1], signal.SIGTERM)
-    first, second = pairs.ended(processes)
-    assert (first.code, second.code) == (0, 0), (first, second)
-    last = lines_of(job.metrics_jsonl)[-1]["step"]
-    assert "stopped by a signal to process 1 (" in first.out
-    assert f"step {last} is saved" in first.out
-    assert str(last) in [path.name for path in job.checkpoints.iterdir()]
-
-    # What is left is gone on with, and the first process killed while a step is saved.
-    more[-1] = "run.checkpoint_every_steps=5"
-    processes = pairs.start_processes(TINY, f"--job_log_dir={job.path}", *more, cwd=tmp_path)
-    pairs.wait_until(lambda: any(job.checkpoints.glob("*.saving*")), processes)
-    pairs.kill(processes[0])
-    _, second = pairs.ended(processes)
-    assert second.code == 1
-    assert "error: process 0 (" in second.err and "is gone: it was killed" in second.err
-
-
-def num_lines(job: JobDir) -> int:
-    return len(job.metrics_jsonl.read_text().splitlines()) if job.metrics_jsonl.exists() else 0
 
 
 @pytest.mark.slow
@@ -131,25 +134,6 @@ def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
     assert (first.code, second.code) == (2, 2)
     assert "error: process 1 (" in first.err and "run.sed" in first.err
     assert "[process 1] error: " in second.err
-
-
-@pytest.mark.slow
-# The other four of this table: `make faults`.
-@pytest.mark.parametrize(("victim", "when"), [(0, "step"), (1, "save")])
-def test_a_killed_process_is_named_and_ends_the_other_within_a_minute(victim, when, tmp_path):
-    job = JobDir(tmp_path / "job")
-    is_time = {
-        "step": lambda: num_lines(job) >= 2,
-        "save": lambda: any(job.checkpoints.glob("*.saving*")),
-    }[when]
-    more = ["--set", "run.num_train_steps=400", "run.checkpoint_every_steps=5"]
-    processes = pairs.start_processes(TINY, f"--job_log_dir={job.path}", *more, cwd=tmp_path)
-    pairs.wait_until(is_time, processes)
-    began = pairs.kill(processes[victim])
-    left = pairs.ended(processes)[1 - victim]
-    assert left.code == 1
-    assert f"process {victim} (" in left.err and "it was killed, or its host" in left.err
-    assert left.at - began < 60
 
 
 @pytest.mark.slow

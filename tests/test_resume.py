@@ -295,12 +295,14 @@ def test_dropout_masks_have_the_same_bits_on_six_meshes(mesh_of):
 def test_a_job_that_goes_through_six_meshes_is_that_of_one_over_100_steps(tmp_path):
     exp = "--exp=jobzoo.resuming.InFloat32"
     job, whole = JobDir(tmp_path / "six"), JobDir(tmp_path / "one")
-    run(whole, "numpy", exp=exp)
+    run(whole, "numpy", "--set", "mesh.ici_mesh_shape=1,1,1", exp=exp)
     ends = [17, 34, 51, 68, 84, 100]
     for shape, end in zip(MESHES, ends, strict=True):
         mesh = ",".join(map(str, shape))
-        run(job, "numpy", "--set", f"mesh.ici_mesh_shape={mesh}", f"run.num_train_steps={end}",
-            exp=exp)
+        done = run(job, "numpy", "--set", f"mesh.ici_mesh_shape={mesh}",
+                   f"run.num_train_steps={end}", exp=exp)
+    assert "restored the checkpoint of step 84" in done.out
+    assert "mesh.ici_mesh_shape: 2,2,2 -> 1,3,2" in done.out
     found, wanted = (lines_of(one.metrics_jsonl) for one in (job, whole))
     assert [line["step"] for line in found] == [*range(1, 101)]
     for name in ("loss", "grad_norm", "learning_rate"):

@@ -17,6 +17,7 @@ from praxis_lite.metrics import read_json_lines
 from praxis_lite.signals import SIGNALS
 from praxis_lite.stopping import StopRequest
 from tests.job_runs import CHECKOUT, home, launch, lines_of, start_process, succeed, trained
+from tests.line_jobs import LINE
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 
@@ -271,21 +272,17 @@ def outcome(folder):
     )
 
 
-# The signal comes while the batch of the next step is made. Step 6 is evaluated on, and step 7,
-# the last.
-@pytest.mark.parametrize(("batch", "name"), [(5, "SIGINT"), (6, "SIGTERM")])
-def test_a_signal_in_a_step_loses_nothing(batch, name, tmp_path, monkeypatch):
-    trained()
+def test_a_signal_in_a_step_loses_nothing(tmp_path, monkeypatch):
     argv = (TINY, f"--job_log_dir={tmp_path}")
-    monkeypatch.setenv("JOBZOO_KILL_AT", str(batch))
-    monkeypatch.setenv("JOBZOO_SIGNAL", name)
-    done = succeed(*argv)
-    step = batch + 1
-    assert f"stopped by {name}: step {step} is saved" in done.out
-    assert [line["step"] for line in lines_of(JobDir(tmp_path).metrics_jsonl)][-1] == step
+    # The signal comes while the batch of the next step is made. Step 3 is evaluated on, and step 7,
+    # the last.
+    for step, name in ((3, "SIGINT"), (7, "SIGTERM")):
+        monkeypatch.setenv("JOBZOO_KILL_AT", str(step - 1))
+        monkeypatch.setenv("JOBZOO_SIGNAL", name)
+        assert f"stopped by {name}: step {step} is saved" in succeed(*argv).out
+        assert lines_of(JobDir(tmp_path).metrics_jsonl)[-1]["step"] == step
     monkeypatch.delenv("JOBZOO_KILL_AT")
-    done = succeed(*argv)
-    assert f"restored the checkpoint of step {step}" in done.out
+    assert "restored the checkpoint of step 7" in succeed(*argv).out
     assert outcome(tmp_path) == outcome(trained()[0].path)
     assert "has already made its 7 steps" in succeed(*argv).out
 
@@ -295,7 +292,6 @@ def test_a_signal_in_a_step_loses_nothing(batch, name, tmp_path, monkeypatch):
     [("raise", None, None), ("exit", 7, 7), ("signal", signal.SIGTERM, 0)],
 )
 def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path, monkeypatch):
-    trained()
     publish, left = step_dirs.publish, []
 
     def slow(folder, target):
@@ -307,7 +303,7 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
         publish(folder, target)
 
     def rows(self, index, which):
-        if self.shuffle and index == 3:
+        if index == 3:
             (in_flight,) = os.listdir(tmp_path / "checkpoints")
             assert in_flight.startswith("3.saving")
             left.append(index)
@@ -318,11 +314,11 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
             os.kill(os.getpid(), value)
         return rows_before(self, index, which)
 
-    windows = importlib.import_module("jobzoo.experiments").Windows
-    rows_before = windows.rows
-    monkeypatch.setattr(windows, "rows", rows)
+    lines = importlib.import_module("jobzoo.lines").Lines
+    rows_before = lines.rows
+    monkeypatch.setattr(lines, "rows", rows)
     monkeypatch.setattr(step_dirs, "publish", slow)
-    argv = (TINY, f"--job_log_dir={tmp_path}")
+    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoint_every_steps=3")
     if kind == "raise":
         with pytest.raises(RuntimeError, match="the plug was pulled"):
             launch(*argv)
@@ -366,7 +362,7 @@ def test_a_job_that_only_reads_ends_with_one_line(mode, after, name, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_end_before_each_evaluation_leaves_the_best_and_the_early_stop_the_same(
+def test_an_end_before_the_evaluations_that_decide_leaves_the_best_and_the_early_stop_the_same(
     tmp_path, monkeypatch
 ):
     settings = ("--set", "run.checkpoint_every_steps=1")
@@ -375,7 +371,8 @@ def test_an_end_before_each_evaluation_leaves_the_best_and_the_early_stop_the_sa
     last_step = lines_of(tmp_path / "a/metrics.jsonl")[-1]["step"]
     argv = ("--exp=jobzoo.experiments.Averaged", f"--job_log_dir={tmp_path}/b", *settings)
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGTERM")
-    for batch in range(1, last_step):
+    # The best evaluation, and the two that are no better and end the training.
+    for batch in range(last_step - 3, last_step):
         monkeypatch.setenv("JOBZOO_KILL_AT", str(batch))
         assert f"step {batch + 1} is saved" in succeed(*argv).out
     done = succeed(*argv)

@@ -71,8 +71,9 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     )
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
-    # Few steps and a short evaluation of the same model.
+    # Few steps and a short evaluation of the same model, on short rows.
     argv += ["run.num_train_steps=3", "run.max_eval_batches=1"]
+    argv += [f"datasets.{name}.seq_len=16" for name in ("train", "heldout")]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-m", "praxis_lite.main", *argv],

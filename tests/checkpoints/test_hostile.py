@@ -228,14 +228,8 @@ def fuzz(good, folder, count, seed):
 
 
 def test_random_changes_are_refused_or_read(good, tmp_path):
-    refused, accepted = fuzz(good, tmp_path, 40, seed=1)
-    assert refused > 20 and refused + accepted == 40
-
-
-@pytest.mark.slow
-def test_many_random_changes_are_refused_or_read(good, tmp_path):
-    refused, accepted = fuzz(good, tmp_path, 300, seed=2)
-    assert refused > 180 and refused + accepted == 300
+    refused, accepted = fuzz(good, tmp_path, 100, seed=2)
+    assert refused > 60 and refused + accepted == 100
 
 
 def test_the_good_step_is_good(good):

@@ -33,6 +33,7 @@ from praxis_lite.train_state import StateLayout, TrainState
 from tests.checkpoints.test_checkpoints import SMALL, small_state
 from tests.checkpoints.test_damage import mesh
 from tests.job_runs import CHECKOUT, launch, lines_of, succeed
+from tests.line_jobs import LINE
 
 RETRYING = SaveSettings(retries=2, retry_seconds=0.0)
 
@@ -526,8 +527,7 @@ def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_pa
     monkeypatch.setattr(SaveSettings, "of", classmethod(lambda cls, run: RETRYING))
     # A save is over when the next step begins, however fast the steps are.
     monkeypatch.setattr(Saves, "raise_if_failed", Saves.settle)
-    argv = ("--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job.path}", "--set",
-            "run.eval_every_steps=None", "run.checkpoint_every_steps=2")
+    argv = (LINE, f"--job_log_dir={job.path}", "--set", "run.checkpoint_every_steps=2")
     done = succeed(*argv, "run.num_train_steps=5")
     assert "The checkpoint of step 2 could not be saved: No space left on device" in done.out
     assert names_in(job.checkpoints) == ["3", "4", "5"]
