@@ -191,11 +191,8 @@ def on_mesh(size: str) -> dict[str, Any]:
             ),
             across, x,
         ),
-        "bidirectional_primer_hybrid": (
-            partial(split_block, mask_self_attention=False, norm_policy="primer_hybrid"), call, x
-        ),
         # Without the biases of keys, of which the gradient is no more than rounding.
-        "pattern_of_masked_and_not": (
+        "primer_hybrid_pattern_of_masked_and_not": (
             partial(
                 layers.Repeat,
                 partial(
@@ -203,6 +200,7 @@ def on_mesh(size: str) -> dict[str, Any]:
                     [
                         partial(
                             split_block, mask_self_attention=is_masked,
+                            norm_policy="primer_hybrid",
                             tr_atten_tpl=partial(attention, use_bias=False),
                         )
                         for is_masked in (True, False)
