@@ -540,14 +540,14 @@ WRONG_CALLS = {
 @pytest.mark.parametrize("message", WRONG_CALLS)
 def test_batches_and_meshes_that_do_not_fit_are_errors(message):
     changed, inputs = WRONG_CALLS[message]
-    layer = Pipeline(
-        functools.partial(Block, 3, 5), 6,
-        **dict(num_stages=3, num_microbatches=4) | changed, rngs=nnx.Rngs(0),
+    layer = functools.partial(
+        Pipeline, functools.partial(Block, 3, 5), 6,
+        **dict(num_stages=3, num_microbatches=4) | changed,
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2), axis_names=("data", "mdl")))
     on_mesh = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     with on_mesh, pytest.raises(ConfigError, match=message):
-        jax.eval_shape(lambda: layer(jnp.zeros((6, 3)), **inputs)[0])
+        jax.eval_shape(lambda: layer(rngs=nnx.Rngs(0))(jnp.zeros((6, 3)), **inputs)[0])
 
 
 def test_a_batch_of_another_size_has_other_microbatches_of_the_same_size():
