@@ -13,9 +13,9 @@ from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
+from tests.job_runs import as_it_died, home, launch, lines_of, succeed
 
-NUM_STEPS, SAVED_EVERY, STOPPED_AT = 7, 3, 4
+NUM_STEPS, SAVED_EVERY = 7, 3
 DEPTH = 29
 
 PACKAGE = '''
@@ -101,16 +101,15 @@ SETTINGS = {
 
 @functools.cache
 def jobs(name):
-    """Returns a job trained in one go, and one that was stopped in step 5 and went on."""
+    """Returns a job trained in one go, and one that died and went on."""
     (home() / "nnxzoo").mkdir(exist_ok=True)
     (home() / "nnxzoo/experiments.py").write_text(PACKAGE)
-    whole, resumed = (home() / f"nnx_{name}_{which}" for which in ("whole", "resumed"))
-    succeed(*SETTINGS[name], f"--job_log_dir={whole}")
-    with unplugged_at(STOPPED_AT):
-        launch(*SETTINGS[name], f"--job_log_dir={resumed}")
-    done = succeed(*SETTINGS[name], f"--job_log_dir={resumed}")
+    whole = JobDir(home() / f"nnx_{name}")
+    succeed(*SETTINGS[name], f"--job_log_dir={whole.path}")
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*SETTINGS[name], f"--job_log_dir={resumed.path}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return JobDir(whole), JobDir(resumed)
+    return whole, resumed
 
 
 def state_of(job):
@@ -121,7 +120,7 @@ def state_of(job):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_job_that_was_stopped_ends_as_one_that_was_not(name):
+def test_a_job_that_died_ends_as_one_that_did_not(name):
     whole, resumed = jobs(name)
     assert [line["step"] for line in lines_of(resumed.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]
     assert lines_of(resumed.metrics_jsonl) == lines_of(whole.metrics_jsonl)

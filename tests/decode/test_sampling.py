@@ -1,5 +1,7 @@
 """What can be drawn, and how often; penalties and ends: against NumPy, token by token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,9 +92,14 @@ PROMPTS = np.random.default_rng(2).integers(0, V, (4, 4)).astype(np.int32)
 MODEL = Recurrent(V, seed=4, scale=1.2)
 
 
+@functools.cache
+def program(decoder, model):
+    return jax.jit(functools.partial(decoder, model))
+
+
 def decoded(decoder, seed=0, model=MODEL, **settings):
-    run = jax.jit(lambda ids, lengths, keys: decoder(model, ids, lengths, keys, **settings))
-    return jax.device_get(run(PROMPTS, LENGTHS, row_keys(len(LENGTHS), seed)))
+    run = program(decoder, model)
+    return jax.device_get(run(PROMPTS, LENGTHS, row_keys(len(LENGTHS), seed), **settings))
 
 
 def greedy_by_hand(prompt, choose_from=lambda logits, prompt, new: logits, ends=lambda new: False):
