@@ -16,16 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
-import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
 
@@ -281,23 +278,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in clocks} for line in read_json_lines(path)]
 
 
-@contextlib.contextmanager
-def unplugged_at(batch: int) -> Iterator[None]:
-    """Stops the job that is launched inside, in training from arrays, at a batch."""
-    rows = InMemory.rows
-
-    def stopping(self, index, which):
-        if self.shuffle and index == batch:
-            raise RuntimeError("the plug was pulled")
-        return rows(self, index, which)
-
-    with (
-        mock.patch.object(InMemory, "rows", stopping),
-        pytest.raises(RuntimeError, match="the plug was pulled"),
-    ):
-        yield
-
-
 @functools.cache
 def trained() -> tuple[JobDir, Launch]:
     """Returns a job of `Tiny`, trained to its end on (1, 4, 2); to look at, not to change."""
@@ -309,6 +289,15 @@ def trained() -> tuple[JobDir, Launch]:
 def copy_of_trained(folder: Path) -> JobDir:
     """Returns a copy of the trained job, to change."""
     return JobDir(Path(shutil.copytree(trained()[0].path, folder)))
+
+
+def as_it_died(job: JobDir, step: int) -> JobDir:
+    """Returns a copy of a job whose process died in the steps that follow the save of `step`."""
+    copy = JobDir(Path(shutil.copytree(job.path, f"{job.path}_that_died")))
+    for saved in copy.checkpoints.iterdir():
+        if saved.name.isdigit() and int(saved.name) > step:
+            shutil.rmtree(saved)
+    return copy
 
 
 def _packages(argv: tuple[str, ...]) -> list[str]:

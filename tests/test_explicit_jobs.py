@@ -16,9 +16,9 @@ from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
+from tests.job_runs import as_it_died, home, launch, lines_of, succeed
 
-SAVED_EVERY, STOPPED_AT, NUM_STEPS = 3, 4, 7
+SAVED_EVERY, NUM_STEPS = 3, 7
 # 60 rows: four micro-batches of both partitioners; 64 for eight devices.
 SETTINGS = (
     "--exp=explicit.DigitsFsdp", "--set", f"run.checkpoint_every_steps={SAVED_EVERY}",
@@ -39,14 +39,13 @@ def by_the_compiler():
 
 @pytest.fixture(scope="module")
 def jobs():
-    """Returns a job trained in one go, and one that was stopped in step 5 and went on."""
-    whole, resumed = home() / "explicit", home() / "explicit_resumed"
-    succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={whole}")
-    with unplugged_at(STOPPED_AT):
-        launch(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={resumed}")
-    done = succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={resumed}")
+    """Returns a job trained in one go, and one that died and went on."""
+    whole = JobDir(home() / "explicit")
+    succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={whole.path}")
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={resumed.path}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return JobDir(whole), JobDir(resumed)
+    return whole, resumed
 
 
 def state_of(job):
@@ -56,7 +55,7 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh).state
 
 
-def test_a_job_that_was_stopped_goes_on_as_if_it_had_not_been(jobs):
+def test_a_job_that_died_goes_on_as_if_it_had_not(jobs):
     whole, resumed = jobs
     assert len(lines_of(whole.metrics_jsonl)) == NUM_STEPS
     assert lines_of(resumed.metrics_jsonl) == lines_of(whole.metrics_jsonl)

@@ -14,9 +14,9 @@ from praxis_lite.config.text import load_config
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
+from tests.job_runs import as_it_died, home, launch, lines_of, succeed
 
-NUM_STEPS, SAVED_EVERY, STOPPED_AT = 31, 13, 17
+NUM_STEPS, SAVED_EVERY = 31, 13
 SETTINGS = (
     "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
     f"run.checkpoint_every_steps={SAVED_EVERY}", "run.eval_every_steps=None",
@@ -26,14 +26,13 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def jobs():
-    """Returns a job trained in one go, and one that was stopped in step 18 and went on."""
-    whole, resumed = home() / "functions", home() / "functions_resumed"
-    succeed(*SETTINGS, f"--job_log_dir={whole}")
-    with unplugged_at(STOPPED_AT):
-        launch(*SETTINGS, f"--job_log_dir={resumed}")
-    done = succeed(*SETTINGS, f"--job_log_dir={resumed}")
+    """Returns a job trained in one go, and one that died and went on."""
+    whole = JobDir(home() / "functions")
+    succeed(*SETTINGS, f"--job_log_dir={whole.path}")
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*SETTINGS, f"--job_log_dir={resumed.path}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return JobDir(whole), JobDir(resumed)
+    return whole, resumed
 
 
 def state_of(job):
@@ -58,7 +57,7 @@ def logits_of(job):
     return x
 
 
-def test_a_stopped_job_ends_in_the_same_bits(jobs):
+def test_a_job_that_died_ends_in_the_same_bits(jobs):
     whole, resumed = jobs
     steps = lines_of(whole.metrics_jsonl)
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))

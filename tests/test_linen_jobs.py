@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-from unittest import mock
 
 import fiddle as fdl
 import jax
@@ -19,9 +17,9 @@ from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, lines_of, succeed
+from tests.job_runs import as_it_died, home, launch, lines_of, succeed
 
-NUM_STEPS, SAVED_EVERY, STOPPED_AT = 5, 2, 3
+NUM_STEPS, SAVED_EVERY = 5, 2
 TINY_LM = '''
 import fiddle as fdl
 
@@ -60,18 +58,14 @@ def start(folder):
 
 @functools.cache
 def jobs():
-    """Returns a job trained in one go, and one that was stopped and went on."""
+    """Returns a job trained in one go, and one that died and went on."""
     (home() / "jobzoo/linen.py").write_text(TINY_LM)
-    whole, resumed = (home() / f"linen_{which}" for which in ("whole", "resumed"))
-    succeed(*start(whole))
-    with (
-        mock.patch.dict(os.environ, {"JOBZOO_RAISE_AT": str(STOPPED_AT)}),
-        pytest.raises(RuntimeError, match="the plug was pulled"),
-    ):
-        launch(*start(resumed))
-    done = succeed(*start(resumed))
+    whole = JobDir(home() / "linen")
+    succeed(*start(whole.path))
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*start(resumed.path))
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return JobDir(whole), JobDir(resumed)
+    return whole, resumed
 
 
 @functools.cache
@@ -93,7 +87,7 @@ def params_of(path):
     )
 
 
-def test_a_stopped_job_ends_in_the_same_bits():
+def test_a_job_that_died_ends_in_the_same_bits():
     whole, resumed = jobs()
     steps = lines_of(whole.metrics_jsonl)
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))

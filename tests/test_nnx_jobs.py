@@ -5,7 +5,6 @@ import functools
 import fiddle as fdl
 import jax
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
@@ -13,10 +12,9 @@ from praxis_lite.config.text import load_config_file
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, lines_of, succeed, unplugged_at
+from tests.job_runs import as_it_died, home, launch, lines_of, succeed
 
-NUM_STEPS, SAVED_EVERY, STOPPED_AT = 7, 3, 4
-DEPTH = 29
+NUM_STEPS, SAVED_EVERY = 7, 3
 
 PACKAGE = '''
 """A user's package: a network as Flax's guides write one."""
@@ -89,28 +87,20 @@ class Deep(Experiment):
         return fdl.Config(RunConfig, num_train_steps=7, checkpoint_every_steps=3)
 '''
 
-SETTINGS = {
-    "guide": (
-        "--exp=experiments.nnx_guide.DotReluDot", "--set", f"task.model.depth={DEPTH}",
-        f"datasets.train.arrays.depth={DEPTH}", f"run.num_train_steps={NUM_STEPS}",
-        f"run.checkpoint_every_steps={SAVED_EVERY}", "run.eval_every_steps=None",
-    ),
-    "deep": ("--exp=nnxzoo.experiments.Deep", "--packages=nnxzoo"),
-}
+SETTINGS = ("--exp=nnxzoo.experiments.Deep", "--packages=nnxzoo")
 
 
 @functools.cache
-def jobs(name):
-    """Returns a job trained in one go, and one that was stopped in step 5 and went on."""
+def jobs():
+    """Returns a job trained in one go, and one that died and went on."""
     (home() / "nnxzoo").mkdir(exist_ok=True)
     (home() / "nnxzoo/experiments.py").write_text(PACKAGE)
-    whole, resumed = (home() / f"nnx_{name}_{which}" for which in ("whole", "resumed"))
-    succeed(*SETTINGS[name], f"--job_log_dir={whole}")
-    with unplugged_at(STOPPED_AT):
-        launch(*SETTINGS[name], f"--job_log_dir={resumed}")
-    done = succeed(*SETTINGS[name], f"--job_log_dir={resumed}")
+    whole = JobDir(home() / "nnx")
+    succeed(*SETTINGS, f"--job_log_dir={whole.path}")
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*SETTINGS, f"--job_log_dir={resumed.path}")
     assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return JobDir(whole), JobDir(resumed)
+    return whole, resumed
 
 
 def state_of(job):
@@ -120,9 +110,8 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_job_that_was_stopped_ends_as_one_that_was_not(name):
-    whole, resumed = jobs(name)
+def test_a_job_that_died_ends_as_one_that_did_not():
+    whole, resumed = jobs()
     assert [line["step"] for line in lines_of(resumed.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]
     assert lines_of(resumed.metrics_jsonl) == lines_of(whole.metrics_jsonl)
     assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
@@ -131,17 +120,15 @@ def test_a_job_that_was_stopped_ends_as_one_that_was_not(name):
     jax.tree.map(np.testing.assert_array_equal, found.state, wanted.state)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_an_evaluation_by_itself_gives_the_metrics_of_the_jobs_last(name):
-    job = jobs(name)[0]
+def test_an_evaluation_by_itself_gives_the_metrics_of_the_jobs_last():
+    job = jobs()[0]
     before = lines_of(job.eval_metrics_jsonl)
     succeed("--mode=eval", f"--job_log_dir={job.path}")
     assert lines_of(job.eval_metrics_jsonl)[len(before):] == before[-1:]
 
 
 def test_statistics_are_kept_and_streams_are_not():
-    assert state_of(jobs("guide")[0]).state.mdl_vars["non_trainable"] == {}
-    mdl_vars = state_of(jobs("deep")[0]).state.mdl_vars
+    mdl_vars = state_of(jobs()[0]).state.mdl_vars
     kept = mdl_vars["non_trainable"]
     assert set(kept) == {"blocks"} and set(kept["blocks"]) == {"norm"}
     assert np.ptp(np.asarray(kept["blocks"]["norm"]["var"])) > 0.1
@@ -151,14 +138,15 @@ def test_statistics_are_kept_and_streams_are_not():
 
 def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
     one = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
-    whole = jobs("deep")[0]
-    succeed(*SETTINGS["deep"], f"--job_log_dir={tmp_path}", *one)
+    whole = jobs()[0]
+    succeed(*SETTINGS, f"--job_log_dir={tmp_path}", *one)
     losses, alone = ([line["loss"] for line in lines_of(job.metrics_jsonl)][:3]
                      for job in (whole, JobDir(tmp_path)))
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
 
 def test_an_axis_that_the_mesh_has_not_is_an_error_before_anything_compiles(tmp_path):
-    done = launch(*SETTINGS["guide"], "mesh.axis_names=data,mdl", f"--job_log_dir={tmp_path}")
+    argv = "--exp=experiments.nnx_guide.DotReluDot", "--set", "mesh.axis_names=data,mdl"
+    done = launch(*argv, f"--job_log_dir={tmp_path}")
     assert done.code == 2 and done.num_compiled == 0
     assert "dot1/kernel: the name 'model' of its logical axes (None, 'model')" in done.err

@@ -108,23 +108,22 @@ def test_cached_logits_equal_the_uncached_ones_at_every_position(positions):
         np.testing.assert_allclose(logits[:, 0], wanted[rows, now], atol=2e-5)
 
 
-def continue_alone(positions: str, prompt: np.ndarray) -> tuple[list[int], float]:
+def continue_alone(prompt: np.ndarray) -> tuple[list[int], float]:
     """Returns the greedy continuation and its log-probability: a whole forward pass per token."""
     ids, log_prob = list(prompt), 0.0
     for _ in range(M):
         padded = np.zeros((1, P + M), np.int32)  # Causal: what comes later is not seen.
         padded[0, : len(ids)] = ids
-        logits = uncached(positions)(padded)[0, len(ids) - 1].astype(np.float64)
+        logits = uncached("learned")(padded)[0, len(ids) - 1].astype(np.float64)
         log_prob += logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
         ids.append(int(logits.argmax()))
     return ids[len(prompt) :], log_prob
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_ragged_prompts_in_one_batch_go_on_as_each_would_alone(positions):
-    found = decoding(positions, GREEDY)(PROMPTS, LENGTHS)
+def test_ragged_prompts_in_one_batch_go_on_as_each_would_alone():
+    found = decoding("learned", GREEDY)(PROMPTS, LENGTHS)
     for row in np.flatnonzero(LENGTHS):
-        ids, log_prob = continue_alone(positions, PROMPTS[row, : LENGTHS[row]])
+        ids, log_prob = continue_alone(PROMPTS[row, : LENGTHS[row]])
         np.testing.assert_array_equal(found["output_ids"][row, 0], ids)
         np.testing.assert_allclose(found["scores"][row, 0], log_prob, rtol=1e-4)
         assert found["decode_lengths"][row, 0] == M
@@ -141,14 +140,14 @@ OTHERS = {
 def test_prompts_step_by_step_go_on_as_after_a_forward_pass(name):
     decoder = OTHERS[name]
     stepwise = dataclasses.replace(decoder, fprop_for_prefix=False)
-    found = decoding("rotary", stepwise)(PROMPTS, LENGTHS)
-    wanted = decoding("rotary", decoder)(PROMPTS, LENGTHS)
+    found = decoding("learned", stepwise)(PROMPTS, LENGTHS)
+    wanted = decoding("learned", decoder)(PROMPTS, LENGTHS)
     for output in ("output_ids", "decode_lengths"):
         np.testing.assert_array_equal(found[output], wanted[output])
     for output in ("logprobs", "scores"):
         np.testing.assert_allclose(found[output], wanted[output], rtol=1e-4, atol=1e-5)
     for row in np.flatnonzero(LENGTHS):
-        logits = uncached("rotary")(np.pad(PROMPTS, ((0, 0), (0, M))))[row].astype(np.float64)
+        logits = uncached("learned")(np.pad(PROMPTS, ((0, 0), (0, M))))[row].astype(np.float64)
         logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         for t in range(1, LENGTHS[row]):
             wanted_one = logprobs[t - 1, PROMPTS[row, t]]
@@ -173,19 +172,10 @@ def test_the_loop_ends_when_every_row_has_ended():
     model = Counter()
     ids = jnp.asarray([[3, 4], [5, 0]])
     decoder = Greedy(max_decode_steps=7, eos_id=7)
-    found = decoder(model, ids, jnp.asarray([2, 1]), row_keys(2))
+    found = jax.jit(functools.partial(decoder, model))(ids, jnp.asarray([2, 1]), row_keys(2))
     np.testing.assert_array_equal(found["output_ids"][:, 0, :4], [[5, 6, 7, 0], [6, 7, 0, 0]])
     jax.effects_barrier()
     assert max(model.calls) == 3  # The prefill and three tokens, not seven.
-
-
-def test_sampled_continuations_depend_on_the_key_and_each_step_draws_anew():
-    decode = decoding("rotary", Sample(max_decode_steps=M, eos_id=NEVER, temperature=30.0, k=0))
-    first, same, other = (decode(PROMPTS, LENGTHS, seed)["output_ids"] for seed in (0, 0, 1))
-    np.testing.assert_array_equal(first, same)
-    assert (first != other).any()
-    # Nearly uniform over 29 tokens: six equal draws in a row would mean one key for all steps.
-    assert all(len(set(row)) > 2 for row in first[LENGTHS > 0, 0])
 
 
 def lm_task(positions: str, **options) -> LanguageModelTask:
@@ -230,7 +220,7 @@ def assert_same(found, wanted):
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
-MESHES = [((1, 4, 2), "greedy"), ((1, 3, 2), "greedy"), ((1, 4, 2), "sample"), ((1, 4, 2), "beam")]
+MESHES = [((1, 3, 2), "greedy"), ((1, 4, 2), "sample"), ((1, 4, 2), "beam")]
 
 
 @pytest.mark.parametrize(("shape", "name"), MESHES, ids=str)
@@ -247,16 +237,18 @@ def test_slots_on_a_mesh_give_what_one_device_gives():
     keys = sample_keys(row_keys(len(LENGTHS)), decoder.num_samples)
     rows = [(b, s) for b in np.flatnonzero(LENGTHS) for s in range(decoder.num_samples)]
     prompts = [Prompt(PROMPTS[b], LENGTHS[b], keys[3 * b + s]) for b, s in rows]
-    found = [[] for _ in rows]
+    found, scores = [[] for _ in rows], [0.0 for _ in rows]
     compiled = []
     for new in slots.stream(mdl_vars, prompts, num_steps=2):
         found[new.index] += new.ids.tolist()
+        scores[new.index] += new.logprobs.sum()
         compiled.append(num_compiled())
     # All that there is to compile was by the time that the first tokens came.
     assert compiled[0] == compiled[-1]
-    unsorted = dataclasses.replace(decoder, sort_samples=False)
-    wanted = decoding("learned", unsorted)(PROMPTS, LENGTHS)
-    for (b, s), ids in zip(rows, found, strict=True):
+    wanted = decoding("learned", OTHERS["sample"])(PROMPTS, LENGTHS)
+    # Of each prompt the likeliest sample is first.
+    by_score = sorted(range(len(rows)), key=lambda n: (rows[n][0], -scores[n]))
+    for (b, s), ids in zip(rows, [found[n] for n in by_score], strict=True):
         assert ids == wanted["output_ids"][b, s, : wanted["decode_lengths"][b, s]].tolist()
     # From call to call too, rows are split over the data axis and heads over the other.
     cache = jax.tree.leaves(slots._empty(mdl_vars).cache)
@@ -264,12 +256,10 @@ def test_slots_on_a_mesh_give_what_one_device_gives():
     assert {x.sharding.shard_shape(x.shape) for x in cache} == {(2, 2, P + M, 1, 4)}
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
-def test_each_device_carries_its_share_of_the_cache(shape):
-    program = sharded(shape, "greedy")[1]
-    # [L, B, S, N, K]; two layers, rows over the data axis, 3 heads over 2 devices.
-    whole = f"f32[2,{len(LENGTHS)},{P + M},3,4]"
-    share = f"f32[2,{-(-len(LENGTHS) // shape[1])},{P + M},2,4]"
+def test_each_device_carries_its_share_of_the_cache():
+    program = sharded((1, 3, 2), "greedy")[1]
+    # [L, B, S, N, K]; two layers, 5 rows over 3 devices, 3 heads over 2.
+    whole, share = f"f32[2,5,{P + M},3,4]", f"f32[2,2,{P + M},2,4]"
     loops = [line for line in program.splitlines() if re.search(r" while\(", line)]
     assert any(share in line for line in loops)
     assert not any(whole in line for line in loops)

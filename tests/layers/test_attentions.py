@@ -162,12 +162,12 @@ def test_masks_are_pax():
     with np.load(golden) as file:
         arrays = dict(file)
     segment_ids = jnp.asarray(arrays["in/segment_ids"])
-    found = {
+    found = jax.device_get(jax.jit(lambda: {
         "causal": attention_masks.causal_mask(6),
         "segment": attention_masks.segment_mask(segment_ids),
         "causal_segment": attention_masks.causal_segment_mask(segment_ids),
         "padding": attention_masks.convert_paddings_to_mask(arrays["in/paddings"]),
-    }
+    })())
     for name, mask in found.items():
         wanted = arrays[f"out/{name}"]
         assert mask.shape == wanted.shape and mask.dtype == jnp.float32

@@ -258,26 +258,27 @@ class Block(layers.IdentityNorm):
 
 
 def stack(**options):
-    return functools.partial(layers.Repeat, Block, 3, **options)
+    return functools.partial(layers.Repeat, Block, 2, **options)
 
 
 def test_scanned_equals_unrolled_and_remat_equals_none():
-    """Auxiliary losses too: they are assigned inside the scan and the checkpoint."""
+    """Both in one: the scanned stack computes again, the unrolled one keeps everything.
+
+    Auxiliary losses too: they are assigned inside the scan and the checkpoint.
+    """
     params = drawn(NnxModel(stack()))
     scanned = run(stack(), params)
     assert scanned["losses"]["blocks/moe/aux_moe_load_balance_loss"] > 0.3
-    kept = run(stack(checkpoint_policy="save_everything"), params)
-    assert_close(kept, scanned, rtol=1e-4, atol=1e-5)
     apart = {
-        "blocks": {str(i): jax.tree.map(lambda w, i=i: w[i], params["blocks"]) for i in range(3)}
+        "blocks": {str(i): jax.tree.map(lambda w, i=i: w[i], params["blocks"]) for i in range(2)}
     }
-    unrolled = run(stack(unroll=True), apart)
+    unrolled = run(stack(unroll=True, checkpoint_policy="save_everything"), apart)
     np.testing.assert_allclose(unrolled["outputs"], scanned["outputs"], atol=1e-5)
     for name in ("load_balance", "router_z"):
         total = sum(v for path, v in unrolled["losses"].items() if name in path)
         one = scanned["losses"][f"blocks/moe/aux_moe_{name}_loss"]
         np.testing.assert_allclose(total, one, rtol=1e-5)
-    for i in range(3):
+    for i in range(2):
         wanted = jax.tree.map(lambda g, i=i: g[i], scanned["grads"][0]["blocks"])
         assert_close(unrolled["grads"][0]["blocks"][str(i)], wanted, rtol=1e-4, atol=1e-5)
 

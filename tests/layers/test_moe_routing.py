@@ -1,5 +1,7 @@
 """Routing against loops in NumPy: choices, slots, the moves there and back, losses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,7 @@ def by_loops(probs, is_token, num_chosen, capacity):
     return experts, gates, slots
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def routed(num_chosen, capacity):
     experts, gates, is_routed = moe_routing.choose_experts(
         jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN), None, num_chosen, "all", 0.0
@@ -71,12 +74,18 @@ def test_tokens_go_to_their_slots_and_come_back_gated():
         return jnp.einsum("gnd,gskn,gsk->gsd", y, is_in_GSKN, gates)
 
     weights = rng.normal(size=x.shape).astype(np.float32)
-    for function in (lambda f: f(x, gates), lambda f: jax.grad(
-        lambda *args: jnp.sum(f(*args) * weights), argnums=(0, 1)
-    )(x, gates)):
-        found, wanted = function(by_gathers), function(by_matrices)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def outputs_and_grads(f, x, gates):
+        def objective(x, gates):
+            y = f(x, gates)
+            return jnp.sum(y * weights), y
+
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(x, gates)
+
+    found, wanted = (outputs_and_grads(f, x, gates) for f in (by_gathers, by_matrices))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize(

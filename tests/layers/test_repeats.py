@@ -177,23 +177,25 @@ COMPUTED_AGAIN = {
 }
 
 
-@pytest.mark.parametrize("name", COMPUTED_AGAIN)
-def test_a_named_policy_keeps_the_activations_of_that_name(name):
-    is_combined, policy = name.startswith("combined"), name.split()[-1]
+@functools.cache
+def num_dots_of_blocks(is_combined: bool, policy: str) -> int:
+    """Returns how many matrix products the gradient of two transformer blocks has."""
     attention = functools.partial(DotProductAttention, combine_qkv=is_combined, use_bias=False)
     block = functools.partial(Transformer, 6, 11, 3, tr_atten_tpl=attention)
 
-    def num_dots(policy: str) -> int:
-        model = NnxModel(
-            lambda rngs: Repeat(block, 2, checkpoint_policy=policy, rngs=rngs)
-        )
-        params, x = jax.eval_shape(model.init, jax.random.key(0))["params"], jnp.ones((2, 5, 6))
+    model = NnxModel(lambda rngs: Repeat(block, 2, checkpoint_policy=policy, rngs=rngs))
+    params, x = jax.eval_shape(model.init, jax.random.key(0))["params"], jnp.ones((2, 5, 6))
 
-        def loss(params):
-            return jnp.sum(model.module({"params": params, "non_trainable": {}})(x)[0])
+    def loss(params):
+        return jnp.sum(model.module({"params": params, "non_trainable": {}})(x)[0])
 
-        return count_dots(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    return count_dots(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
 
+
+@pytest.mark.parametrize("name", COMPUTED_AGAIN)
+def test_a_named_policy_keeps_the_activations_of_that_name(name):
+    is_combined, policy = name.startswith("combined"), name.split()[-1]
+    num_dots = functools.partial(num_dots_of_blocks, is_combined)
     assert num_dots(policy) - num_dots("save_everything") == COMPUTED_AGAIN[name]
 
 
@@ -214,8 +216,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("optimizer", "block"),
-    [*((name, Block) for name in OPTIMIZERS), ("adafactor", PATTERN)],
-    ids=[*OPTIMIZERS, "adafactor-pattern"],
+    [("adamw", Block), ("lamb", Block), ("adafactor", PATTERN)],
+    ids=["adamw", "lamb", "adafactor-pattern"],
 )
 def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
     rng = np.random.default_rng(3)

@@ -60,16 +60,15 @@ def test_the_class_token_is_what_the_pooling_takes():
     np.testing.assert_allclose(exits(rngs=nnx.Rngs(0))(tokens), tokens.mean(1), rtol=1e-5)
 
 
-# Images, model dims, heads and hidden dims that the mesh's 4 and 2 devices divide, and do not.
-SIZES = {"even": (8, 8, 2, 12), "uneven": (7, 7, 3, 11)}
+# Of images, too: what the mesh's 4 and 2 devices do not divide.
+NUM_IMAGES, DIMS, NUM_HEADS, HIDDEN = 7, 7, 3, 11
 BATCH = ("replica", "data")
 
 
-def vit_of(sizes: str, stack=layers.Repeat, **entry):
-    _, dims, num_heads, hidden = SIZES[sizes]
+def vit_of(stack=layers.Repeat, **entry):
     tokens = (BATCH, None, None)
     block = partial(
-        layers.Transformer, dims, hidden, num_heads, dim_per_head=3, mask_self_attention=False,
+        layers.Transformer, DIMS, HIDDEN, NUM_HEADS, dim_per_head=3, mask_self_attention=False,
         tr_atten_tpl=partial(
             layers.DotProductAttention, weight_split_dims_mapping=("data", "mdl", None),
             activation_split_dims_mapping=(BATCH, None, "mdl", None),
@@ -85,7 +84,7 @@ def vit_of(sizes: str, stack=layers.Repeat, **entry):
     return partial(
         layers.VisionTransformer,
         partial(
-            layers.VitEntryLayers, (3, 2), 2, 4, dims, **entry,
+            layers.VitEntryLayers, (3, 2), 2, 4, DIMS, **entry,
             pos_emb_tpl=partial(
                 layers.TrainablePositionalEmbedding, weight_split_dims_mapping=(None, "data")
             ),
@@ -93,31 +92,30 @@ def vit_of(sizes: str, stack=layers.Repeat, **entry):
         ),
         partial(stack, block, 2),
         partial(
-            layers.VitExitLayers, dims, 5, weight_split_dims_mapping=("data", "mdl"),
+            layers.VitExitLayers, DIMS, 5, weight_split_dims_mapping=("data", "mdl"),
             activation_split_dims_mapping=(BATCH, "mdl"), **pooling,
         ),
         activation_split_dims_mapping=tokens,
     )
 
 
-def cases(sizes: str):
-    x = np.random.default_rng(4).normal(size=(SIZES[sizes][0], 6, 4, 1)).astype(np.float32)
+def cases():
+    x = np.random.default_rng(4).normal(size=(NUM_IMAGES, 6, 4, 1)).astype(np.float32)
 
     def call(module, x, key):
         return module(x, key=key)
 
-    class_token = vit_of(sizes, prepend_cls_tokens=1, pos_emb_dropout_prob=0.3)
-    return {"mean": (vit_of(sizes), call, x), "class token": (class_token, call, x)}
+    class_token = vit_of(prepend_cls_tokens=1, pos_emb_dropout_prob=0.3)
+    return {"mean": (vit_of(), call, x), "class token": (class_token, call, x)}
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_sharded_equals_unsharded(sizes):
-    case = {"class token": cases(sizes)["class token"]}
+def test_sharded_equals_unsharded():
+    case = {"class token": cases()["class token"]}
     assert_near(run_layers(case, (1, 4, 2)), run_layers(case, None), tolerance=5e-6)
 
 
 def test_bfloat16_is_close_to_float32():
-    build, _, x = cases("even")["mean"]
+    build, _, x = cases()["mean"]
     model = NnxModel(build)
     mdl_vars = drawn(model)
     run = jax.jit(lambda x: model.module(mdl_vars)(x))
@@ -127,15 +125,15 @@ def test_bfloat16_is_close_to_float32():
 
 
 def test_a_scanned_stack_equals_blocks_in_a_row():
-    scanned = NnxModel(vit_of("uneven"))
-    in_a_row = NnxModel(vit_of("uneven", layers.StackedTransformer))
+    scanned = NnxModel(vit_of())
+    in_a_row = NnxModel(vit_of(layers.StackedTransformer))
     mdl_vars = drawn(scanned)
     params = dict(mdl_vars["params"])
     blocks = params["transformers_stack"]["blocks"]
     params["transformers_stack"] = {
         f"x_layers_{i}": jax.tree.map(lambda w, i=i: w[i], blocks) for i in range(2)
     }
-    x = cases("uneven")["mean"][2]
+    x = cases()["mean"][2]
     run = [
         jax.jit(lambda v, m=model: m.module(v)(x))(v)
         for model, v in ((scanned, mdl_vars), (in_a_row, {**mdl_vars, "params": params}))
@@ -145,12 +143,12 @@ def test_a_scanned_stack_equals_blocks_in_a_row():
 
 def test_every_token_sees_every_other():
     """A causal block would leave the first token as it is."""
-    model = NnxModel(vit_of("uneven", prepend_cls_tokens=1))
+    model = NnxModel(vit_of(prepend_cls_tokens=1))
     mdl_vars = drawn(model)
-    x = cases("uneven")["mean"][2][:1]
+    x = cases()["mean"][2][:1]
     changed = x.copy()
     changed[:, -1, -1] += 1.0  # In the last patch.
-    first, second = (jax.jit(lambda x: model.module(mdl_vars)(x))(x) for x in (x, changed))
+    first, second = map(jax.jit(lambda x: model.module(mdl_vars)(x)), (x, changed))
     assert np.abs(first - second).max() > 1e-4
 
 

@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 RULES = (("batch", ("replica", "data")), ("embed", "data"), ("heads", "mdl"), ("kv", None),
          ("act", None))
-SIZES = {"even": (8, 2), "uneven": (15, 3)}
+DIMS, HEADS = 15, 3
 optimizer = functools.partial(optax.sgd, momentum=0.9)
 
 
@@ -84,8 +84,8 @@ def loss(model: Any, inputs: Any, key: Any) -> Any:
     return jnp.mean(xent) + 0.01 * sown, {"sown": sown}
 
 
-def task_of(sizes: str) -> LossTask:
-    model = LinenModel(Net(*SIZES[sizes]), {"x": (1, 5, 7)})
+def task_of() -> LossTask:
+    model = LinenModel(Net(DIMS, HEADS), {"x": (1, 5, 7)})
     return LossTask(
         model, loss, Learner(optimizer, 0.1),
         weight_sharding=WeightSharding(logical_axis_rules=RULES),
@@ -93,10 +93,9 @@ def task_of(sizes: str) -> LossTask:
     )
 
 
-@functools.cache
-def on_mesh(sizes: str, shape: tuple[int, ...]) -> tuple[list, list, Any, Any, float]:
+def on_mesh(shape: tuple[int, ...]) -> tuple[list, list, Any, Any, float]:
     """Returns losses, what was sown, fresh and trained variables and the evaluation's loss."""
-    partitioner = Partitioner(task_of(sizes), make_mesh(MeshConfig(ici_mesh_shape=shape)))
+    partitioner = Partitioner(task_of(), make_mesh(MeshConfig(ici_mesh_shape=shape)))
     state, losses, sown = partitioner.init(partitioner.key(3)), [], []
     fresh = variables_of(partitioner, state)
     for batch in batches(4):
@@ -117,10 +116,9 @@ def variables_of(partitioner: Partitioner, state: Any) -> dict[str, Any]:
     return {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
 
 
-@functools.cache
-def plain(sizes: str) -> tuple[list, list, Any, Any, float]:
+def plain() -> tuple[list, list, Any, Any, float]:
     """Returns the same by Flax and optax alone."""
-    net = Net(*SIZES[sizes])
+    net = Net(DIMS, HEADS)
     init = jax.jit(lambda key: net.init(key, jnp.ones((1, 5, 7)), train=False))
     variables = nn.unbox(init(KEY))
     params, stats = variables["params"], variables["batch_stats"]
@@ -155,13 +153,9 @@ def plain(sizes: str) -> tuple[list, list, Any, Any, float]:
     return losses, sown, {name: variables[name] for name in trained}, trained, float(heldout)
 
 
-@pytest.mark.parametrize(("sizes", "shape"), [
-    ("uneven", (1, 4, 2)),
-    pytest.param("uneven", (2, 1, 3), marks=pytest.mark.slow),
-])
-def test_training_is_that_of_flax_and_optax_on_one_device(sizes, shape):
-    losses, sown, fresh, trained, heldout = on_mesh(sizes, shape)
-    wanted_losses, wanted_sown, wanted_fresh, wanted, wanted_heldout = plain(sizes)
+def test_training_is_that_of_flax_and_optax_on_one_device():
+    losses, sown, fresh, trained, heldout = on_mesh((2, 2, 2))
+    wanted_losses, wanted_sown, wanted_fresh, wanted, wanted_heldout = plain()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), fresh, wanted_fresh)
     np.testing.assert_allclose(losses, wanted_losses, atol=1e-5)
     np.testing.assert_allclose(sown, wanted_sown, atol=1e-5)
@@ -170,7 +164,7 @@ def test_training_is_that_of_flax_and_optax_on_one_device(sizes, shape):
 
 
 def test_padding_is_there_and_the_names_are_resolved(mesh_of):
-    partitioner = Partitioner(task_of("uneven"), mesh_of(1, 4, 2))
+    partitioner = Partitioner(task_of(), mesh_of(1, 4, 2))
     leaves = {leaf.path: leaf for leaf in partitioner.layout.leaves()}
     query = leaves["mdl_vars/params/blocks/MultiHeadDotProductAttention_0/query/kernel"]
     assert query.spec == PartitionSpec(None, "data", "mdl", None)

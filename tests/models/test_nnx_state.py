@@ -108,7 +108,7 @@ def test_a_step_gives_the_loss_the_gradients_and_the_statistics_that_flax_gives(
     (loss, kept), grads = step(*mdl_vars.values(), jax.random.key(9))
     plain = plain_net()
     assert_same(flat(mdl_vars["params"]), by_path(nnx.state(plain, nnx.Param)), rtol=1e-6)
-    plain_loss, plain_grads = nnx.value_and_grad(squares)(plain)
+    plain_loss, plain_grads = nnx.jit(nnx.value_and_grad(squares))(plain)
     np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
     assert_same(flat(grads), by_path(plain_grads), rtol=2e-4, atol=1e-5)
     stats = by_path(nnx.state(plain, nnx.BatchStat))
@@ -139,7 +139,7 @@ def test_without_a_key_statistics_are_used_and_not_gathered_and_nothing_is_dropp
     plain = plain_net(0.5)
     plain.blocks.norm.mean.set_value(stats["mean"])
     plain.eval()
-    np.testing.assert_allclose(loss, squares(plain), rtol=1e-5)
+    np.testing.assert_allclose(loss, nnx.jit(squares)(plain), rtol=1e-5)
 
 
 class Masks(nnx.Module):
@@ -163,9 +163,9 @@ class Masks(nnx.Module):
         return jnp.stack([*stack, self.one(ones), self.other(ones), self.shared(ones), noise])
 
 
+@jax.jit
 def masks(key):
-    model = NnxModel(Masks)
-    return np.asarray(model.module(model.init(jax.random.key(0)), key)())
+    return NnxModel(Masks).module({"params": {}, "non_trainable": {}}, key)()
 
 
 def test_random_streams_come_of_the_steps_key_and_are_all_different():
@@ -209,10 +209,15 @@ def test_a_cache_is_kept_state_and_a_pass_starts_from_the_one_it_is_given():
     }
     plain = Attention(nnx.Rngs(0))
     plain.eval()
-    for _ in range(2):
+
+    @jax.jit
+    def decode(mdl_vars):
         module = model.module(mdl_vars)
-        outputs = module(INPUTS[:3])
-        kept = model.non_trainable(module)
+        return module(INPUTS[:3]), model.non_trainable(module)
+
+    for _ in range(2):
+        outputs, kept = decode(mdl_vars)
         assert kept["attention"]["cache_index"] == 3
         assert mdl_vars["non_trainable"]["attention"]["cache_index"] == 0
-    np.testing.assert_allclose(outputs, plain(INPUTS[:3]), rtol=1e-5, atol=1e-6)
+    wanted = nnx.jit(lambda plain: plain(INPUTS[:3]))(plain)
+    np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-6)

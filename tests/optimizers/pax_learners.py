@@ -149,12 +149,14 @@ class Run:
         }
 
 
+@jax.disable_jit()
 def run(
     learner: Learner, weights: Flat, grads: Sequence[Flat], *, stacked=(), dtype=jnp.float32
 ) -> Run:
     """Returns what a step per gradient makes of `weights`.
 
-    Not jitted: an operation is compiled once for all cases, which makes them five times as fast.
+    Not jitted, nor the learner's condition: an operation is compiled once for all cases, which
+    makes them many times as fast.
 
     Args:
       weights: arrays by path.
