@@ -1,7 +1,6 @@
 """One device's answer on every mesh: losses, weights, decoding; padding, donation, compiles."""
 
 import functools
-import itertools
 import math
 
 import jax
@@ -15,9 +14,7 @@ from tests.lm_runs import (
     MESHES,
     NUM_NEW_TOKENS,
     NUM_STEPS,
-    OPTIMIZERS,
     PROMPT_LENGTHS,
-    SIZES,
     batches,
     lm_of,
     partitioner_of,
@@ -27,15 +24,13 @@ from tests.lm_runs import (
     trained,
 )
 
-# On even sizes two meshes, of one optimizer or the other: the rest says what uneven ones do.
-EVEN = {("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2))}
 every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
+some_meshes = pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
 every_run = pytest.mark.parametrize(
     ("size", "optimizer", "shape"),
-    [
-        run
-        for run in itertools.product(SIZES, OPTIMIZERS, MESHES)
-        if run[0] == "uneven" or run in EVEN
+    [("uneven", "adamw", shape) for shape in MESHES] + [
+        ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
+        ("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
     ],
     ids=str,
 )
@@ -94,9 +89,9 @@ def test_init_draws_the_same_weights_on_every_mesh(shape):
     np.testing.assert_allclose(w, np.asarray(wanted), atol=1e-6)
 
 
-@every_mesh
-def test_what_a_device_holds_is_what_the_layout_says(shape):
-    run = trained("uneven", "adafactor", shape)
+@every_run
+def test_what_a_device_holds_is_what_the_layout_says(size, optimizer, shape):
+    run = trained(size, optimizer, shape)
     held = dict.fromkeys(run.partitioner.mesh.devices.flat, 0)
     for x in jax.tree.leaves(run.state):
         for shard in x.addressable_shards:
@@ -106,7 +101,7 @@ def test_what_a_device_holds_is_what_the_layout_says(shape):
     }
 
 
-@every_mesh
+@some_meshes
 def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
     run, inputs = trained("uneven", "adamw", shape), batches("uneven")[0]
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
@@ -135,7 +130,7 @@ def plain_decodes():
     return [decoder.greedy(ids[:length], NUM_NEW_TOKENS) for ids, length in rows]
 
 
-@every_mesh
+@some_meshes
 def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     run, inputs = trained("uneven", "adamw", shape), prompts()
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
