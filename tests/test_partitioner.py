@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from praxis_lite import hlo
 from tests import plain_training
@@ -79,13 +80,18 @@ def test_every_donated_buffer_is_aliased_and_the_old_state_deleted(size, optimiz
     assert run.num_left == 0
 
 
+@functools.cache
+def plain_model():
+    """Returns the structure and the drawn weights of the model, without a mesh."""
+    return plain_training.split_model(lm_of("uneven"))
+
+
 @every_mesh
 def test_init_draws_the_same_weights_on_every_mesh(shape):
     run, single = trained("uneven", "adamw", shape), trained("uneven", "adamw", (1, 1, 1))
     jax.tree.map(np.testing.assert_array_equal, run.initial, single.initial)
     w = run.initial.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
-    _, drawn = plain_training.split_model(lm_of("uneven"))
-    wanted = drawn["softmax"]["logits_ffn"]["linear"]["w"].get_value()
+    wanted = plain_model()[1]["softmax"]["logits_ffn"]["linear"]["w"].get_value()
     np.testing.assert_allclose(w, np.asarray(wanted), atol=1e-6)
 
 
@@ -101,6 +107,13 @@ def test_what_a_device_holds_is_what_the_layout_says(size, optimizer, shape):
     }
 
 
+@functools.cache
+def plain_eval():
+    """Returns the loss of the first batch after training, on one device."""
+    model = nnx.merge(plain_model()[0], plain("uneven", "adamw")[0])
+    return float(plain_training.mean_loss(model, batches("uneven")[0]))
+
+
 @some_meshes
 def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
     run, inputs = trained("uneven", "adamw", shape), batches("uneven")[0]
@@ -113,10 +126,7 @@ def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
         metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(one))
     assert partitioner.eval_step._cache_size() == 1
     assert not any(x.is_deleted() for x in jax.tree.leaves(mdl_vars))
-    weights, *_ = plain("uneven", "adamw")
-    graphdef, _ = plain_training.split_model(lm_of("uneven"))
-    wanted = plain_training.mean_loss(plain_training.nnx.merge(graphdef, weights), inputs)
-    assert float(metrics["loss"][0]) == pytest.approx(float(wanted), abs=1e-5)
+    assert float(metrics["loss"][0]) == pytest.approx(plain_eval(), abs=1e-5)
     assert float(metrics["loss"][1]) == inputs["weights"].sum()
 
 
