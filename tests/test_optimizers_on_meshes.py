@@ -1,4 +1,4 @@
-"""Every optimizer on every mesh: one device's weights and slots, padding, aliasing, a restore."""
+"""Every optimizer on meshes: one device's weights and slots, padding, aliasing, a restore."""
 
 import jax
 import numpy as np
