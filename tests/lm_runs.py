@@ -120,13 +120,8 @@ def trained(size, optimizer, shape):
     partitioner = partitioner_of(size, optimizer, shape)
     key, inputs = partitioner.key(0), batches(size)
     compiled = partitioner.lower("train", structs(inputs[0])).compile()
-    if shape == (1, 1, 1) or (size, optimizer) == ("uneven", "adamw"):
-        state = partitioner.init(key)
-        initial = on_host(partitioner.layout, state)
-    else:  # To save time: init is the same for all, as a test below says.
-        initial = trained(size, optimizer, (1, 1, 1)).initial
-        padded = jax.tree.map(zero_padded, initial, partitioner.layout.padded_shapes)
-        state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
+    state = partitioner.init(key)
+    initial = on_host(partitioner.layout, state)
     losses, grad_norms, num_left = [], [], 0
     for one in inputs:
         old = state

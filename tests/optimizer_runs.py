@@ -31,7 +31,12 @@ from praxis_lite.train_state import TrainState
 from praxis_lite.weights import BaseLayer, stacked
 from tests.lm_runs import zero_padded
 
-MESHES = [(1, 1, 1), (1, 4, 2), (1, 2, 4)]
+# Sizes, a mesh, and what splits the slots besides what splits their weights.
+RUNS = {
+    "uneven": ("uneven", (1, 4, 2), ()),
+    "even": ("even", (1, 4, 2), ()),
+    "zero1": ("uneven", (1, 2, 4), ("data",)),
+}
 NUM_LAYERS, NUM_STEPS, SAVED_STEP = 2, 5, 2
 SIZES = {
     "even": dict(vocab_size=16, model_dims=8, hidden_dims=24),
@@ -178,6 +183,7 @@ def one_device(size):
 
 
 class Run(NamedTuple):
+    size: str
     partitioner: Partitioner
     step: jax.stages.Compiled
     saved: TrainState  # of step SAVED_STEP, on the mesh
@@ -185,8 +191,9 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def trained(size, shape, slot_mesh_axes=()):
+def trained(name):
     """Returns a run that starts from the weights and slots of `one_device`."""
+    size, shape, slot_mesh_axes = RUNS[name]
     partitioner = Partitioner(
         task_of(size, slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape))
     )
@@ -196,9 +203,8 @@ def trained(size, shape, slot_mesh_axes=()):
     state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
     state = continued(partitioner, step, state, size, 0, SAVED_STEP)
     saved = jax.tree.map(lambda x: x.copy(), state)  # The next step donates.
-    return Run(
-        partitioner, step, saved, continued(partitioner, step, state, size, SAVED_STEP, NUM_STEPS)
-    )
+    last = continued(partitioner, step, state, size, SAVED_STEP, NUM_STEPS)
+    return Run(size, partitioner, step, saved, last)
 
 
 def continued(partitioner, step, state, size, first, last):

@@ -59,7 +59,7 @@ def run(num_micro_batches, loss_fn=regression, data=DATA, w=W):
     return jax.device_get(value_and_grad(w, data))
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8, 24])
+@pytest.mark.parametrize("num_micro_batches", [1, 8, 24])
 def test_a_weighted_loss_and_its_gradient_are_those_of_the_whole_batch(num_micro_batches):
     metrics, _, grads = run(num_micro_batches)
     x, y, weights = (DATA[name].astype(np.float64) for name in ("x", "y", "weights"))
@@ -228,8 +228,7 @@ def trained(shape, num_micro_batches, is_zero1=False):
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "is_zero1"),
     [
-        *(((1, 1, 1), 4, False), ((1, 1, 1), 8, False), ((1, 4, 2), 4, False)),
-        pytest.param((1, 1, 1), 2, False, marks=pytest.mark.slow),
+        ((1, 1, 1), 8, False), ((1, 4, 2), 4, False),
         pytest.param((1, 4, 2), 2, True, marks=pytest.mark.slow),
     ],
 )

@@ -71,18 +71,14 @@ def test_the_names_of_the_logical_model_are_reported_with_the_rules_that_they_to
     assert "('hidden', 'embed'): hidden->model" in said["mdl_vars/params/w2"]
 
 
-@pytest.mark.parametrize(
-    ("experiment", "depth"),
-    [(nnx_guide.DotReluDot, 64), (nnx_guide.DotReluDot, UNEVEN),
-     (nnx_guide.LogicalDotReluDot, UNEVEN)],
-)
-def test_no_device_makes_a_whole_weight(experiment, depth):
-    partitioner, _ = run_of(experiment, depth)
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values())
+def test_no_device_makes_a_whole_weight(experiment):
+    partitioner, _ = run_of(experiment, depth=UNEVEN)
     compiled = partitioner.init.lower(partitioner.key(0)).compile()
     shapes = {tuple(map(int, dims.split(",")))
               for dims in re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())}
     # Nothing in the program is larger than the split part, padding included, of a weight.
-    part = depth * -(-depth // 4)
+    part = UNEVEN * -(-UNEVEN // 4)
     assert max(np.prod(shape) for shape in shapes) == part
     memory = hlo.memory_per_device(compiled)
     # Two weights with two slots each, five scalars, and the table of all of them.
@@ -90,16 +86,15 @@ def test_no_device_makes_a_whole_weight(experiment, depth):
     assert memory.temp < 4 * part
 
 
-@pytest.mark.parametrize("depth", [64, UNEVEN])
-def test_the_sharded_weights_are_those_of_an_unsharded_init_bit_for_bit(depth):
-    partitioner, _ = run_of(nnx_guide.DotReluDot, depth)
+def test_the_sharded_weights_are_those_of_an_unsharded_init_bit_for_bit():
+    partitioner, _ = run_of(nnx_guide.DotReluDot, depth=UNEVEN)
     layout = partitioner.layout.select("mdl_vars").select("params")
     state = partitioner.init(partitioner.key(0))
     found = params_by_path(jax.jit(layout.unpad)(state.mdl_vars["params"]))
 
     def plain():
         with nnx.use_eager_sharding(False):
-            model = nnx_guide.DotReluDotModel(depth, nnx.Rngs(0))
+            model = nnx_guide.DotReluDotModel(UNEVEN, nnx.Rngs(0))
         return model.dot1.kernel[...], model.w2[...]
 
     # Compiled as init is: at another level LLVM rounds a product and a sum once or twice.
@@ -114,20 +109,19 @@ def test_an_uneven_depth_learns_as_on_one_device():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("depth", "num_steps"), [(64, 0), (UNEVEN, 2)])
-def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path, depth, num_steps):
-    partitioner, state, _ = trained(nnx_guide.DotReluDot, num_steps, depth=depth)
+def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path):
+    partitioner, state, _ = trained(nnx_guide.DotReluDot, 2, depth=UNEVEN)
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
-        checkpoints.save(num_steps, state, partitioner.layout, {})
+        checkpoints.save(2, state, partitioner.layout, {})
     wanted = jax.jit(partitioner.layout.unpad)(state)
     for mesh_shape in ((2, 4), (1, 8)):
-        other, _ = run_of(nnx_guide.DotReluDot, depth, mesh_shape)
+        other, _ = run_of(nnx_guide.DotReluDot, UNEVEN, mesh_shape)
         with Checkpoints(tmp_path) as checkpoints:
             restored = checkpoints.restore(other.layout, other.mesh).state
         params = params_by_path(restored.mdl_vars["params"])
         assert {path: trimmed(x.sharding.spec) for path, x in params.items()} == SPECS
-        part = -(-depth // mesh_shape[1])
-        assert params["w2"].addressable_shards[0].data.shape == (part, depth)
+        part = -(-UNEVEN // mesh_shape[1])
+        assert params["w2"].addressable_shards[0].data.shape == (part, UNEVEN)
         jax.tree.map(
             np.testing.assert_array_equal, jax.jit(other.layout.unpad)(restored), wanted
         )

@@ -1,6 +1,4 @@
-"""Every optimizer on every mesh: one device's weights and slots, padding, aliasing, a restore."""
-
-import itertools
+"""Every optimizer on meshes: one device's weights and slots, padding, aliasing, a restore."""
 
 import jax
 import numpy as np
@@ -12,9 +10,9 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_settings import SaveSettings
 from tests.lm_runs import on_host
 from tests.optimizer_runs import (
-    MESHES,
     NUM_STEPS,
     OPTIMIZERS,
+    RUNS,
     SAVED_STEP,
     SIZES,
     continued,
@@ -46,19 +44,16 @@ def assert_same(found, wanted):
     assert not far, "\n".join(far)
 
 
-every_size = pytest.mark.parametrize("size", SIZES)
-# Even sizes on a mesh of one device are neither split nor padded.
-RUNS = [run for run in itertools.product(SIZES, MESHES) if run != ("even", (1, 1, 1))]
-every_run = pytest.mark.parametrize(("size", "shape"), RUNS, ids=str)
+every_run = pytest.mark.parametrize("name", RUNS)
 
 
 @every_run
-def test_five_steps_are_those_of_one_device(size, shape):
-    run = trained(size, shape)
-    assert_same(on_host(run.partitioner.layout, run.last), one_device(size)[-1])
+def test_five_steps_are_those_of_one_device(name):
+    run = trained(name)
+    assert_same(on_host(run.partitioner.layout, run.last), one_device(run.size)[-1])
 
 
-@every_size
+@pytest.mark.parametrize("size", SIZES)
 def test_every_optimizer_moves_all_its_weights_and_no_frozen_one(size):
     before, after = one_device(size)[0], one_device(size)[-1]
     for name in OPTIMIZERS:
@@ -72,8 +67,8 @@ def test_every_optimizer_moves_all_its_weights_and_no_frozen_one(size):
 
 
 @every_run
-def test_padding_is_zero_in_every_slot(size, shape):
-    run = trained(size, shape)
+def test_padding_is_zero_in_every_slot(name):
+    run = trained(name)
     num_padded = 0
     for leaf, x in zip(run.partitioner.layout.leaves(), jax.tree.leaves(run.last), strict=True):
         assert x.shape == leaf.padded_shape, leaf.path
@@ -81,26 +76,19 @@ def test_padding_is_zero_in_every_slot(size, shape):
         outside[tuple(slice(dim) for dim in leaf.shape)] = False
         assert np.all(np.asarray(x)[outside] == 0), leaf.path
         num_padded += outside.any() and "/slots/" in leaf.path
-    if size == "even":
-        assert num_padded == 0
-    elif shape != (1, 1, 1):
-        assert num_padded > 2 * len(OPTIMIZERS)
+    assert num_padded == 0 if run.size == "even" else num_padded > 2 * len(OPTIMIZERS)
 
 
 @every_run
-def test_every_donated_byte_is_aliased(size, shape):
-    run = trained(size, shape)
+def test_every_donated_byte_is_aliased(name):
+    run = trained(name)
     leaves = list(run.partitioner.layout.leaves())
     assert hlo.num_donated(run.step) == len(leaves)
     assert hlo.donated_bytes(run.step) == sum(leaf.bytes_per_device for leaf in leaves)
 
 
-@every_run
-def test_saved_on_one_mesh_and_restored_on_the_next_it_goes_on_as_it_would_have(
-    size, shape, tmp_path
-):
-    meshes = [mesh for one, mesh in RUNS if one == size]
-    saved, other = trained(size, shape), trained(size, meshes[meshes.index(shape) - 1])
+def test_saved_on_one_mesh_and_restored_on_another_it_goes_on_as_it_would_have(tmp_path):
+    saved, other = trained("uneven"), trained("zero1")
     with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
         checkpoints.save(SAVED_STEP, saved.saved, saved.partitioner.layout, {})
     with Checkpoints(tmp_path) as checkpoints:
@@ -111,17 +99,15 @@ def test_saved_on_one_mesh_and_restored_on_the_next_it_goes_on_as_it_would_have(
         on_host(other.partitioner.layout, restored.state),
         on_host(saved.partitioner.layout, saved.saved),
     )
-    state = continued(other.partitioner, other.step, restored.state, size, SAVED_STEP, NUM_STEPS)
-    assert_same(on_host(other.partitioner.layout, state), one_device(size)[-1])
+    state = continued(
+        other.partitioner, other.step, restored.state, other.size, SAVED_STEP, NUM_STEPS
+    )
+    assert_same(on_host(other.partitioner.layout, state), one_device(other.size)[-1])
 
 
-def test_slots_over_the_data_axis_train_as_on_one_device():
-    run = trained("uneven", (1, 4, 2), ("data",))
-    leaves = list(run.partitioner.layout.leaves())
-    specs = {leaf.path: leaf.spec for leaf in leaves}
+def test_slots_lie_over_the_data_axis():
+    specs = {leaf.path: leaf.spec for leaf in trained("zero1").partitioner.layout.leaves()}
     w = "adamw/blocks/w"
     assert specs[f"mdl_vars/params/{w}"] == P(None, None, "mdl")
     for slot in ("ema", "slots/adamw.stack_2/0/mu", "slots/adamw.stack_2/0/nu"):
         assert specs[f"opt_states/{slot}/{w}"] == P(None, "data", "mdl")
-    assert_same(on_host(run.partitioner.layout, run.last), one_device("uneven")[-1])
-    assert hlo.donated_bytes(run.step) == sum(leaf.bytes_per_device for leaf in leaves)

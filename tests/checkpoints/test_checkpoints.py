@@ -95,8 +95,9 @@ def assert_same_true_values(state, true_state):
         assert not found.any(), f"padding of {path} is not zero"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("saved_on", [(1, 4, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("saved_on", "optimizer"), [((1, 4, 2), "adafactor"), ((1, 1, 1), "adamw")]
+)
 def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved_on, optimizer):
     optimizer = OPTIMIZERS[optimizer]
     first = partitioner_on(mesh_of(*saved_on), optimizer=optimizer)

@@ -34,13 +34,8 @@ def uneven_run(word, shape):
     return preset_runs.losses(partitioner, UNEVEN_BATCH)
 
 
-# tests/lm_runs.py has fsdp+tensor, on six meshes.
-@pytest.mark.parametrize(
-    ("word", "shape"),
-    [
-        ("fsdp", (2, 2, 2)), ("megatron", (1, 2, 3)), ("sequence", (1, 2, 3)),
-    ],
-)
+# tests/lm_runs.py has fsdp+tensor, on six meshes; tests/test_accumulation.py has megatron.
+@pytest.mark.parametrize(("word", "shape"), [("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3))])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     wanted, _ = uneven_run("replicated", (1, 1, 1))
     assert wanted[2] < wanted[1] < wanted[0] - 1e-2
