@@ -168,7 +168,7 @@ def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, 
         for step in (1, 2):
             save(checkpoints, step)
         checkpoints.wait()
-        monkeypatch.setattr(step_dirs, "_delete", half)
+        monkeypatch.setattr(step_dirs, "remove_leftover", half)
         save(checkpoints, 3)
     monkeypatch.undo()
     assert names_in(tmp_path) == ["1.deleting", "2", "3"]
