@@ -49,6 +49,10 @@ class SignalListener(contextlib.AbstractContextManager):
         """Called in the thread, at `_wakes_at`."""
 
     def __enter__(self) -> "SignalListener":
+        for listener in _entered:
+            if listener._raised is not None:
+                # Lost on its way (see _end): nothing is begun in the seconds that are left.
+                raise listener._raised
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)

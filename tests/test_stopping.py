@@ -164,6 +164,7 @@ def test_one_of_several_processes_makes_the_first_step_with_the_others():
 ENDS = '''
 import gc, hashlib, sys, threading, time
 from praxis_lite.signals import EndsBySignal
+from praxis_lite.stopping import StopRequest
 
 where = sys.argv[1]
 
@@ -175,10 +176,13 @@ with EndsBySignal():
         threading.Timer(0.2, print, ("there",), {"flush": True}).start()
         if where == "a compiler":
             hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
-        if where == "a callback of the garbage collector":
+        if "callback of the garbage collector" in where:
             gc.callbacks.append(collecting)
             gc.collect()
             gc.callbacks.clear()
+        if where.startswith("training"):
+            with StopRequest():
+                print("a step", flush=True)
         try:
             time.sleep(100)
         except BaseException:
@@ -194,6 +198,7 @@ with EndsBySignal():
     "where",
     [
         "Python", "a compiler", "a callback of the garbage collector",
+        "training after a callback of the garbage collector",
         "code that makes another error of it",
     ],
 )

@@ -63,7 +63,10 @@ def _case(row: Row, name: str, phase: str, victim: int, whole: Outcome) -> list[
         if f"process {victim}" not in other.out + other.err:
             found.append(f"the other does not name it: {_short(other)}")
     else:
-        if [one.code for one in done] != [0, 0]:
+        codes = [one.code for one in done]
+        # Before training has begun: nothing was made, and the status says what ended it.
+        before = phase == "start" and codes == [128 + signal.SIGTERM] * 2
+        if codes != [0, 0] and not before:
             found += [_short(one) for one in done]
         lost = last_step(job) - max(steps_of(job), default=0)
         if lost:
