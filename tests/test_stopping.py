@@ -72,11 +72,15 @@ def ended(process):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interrupts_are_heard():
-    # In the background of a shell SIGINT is ignored, and children inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_are_heard():
+    # A shell ignores SIGINT in the background, nohup ignores SIGHUP, and children inherit that. A
+    # handler that does nothing ignores a signal here, and is not inherited.
+    ignored = [one for one in SIGNALS if signal.getsignal(one) is signal.SIG_IGN]
+    for one in ignored:
+        signal.signal(one, lambda *_: None)
     yield
-    signal.signal(signal.SIGINT, before)
+    for one in ignored:
+        signal.signal(one, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
