@@ -20,6 +20,7 @@ from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.task import Task
 from praxis_lite.weights import BaseLayer, ones
 from tasks.language_model import LanguageModelTask
+from tests.float16 import needs_float16
 from tests.test_accumulation import lm_batch
 
 
@@ -95,6 +96,7 @@ def product_steps(factor, loss_scale, num_micro_batches, num_steps):
     return jax.device_get(states)
 
 
+@needs_float16
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_small_gradients_vanish_without_a_scale_and_are_exact_with_one(num_micro_batches):
     tiny = 2.0**-30  # float16 ends at 2^-24.
@@ -106,6 +108,7 @@ def test_small_gradients_vanish_without_a_scale_and_are_exact_with_one(num_micro
 
 
 # The largest gradient of a row is 8 scale / 8 rows, or / 2 in a micro-batch; float16 ends at 65504.
+@needs_float16
 @pytest.mark.parametrize(
     ("num_micro_batches", "log_scales", "is_skipped", "updates"),
     [
@@ -162,6 +165,7 @@ def trained(fprop_dtype):
     return losses, jax.device_get(state)
 
 
+@needs_float16
 def test_a_language_model_in_float16_trains_as_in_float32():
     """Packed rows, hidden keys, empty rows: what stands for "unseen" is finite in float16."""
     losses, state = trained(jnp.float16)

@@ -28,6 +28,7 @@ from praxis_lite.quantization import QuantizationRule, quantized, quantized_eins
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
 from praxis_lite.weights import BaseLayer
 from tasks.language_model import LanguageModelTask
+from tests.float16 import needs_float16
 from tests.lm_runs import (
     NUM_NEW_TOKENS,
     PROMPT_LENGTHS,
@@ -76,8 +77,11 @@ def vjp(equation, qtype, bwd_qtype, x, w, g):
     return y, *backward(g)
 
 
-@pytest.mark.parametrize("qtype, bwd_qtype", QTYPES)
-def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtype, bwd_qtype):
+@pytest.mark.parametrize(
+    "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=needs_float16)], ids=["int8", "float8"]
+)
+def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes):
+    qtype, bwd_qtype = qtypes
     x, w, g = draw((7, 13, 37)), draw((37, 5, 3), 1), draw((7, 13, 5, 3), 2)
     equation = "btd,dnk->btnk"
     y, dx, dw = vjp(equation, qtype, bwd_qtype, x, w, g)
@@ -265,7 +269,10 @@ def in_all(qtype, bwd_qtype):
     return (QuantizationRule("", qtype, bwd_qtype),)
 
 
-@pytest.mark.parametrize("qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
+    ids=["int8", "float8"],
+)
 def test_a_model_learns_as_fast_with_rounded_products(qtypes):
     plain, found = trained(())[0], trained(in_all(*qtypes))[0]
     assert plain[-1] < plain[0] - 1.0

@@ -17,6 +17,7 @@ from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_dir import JobDir
 from praxis_lite.layers import Dropout
 from praxis_lite.sharding import constrain
+from tests.float16 import HALF
 from tests.job_runs import home, lines_of, succeed
 
 NUM_STEPS = 11
@@ -49,7 +50,7 @@ from tasks.loss import LossTask
 class Net(BaseLayer):
     """Dropout and batch norm between two products."""
 
-    def __init__(self, dtype=jnp.float16, *, rngs):
+    def __init__(self, dtype=HALF, *, rngs):
         self.first = Linear(5, 7, weight_split_dims_mapping=("data", "mdl"), rngs=rngs)
         self.norm = BatchNorm(7, decay=0.7, rngs=rngs)
         self.dropout = Dropout(0.3)
@@ -88,9 +89,9 @@ def windows(pipeline):
 
 @register
 class Everything(Tiny):
-    """Dropout, batch norm, float16 with a loss scale, two optimizers, averages, accumulation."""
+    """Dropout, batch norm, halves with a loss scale, two optimizers, averages, accumulation."""
 
-    dtype = jnp.float16
+    dtype = HALF
 
     def task(self):
         learner = fdl.Config(
