@@ -203,7 +203,9 @@ def test_what_only_the_gradient_divides_by_zero_is_found_in_the_backward_pass(se
 
 
 @each_bench
-@pytest.mark.parametrize(("name", "value"), [pytest.param("half", 4e4, marks=needs_float16), ("brain", 3e38)])
+@pytest.mark.parametrize(
+    ("name", "value"), [pytest.param("half", 4e4, marks=needs_float16), ("brain", 3e38)]
+)
 def test_an_overflow_is_found_and_so_is_the_nan_that_comes_of_it(settings, name, value, tmp_path):
     fault, where = planted_in(settings, f"{name}_of", 1, value)
     said = bench(**settings).report(tmp_path, fault)

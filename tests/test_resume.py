@@ -17,7 +17,6 @@ from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_dir import JobDir
 from praxis_lite.layers import Dropout
 from praxis_lite.sharding import constrain
-from tests.float16 import HALF
 from tests.job_runs import home, lines_of, succeed
 
 NUM_STEPS = 11
@@ -45,6 +44,7 @@ from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.weights import BaseLayer
 from tasks.loss import LossTask
+from tests.float16 import HALF
 
 
 class Net(BaseLayer):
