@@ -21,7 +21,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.learner import Learner
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 
 # Batches over the data axes; a batch's other dims stay whole.
 BATCH_OVER_DATA = {

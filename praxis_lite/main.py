@@ -39,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    # Packages of the user's own in the current directory are found without installation. Last:
-    # `python main.py` from a folder with a random.py in it must not import that one.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _put_users_packages_first()
     _print_log()
     try:
         if args.list:
@@ -65,6 +62,21 @@ def _main(args: argparse.Namespace) -> None:
         print(textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False),
               file=sys.stderr)
         sys.exit(2)
+
+
+def _put_users_packages_first() -> None:
+    """Puts the current directory at the end of sys.path, and behind it the library's checkout.
+
+    So packages of the user's own are found without an installation, and their `tasks` before the
+    folder of that name beside main.py. At the end: `python main.py` from a folder with a random.py
+    in it must not import that one.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    package = Path(__file__).resolve().parent
+    if (package / "tasks").is_symlink():  # Else it is installed.
+        beside = [one for one in sys.path if Path(one).resolve() == package.parent]
+        sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
 
 
 class _Print(logging.Handler):
@@ -90,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
     parser.add_argument(
         "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
-        help="packages of your own, in which --exp is looked up besides experiments/",
+        help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
     parser.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
     parser.add_argument("--mode", choices=MODES, default="train", help="default: train")

@@ -56,10 +56,26 @@ ARRAY_LIBRARIES = ("jax.numpy", "numpy")
 LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
 LIBRARIES = WHOLE_LIBRARIES + ARRAY_LIBRARIES + LAYER_LIBRARIES
 
-# All that is defined in them, for they come with praxis_lite; so do the packages that a user lists.
-PACKAGES = ("tasks", "experiments")
+# All that is defined in them, as in the packages that a user lists.
+PACKAGES = ("praxis_lite.tasks", "praxis_lite.experiments")
+# Former names of packages, by the last format of config.json that has them.
+_FORMER = {2: {"tasks": "praxis_lite.tasks", "experiments": "praxis_lite.experiments"}}
 
 BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple")
+
+
+def name_today(name: str, config_format: int, packages: Collection[str]) -> str:
+    """Returns what a module or an experiment that a config.json names is called today.
+
+    Args:
+        name: `tasks.loss`, as the file has it.
+        config_format: of the file.
+        packages: that the user listed: `tasks` among them is the user's own.
+    """
+    top, _, below = name.partition(".")
+    if top in packages or top not in _FORMER.get(config_format, {}):
+        return name
+    return f"{_FORMER[config_format][top]}.{below}".removesuffix(".")
 
 
 def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
@@ -75,9 +91,11 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
     if module in LIBRARIES:
         return is_public
     top, _, below = module.partition(".")
+    if any(f"{module}.".startswith(f"{one}.") for one in PACKAGES):
+        return True
     if top == "praxis_lite":
         return is_public and any(f"{below}.".startswith(f"{one}.") for one in PRAXIS_LITE)
-    return top in PACKAGES or top in packages
+    return top in packages
 
 
 def imported(module: str, name: str) -> Any:
@@ -164,8 +182,8 @@ def refused(where: str, module: str, name: str) -> str:
     )
     return (
         f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
-        "experiments, tasks, the packages given by --packages, and the layers, models, inputs and "
-        "such of praxis_lite; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
+        "the packages given by --packages and in the experiments, tasks, layers, models, inputs "
+        "and such of praxis_lite; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
         f"jitted functions of jax.numpy and numpy; and layers of flax. {hint}"
     )
 

@@ -18,6 +18,7 @@ from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job, RunConfig
+from praxis_lite.experiments.classify import Spirals
 from tests import callables as zoo
 
 NAME = "tests.callables.Mine"
@@ -173,26 +174,26 @@ def test_a_detour_through_an_allowed_module_is_refused():
 
 
 def test_calling_itself_an_experiment_opens_no_standard_library():
-    text = dump_config(clip(), "experiments.lm.PyDocs").replace("optax:clip_by_global_norm", "{}")
+    text = dump_config(clip(), "praxis_lite.experiments.lm.PyDocs")
+    text = text.replace("optax:clip_by_global_norm", "{}")
     for package, name in {"subprocess": "subprocess:run", "tests": "tests.callables:chain"}.items():
-        found = text.replace("experiments.lm", package).replace("{}", name)
+        found = text.replace("praxis_lite.experiments.lm", package).replace("{}", name)
         with pytest.raises(ConfigError, match=f"names {name.replace(':', '.')}"):
             load_config(found)
 
 
 def test_nothing_is_imported_for_a_refused_text(tmp_path):
     # Allowed is the first of the two; and still nothing of it runs.
-    text = with_corpus("experiments.bait", "x").replace("tests.callables:", "zoo_that_runs:")
+    text = with_corpus("praxis_lite.experiments.lm", "x")
+    text = text.replace("tests.callables:", "zoo_that_runs:")
     (tmp_path / "zoo_that_runs.py").write_text("print('RAN')")
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "bait.py").write_text("print('RAN')")
     (tmp_path / "config.json").write_text(text)
     code = """
         import sys; sys.path[:0] = [".", sys.argv[1]]
         from praxis_lite.config.text import load_config
         try: load_config(open("config.json").read())
         except ValueError as error: print(error)
-        assert not {"jax", "experiments"} & set(sys.modules)
+        assert not {"jax", "praxis_lite.experiments"} & set(sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(Path(__file__).parents[2])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -228,7 +229,7 @@ def test_damaged_text_is_said_to_be_damaged(text):
 
 def test_another_format_is_refused():
     with pytest.raises(ConfigError, match="has format 7"):
-        load_config(dump_config(job(), NAME).replace('"format": 2', '"format": 7'))
+        load_config(dump_config(job(), NAME).replace('"format": 3', '"format": 7'))
 
 
 def test_every_literal_line_can_be_pasted_behind_set():
@@ -296,3 +297,19 @@ def test_defaults_that_miss_their_annotation_are_shown_all_the_same():
         "task.name=<7>",
         "task.pair=1,0.5",
     ]
+
+
+def test_names_of_format_2_are_what_they_are_called_today():
+    written = dump_config(Spirals().config(), "praxis_lite.experiments.classify.Spirals")
+    former = written.replace('"format": 3', '"format": 2')
+    for package in ("tasks", "experiments"):
+        assert f'"praxis_lite.{package}.' in written
+        former = former.replace(f'"praxis_lite.{package}.', f'"{package}.')
+    loaded = load_config(former)
+    assert loaded == load_config(written)
+    assert loaded.experiment == "praxis_lite.experiments.classify.Spirals"
+    # Who lists such a package has one, which here is not so; and today the names mean no other.
+    with pytest.raises(ImportError, match="of your own, it is not on sys.path"):
+        load_config(former, packages=["tasks"])
+    with pytest.raises(ConfigError, match="names tasks.*add --packages=tasks"):
+        load_config(former.replace('"format": 2', '"format": 3'))
