@@ -24,8 +24,8 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from benchmarks.step_overhead import Step, figures  # noqa: E402
-from praxis_lite.experiments.lm import BATCH_OVER_DATA, rotary_lm  # noqa: E402
-from praxis_lite.layers import set_sharding_params  # noqa: E402
+from praxis_lite.experiments.lm import BATCH_OVER_DATA  # noqa: E402
+from praxis_lite.layers import rotary_lm, set_sharding_params  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner  # noqa: E402

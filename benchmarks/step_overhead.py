@@ -27,8 +27,11 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks import plain_jax_lm  # noqa: E402
 from praxis_lite import hlo  # noqa: E402
-from praxis_lite.experiments.lm import rotary_lm  # noqa: E402
-from praxis_lite.layers import TransformerFeedForward, set_sharding_params  # noqa: E402
+from praxis_lite.layers import (  # noqa: E402
+    TransformerFeedForward,
+    rotary_lm,
+    set_sharding_params,
+)
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 import optax
 
-from praxis_lite.experiments.lm import rotary_lm
+from praxis_lite.layers import rotary_lm
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample

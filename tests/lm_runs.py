@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from praxis_lite.decode import Greedy
-from praxis_lite.experiments.lm import rotary_lm
-from praxis_lite.layers import set_sharding_params
+from praxis_lite.layers import rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh

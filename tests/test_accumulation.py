@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import accumulation, hlo
 from praxis_lite.errors import ConfigError
-from praxis_lite.experiments.lm import rotary_lm
-from praxis_lite.layers import SharedEmbeddingSoftmax, set_sharding_params
+from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.partitioner import Partitioner

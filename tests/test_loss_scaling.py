@@ -13,8 +13,7 @@ from flax import nnx
 
 from praxis_lite import steps
 from praxis_lite.errors import ConfigError
-from praxis_lite.experiments.lm import rotary_lm
-from praxis_lite.layers import SharedEmbeddingSoftmax
+from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm
 from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.task import Task

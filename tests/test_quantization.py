@@ -17,8 +17,7 @@ from praxis_lite import layers, quantization
 from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.decode import Greedy
 from praxis_lite.errors import ConfigError
-from praxis_lite.experiments.lm import rotary_lm
-from praxis_lite.layers import set_sharding_params
+from praxis_lite.layers import rotary_lm, set_sharding_params
 from praxis_lite.layers.adapters import lora, merge_adapters
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel

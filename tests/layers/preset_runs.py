@@ -13,8 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from praxis_lite import hlo, layers
-from praxis_lite.experiments.lm import rotary_lm
-from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
+from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
