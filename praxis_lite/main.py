@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
-        help="set any field of the config, for instance run.num_train_steps=200",
+        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
+        "of the experiment's class",
     )
     parser.add_argument(
         "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
@@ -238,11 +239,10 @@ def _job_log_dir(args: argparse.Namespace) -> str:
 def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
     experiment = registry.get_experiment(args.exp, args.packages)
 
-    from praxis_lite.config.overrides import apply_overrides
+    from praxis_lite.config.class_attributes import configured
 
-    config = experiment().config()
-    apply_overrides(config, args.settings)
-    return config, registry.full_name(experiment)
+    packages = registry.allowed_packages(args.packages)
+    return configured(experiment, args.settings, packages), registry.full_name(experiment)
 
 
 def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:
@@ -271,7 +271,7 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
                 f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {named}. Leave "
                 "--exp out, or name that experiment's directory."
             )
-    apply_overrides(loaded.config, args.settings)
+    apply_overrides(loaded.config, args.settings, packages)
     return job_dir, loaded.config, loaded.experiment
 
 

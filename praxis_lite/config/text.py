@@ -14,8 +14,8 @@ from praxis_lite.config import nodes
 from praxis_lite.config.json_text import parse_json, read_json
 from praxis_lite.config.names import imported, name_today
 from praxis_lite.config.node_form import FORMAT, check
-from praxis_lite.config.paths import callable_name, describe, iterate_fields
-from praxis_lite.config.values import format_value
+from praxis_lite.config.paths import callable_name, iterate_fields
+from praxis_lite.config.text_forms import text_of_value
 from praxis_lite.errors import ConfigError, shown
 
 # Format 2 names the packages of the library's tasks and experiments as they were called then.
@@ -124,35 +124,31 @@ def _damaged(reason: str) -> ConfigError:
 def config_lines(config: fdl.Config) -> list[str]:
     """Returns a line `path=value` for every field, in the order of the roots.
 
-    A plain value is quoted as a shell wants it, so that the line can be pasted behind `--set`. A
-    config or a function stands in angle brackets: those only the experiment's code can change.
+    It is quoted as a shell wants it, so that each line can be pasted behind `--set`. A field that
+    has no value yet, for whoever calls the function gives it, has no line.
     """
-    return [
-        f"{path}={shlex.quote(text) if is_literal else text}"
-        for path, (text, is_literal) in _texts(config).items()
-    ]
+    return [f"{path}={shlex.quote(text)}" for path, text in _texts(config).items()]
 
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
     """Returns a line 'run.seed: 0 -> 7' for every field that differs, in the order of the roots."""
-    old_texts, new_texts = _texts(old), _texts(new)
-    absent = ("(absent)", False)
-    return [
-        f"{path}: {old_texts.get(path, absent)[0]} -> {new_texts.get(path, absent)[0]}"
-        for path in dict.fromkeys([*new_texts, *old_texts])
-        if old_texts.get(path) != new_texts.get(path)
+    texts = _texts(old), _texts(new)
+    differing = [
+        path for path in dict.fromkeys([*texts[1], *texts[0]])
+        if texts[0].get(path) != texts[1].get(path)
     ]
 
+    def said(path: str, texts: dict[str, str]) -> str:
+        below = any(one.startswith((f"{path}.", f"{path}[")) for one in texts)
+        return texts.get(path, "(below)" if below else "(absent)")
 
-def _texts(config: fdl.Config) -> dict[str, tuple[str, bool]]:
-    texts = {}
-    for field in iterate_fields(config):
-        text = format_value(field.value, field.annotation) if field.is_settable else None
-        if text is not None:
-            texts[field.path] = (text, True)
-        else:
-            texts[field.path] = (describe(field.value), False)
-    return texts
+    return [f"{path}: {said(path, texts[0])} -> {said(path, texts[1])}" for path in differing]
+
+
+def _texts(config: fdl.Config) -> dict[str, str]:
+    texts = ((field.path, text_of_value(field.value, field.annotation))
+             for field in iterate_fields(config))
+    return {path: text for path, text in texts if text is not None}
 
 
 def _check_parameters(config: fdl.Config) -> None:

@@ -29,10 +29,9 @@ def rotary_lm(
       have no biases.
     - Queries are divided by sqrt(dim_per_head), in place of a learned scale per dim.
     - Attention weights are drawn by their true fans. By default they are drawn as a convolution's,
-      several times smaller; what they add is lost at first, and a small model learns no more
-      than how often each token comes for a hundred steps.
-    - The table that embeds and predicts is normal, of variance 1 / D, and what it embeds is multiplied
-      by sqrt(D): embeddings have elements of about one, logits too.
+      several times smaller, and learn later.
+    - The table that embeds and predicts is normal, of variance 1 / D, and what it embeds is
+      multiplied by sqrt(D): embeddings have elements of about one, and so have logits.
 
     Args:
       tr_fflayer_tpl: of each block's feed-forward part.

@@ -1,5 +1,6 @@
 """A config written, read again, and refused where its text asks for more."""
 
+import copy
 import functools
 import shlex
 import subprocess
@@ -14,11 +15,14 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite import registry
+from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job, RunConfig
 from praxis_lite.experiments.classify import Spirals
+from praxis_lite.experiments.lm import PyDocs
 from tests import callables as zoo
 
 NAME = "tests.callables.Mine"
@@ -232,21 +236,41 @@ def test_another_format_is_refused():
         load_config(dump_config(job(), NAME).replace('"format": 3', '"format": 7'))
 
 
-def test_every_literal_line_can_be_pasted_behind_set():
+def test_every_line_can_be_pasted_behind_set():
     config = job(decode_datasets={"p": fdl.Config(zoo.loose, names=("a b", "c"), extra_one=7)})
+    assert len(config_lines(config)) > 40
+    _check_lines(config)
+
+
+@pytest.mark.parametrize("name", [one.name for one in registry.list_experiments()])
+def test_every_line_of_every_experiment_can_be_pasted_behind_set(name):
+    _check_lines(registry.get_experiment(name)().config())
+
+
+def _check_lines(config):
     lines = config_lines(config)
-    literal = [line for line in lines if "=<" not in line]
-    assert len(literal) > 30
-    # What the shell makes of the line, set on a config where nothing has its value.
-    for line in literal:
-        (setting,) = shlex.split(line)
-        (change,) = apply_overrides(changed := job(**_parts(config)), [setting])
-        assert config_lines(changed) == lines
+    assert not [line for line in lines if "<" in line]
+    changed = copy.deepcopy(config)
+    for line in lines:
+        (setting,) = shlex.split(line)  # What the shell makes of the line.
+        (change,) = apply_overrides(changed, [setting], ["tests"])
         assert len(set(change.split(": ", 1)[1].split(" -> "))) == 1, change
+    assert config_lines(changed) == lines
 
 
-def _parts(config):
-    return {"decode_datasets": config.decode_datasets}
+def test_the_lines_of_one_job_make_another_the_same():
+    settings = [
+        "task.learner.optimizer=optax.contrib.muon", "task.model.final_ln_tpl=LayerNorm",
+        "task.model.final_ln_tpl.use_bias=false", "task.learner.learning_rate=constant_schedule()",
+        "task.learner.learning_rate.value=0.5", "run.early_stopping=EarlyStopping",
+        "task.model.stacked_transformer_tpl=StackedTransformer", "task.decoder=BeamSearch",
+        "run.early_stopping.metric=loss", "datasets.train.corpus.files=x y.txt",
+    ]  # fmt: skip
+    config = configured(PyDocs, settings)
+    lines = config_lines(config)
+    again = configured(PyDocs, [shlex.split(line)[0] for line in lines])
+    assert config_lines(again) == lines != config_lines(PyDocs().config())
+    assert config_difference(config, again) == []
 
 
 def test_the_lines_show_defaults_in_the_order_of_the_roots():
@@ -254,11 +278,11 @@ def test_the_lines_show_defaults_in_the_order_of_the_roots():
     roots = list(dict.fromkeys(line.partition("=")[0].partition(".")[0] for line in lines))
     assert roots == ["mesh", "task", "datasets", "decode_datasets", "run", "partitioner"]
     wanted = {
-        "mesh=<Config tests.callables.Mesh>",
+        "mesh='tests.callables.Mesh()'",
         "mesh.ici_mesh_shape=1,4,2",
         "mesh.dcn_mesh_shape=None",
         "mesh.axis_names=replica,data,mdl",
-        "task.activation=<jax._src.nn.functions.gelu>",
+        "task.activation=jax.nn.gelu",
         "task.dtype=bfloat16",
         "task.kind=rotary",
         "task.rate=0.5",
@@ -278,14 +302,15 @@ def test_the_difference_names_what_changed_and_nothing_else():
     new.task.activation = jax.nn.relu
     new.decode_datasets["more"] = fdl.Config(zoo.Corpus, path="c")
     assert config_difference(old, new) == [
-        "task.activation: <jax._src.nn.functions.gelu> -> <jax._src.nn.functions.relu>",
+        "task.activation: jax.nn.gelu -> jax.nn.relu",
         "datasets.train.corpus.path: a.txt -> b.txt",
         "datasets.eval[0].path: a.txt -> b.txt",
-        "decode_datasets: {} -> <dict of more>",
-        "decode_datasets.more: (absent) -> <Config tests.callables.Corpus>",
+        "decode_datasets.more: (absent) -> tests.callables.Corpus()",
         "decode_datasets.more.path: (absent) -> c",
         "decode_datasets.more.options: (absent) -> {}",
         "run.num_train_steps: 257 -> 400",
+        "task.activation.approximate: True -> (absent)",
+        "decode_datasets: {} -> (below)",
     ]
 
 
@@ -294,7 +319,7 @@ def test_defaults_that_miss_their_annotation_are_shown_all_the_same():
     assert [line for line in config_lines(config) if line.startswith("task.")] == [
         "task.rate=1",
         "task.width=None",
-        "task.name=<7>",
+        "task.name=7",
         "task.pair=1,0.5",
     ]
 
