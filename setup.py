@@ -13,9 +13,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",
-    # tasks and experiments are installed too, so that --exp=lm.PyDocs works from a wheel.
-    packages=find_packages(include=[
-        "praxis_lite", "praxis_lite.*", "tasks", "tasks.*", "experiments", "experiments.*"]),
+    # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
+    packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
     # The page of --mode=explain --html.
     package_data={"praxis_lite": ["explain_page.html"]},
     install_requires=[

@@ -33,7 +33,7 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 
 DIMS, BATCH = 1024, 64
 GIB, MIB = 1 << 30, 1 << 20

@@ -28,7 +28,7 @@ from flax import nnx  # noqa: E402
 
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
-from tasks.loss import LossTask  # noqa: E402
+from praxis_lite.tasks.loss import LossTask  # noqa: E402
 
 NUM_LAYERS, DIMS, GOAL = 50, 4, 1.3  # A kernel and a bias each.
 

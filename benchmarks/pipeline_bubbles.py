@@ -36,7 +36,7 @@ from praxis_lite.layers import (  # noqa: E402
 from praxis_lite.layers.pipeline_schedules import Schedule  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
-from tasks.language_model import LanguageModelTask  # noqa: E402
+from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 
 NUM_STAGES, BATCH, TIME = 4, 32, 32
 SIZES = dict(vocab_size=64, model_dims=64, hidden_dims=256, num_heads=4, num_layers=8)

@@ -21,7 +21,7 @@ IMPORTS = {
     "import praxis_lite": "import praxis_lite",
     "all that a training job imports": (
         "import praxis_lite.main, praxis_lite.partitioner, praxis_lite.checkpoints.checkpoints, "
-        "praxis_lite.trainer, praxis_lite.config.text, experiments.lm"
+        "praxis_lite.trainer, praxis_lite.config.text, praxis_lite.experiments.lm"
     ),
 }
 # Stops the job when its first step's metrics have reached the host.

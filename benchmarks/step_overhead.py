@@ -26,12 +26,15 @@ import optax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks import plain_jax_lm  # noqa: E402
-from experiments.lm import rotary_lm  # noqa: E402
 from praxis_lite import hlo  # noqa: E402
-from praxis_lite.layers import TransformerFeedForward, set_sharding_params  # noqa: E402
+from praxis_lite.layers import (  # noqa: E402
+    TransformerFeedForward,
+    rotary_lm,
+    set_sharding_params,
+)
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
-from tasks.language_model import LanguageModelTask  # noqa: E402
+from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 
 EVEN = plain_jax_lm.Config(256, 128, 512, num_heads=4, dims_per_head=32, num_layers=4)
 UNEVEN = plain_jax_lm.Config(251, 127, 509, num_heads=3, dims_per_head=32, num_layers=4)

@@ -8,7 +8,7 @@ from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import Mlp
 from praxis_lite.learner import Learner
-from tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.image_classification import ClassificationTask
 
 
 def spirals(num_examples: int, seed: int) -> dict[str, np.ndarray]:

@@ -7,15 +7,15 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from experiments.lm import PyDocs as LayersPyDocs
-from experiments.vision import Digits
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
+from praxis_lite.experiments.vision import Digits
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weight_sharding import WeightSharding
-from tasks.loss import LossTask
 
 
 class Classifier(nn.Module):

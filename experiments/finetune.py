@@ -5,9 +5,9 @@ import sysconfig
 import fiddle as fdl
 import optax
 
-from experiments import lm
 from praxis_lite import register
 from praxis_lite.checkpoints.loading_rules import LOAD_ALL, CheckpointLoadingRules
+from praxis_lite.experiments import lm
 from praxis_lite.inputs import TextCorpus
 from praxis_lite.layers.adapters import adapted
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.vision import digits
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.experiments.vision import digits
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weight_sharding import WeightSharding
-from tasks.loss import LossTask
 
 SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
 # In the form of the params; None declares nothing of a weight, or of a whole layer.

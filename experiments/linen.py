@@ -5,16 +5,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.linen_models import CausalLm, VisionTransformer
-from experiments.lm import BATCH_OVER_DATA
-from experiments.lm import PyDocs as LayersPyDocs
-from experiments.vision import BATCH, Digits
 from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite.experiments.linen_models import CausalLm, VisionTransformer
+from praxis_lite.experiments.lm import BATCH_OVER_DATA
+from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
+from praxis_lite.experiments.vision import BATCH, Digits
 from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
+from praxis_lite.tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weight_sharding import WeightSharding
-from tasks.image_classification import ClassificationTask
-from tasks.loss import LossTask
 
 
 @register

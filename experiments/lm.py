@@ -8,50 +8,21 @@ from praxis_lite.decode import Sample
 from praxis_lite.initializers import WeightInit
 from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, tf_data
 from praxis_lite.layers import (
-    AttentionProjection,
-    DotProductAttention,
     Embedding,
     FullSoftmax,
     Repeat,
-    RmsNorm,
-    SharedEmbeddingSoftmax,
-    Transformer,
     TransformerFeedForward,
-    TransformerLm,
+    rotary_lm,
     set_sharding_params,
 )
 from praxis_lite.learner import Learner
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 
 # Batches over the data axes; a batch's other dims stay whole.
 BATCH_OVER_DATA = {
     "map_1d": (("replica", "data"),),
     "map_2d": (("replica", "data"), None),
 }
-
-
-def rotary_lm(*, tr_fflayer_tpl=TransformerFeedForward, attention=None, **settings):
-    """Returns the config of an LM with rotary positions, RMS norms and no biases but the hidden."""
-    block = fdl.Partial(
-        Transformer, ln_tpl=RmsNorm, tr_fflayer_tpl=tr_fflayer_tpl,
-        tr_atten_tpl=fdl.Partial(
-            DotProductAttention, use_bias=False, internal_enable_per_dim_scale=False,
-            scale_query_by_dim_per_head=True, use_rotary_position_emb=True,
-            # By default, as in Pax, these weights start several times smaller and learn later.
-            proj_tpl=fdl.Partial(AttentionProjection, explicit_fan_in_fan_out_axes=True),
-            **(attention or {}),
-        ),
-    )
-    softmax = fdl.Partial(
-        SharedEmbeddingSoftmax, scale_sqrt_depth=True, has_bias=False,
-        # So that an embedding, scaled, has elements of about one.
-        weight_init=fdl.Config(WeightInit.Gaussian, scale=settings["model_dims"] ** -0.5),
-    )
-    return fdl.Partial(
-        TransformerLm,
-        **{"softmax_tpl": softmax, **settings},
-        position_emb_tpl=None, final_ln_tpl=RmsNorm, transformer_layer_tpl=block,
-    )
 
 
 @register

@@ -2,8 +2,8 @@
 
 import fiddle as fdl
 
-from experiments import lm
 from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite.experiments import lm
 from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_sharding_params
 
 # Tokens are split over the experts' axis too: an all-to-all takes them to the experts and back.

@@ -2,8 +2,8 @@
 
 import fiddle as fdl
 
-from experiments import lm
 from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite.experiments import lm
 from praxis_lite.layers import SHARDING_PRESETS, Pipeline, set_sharding_params
 
 # Embedding and softmax are outside the pipeline: there the stages share the batch.

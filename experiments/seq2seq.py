@@ -18,7 +18,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.learner import Learner
-from tasks.sequence_to_sequence import SequenceToSequenceTask
+from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 
 PADDING, END, FIRST_LETTER = 0, 1, 2
 

@@ -20,7 +20,7 @@ from praxis_lite.layers import (
     build_vision_transformer,
 )
 from praxis_lite.learner import Learner
-from tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.image_classification import ClassificationTask
 
 NUM_HELDOUT = 359  # Of 1797, the same ones always.
 BATCH = ("replica", "data")

@@ -173,7 +173,17 @@ class Experiment:
 
     Every method returns configs (`fdl.Config`), never built objects, and takes no decisions. A
     variant subclasses an experiment, overrides one method and edits what `super()` gave.
+
+    Attributes of the class, such as `BATCH_SIZE = 16`, that the methods read as `self.BATCH_SIZE`,
+    are set by `--set BATCH_SIZE=32`, before the methods run.
+
+    Attributes:
+        SHARDING_PRESET: a word for `set_sharding_params`, such as "megatron", which then sets the
+            splits of the task's model, and by which the batches' rows split; whatever the task's
+            method says. None: what that says counts.
     """
+
+    SHARDING_PRESET: str | None = None
 
     def mesh(self) -> fdl.Config:
         """Returns the config of the `MeshConfig`."""
@@ -231,7 +241,10 @@ class Experiment:
         )
         # What the methods share, with a class's attribute too, is shared in the copy and there
         # only: one job's --set must not reach another job of the same process.
-        return copy.deepcopy(config)
+        config = copy.deepcopy(config)
+        if self.SHARDING_PRESET is not None:
+            _set_preset(config.task, self.SHARDING_PRESET)
+        return config
 
     def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
         if isinstance(found, fdl.Config):
@@ -273,6 +286,19 @@ class Experiment:
 
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def _set_preset(task: fdl.Config, preset: str) -> None:
+    # Here, because the layers need jax, and who names no preset need not wait for them.
+    from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
+
+    set_sharding_params(task.model, preset)
+    batch = SHARDING_PRESETS[preset]["batch"]
+    mapping = getattr(task, "inputs_split_mapping", None) or {}
+    if mapping:
+        task.inputs_split_mapping = {
+            rank: (batch, *dims[1:]) for rank, dims in mapping.items()
+        }
 
 
 def check_dataset_name(name: Any, where: str) -> None:

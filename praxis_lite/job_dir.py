@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from praxis_lite.config.json_text import read_json
+from praxis_lite.config.names import name_today
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.whole_files import write_whole
 
@@ -119,7 +120,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
             )
     _check_writable(job)
     if job.config_json.is_file():
-        found = recorded_experiment(job)
+        found = recorded_experiment(job, packages=experiment.split(".")[:1])
         if found != experiment:
             _refuse(
                 job,
@@ -159,17 +160,20 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
     return job
 
 
-def recorded_experiment(job: JobDir) -> str:
-    """Returns the full name of the experiment that `config.json` records.
+def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
+    """Returns the full name of the experiment that `config.json` records, as it is called today.
+
+    Args:
+        job: has a config.json.
+        packages: of the user's own.
 
     Raises:
         ConfigError: the file is not one of praxis_lite's.
     """
     try:
-        found = read_json(job.config_json)["experiment"]
-    except (ConfigError, LookupError, TypeError):
-        found = None
-    if not isinstance(found, str):
+        config = read_json(job.config_json)
+        found = name_today(config["experiment"], config.get("format"), packages)
+    except (ConfigError, LookupError, TypeError, AttributeError):
         _refuse(
             job,
             "has a config.json that praxis_lite did not write, or that is damaged. Name another "

@@ -39,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    # Packages of the user's own in the current directory are found without installation. Last:
-    # `python main.py` from a folder with a random.py in it must not import that one.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _put_users_packages_first()
     _print_log()
     try:
         if args.list:
@@ -65,6 +62,21 @@ def _main(args: argparse.Namespace) -> None:
         print(textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False),
               file=sys.stderr)
         sys.exit(2)
+
+
+def _put_users_packages_first() -> None:
+    """Puts the current directory at the end of sys.path, and behind it the library's checkout.
+
+    So packages of the user's own are found without an installation, and their `tasks` before the
+    folder of that name beside main.py. At the end: `python main.py` from a folder with a random.py
+    in it must not import that one.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    package = Path(__file__).resolve().parent
+    if (package / "tasks").is_symlink():  # Else it is installed.
+        beside = [one for one in sys.path if Path(one).resolve() == package.parent]
+        sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
 
 
 class _Print(logging.Handler):
@@ -90,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
     parser.add_argument(
         "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
-        help="packages of your own, in which --exp is looked up besides experiments/",
+        help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
     parser.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
     parser.add_argument("--mode", choices=MODES, default="train", help="default: train")
@@ -100,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
-        help="set any field of the config, for instance run.num_train_steps=200",
+        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
+        "of the experiment's class",
     )
     parser.add_argument(
         "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
@@ -226,11 +239,10 @@ def _job_log_dir(args: argparse.Namespace) -> str:
 def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
     experiment = registry.get_experiment(args.exp, args.packages)
 
-    from praxis_lite.config.overrides import apply_overrides
+    from praxis_lite.config.class_attributes import configured
 
-    config = experiment().config()
-    apply_overrides(config, args.settings)
-    return config, registry.full_name(experiment)
+    packages = registry.allowed_packages(args.packages)
+    return configured(experiment, args.settings, packages), registry.full_name(experiment)
 
 
 def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:
@@ -259,7 +271,7 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
                 f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {named}. Leave "
                 "--exp out, or name that experiment's directory."
             )
-    apply_overrides(loaded.config, args.settings)
+    apply_overrides(loaded.config, args.settings, packages)
     return job_dir, loaded.config, loaded.experiment
 
 

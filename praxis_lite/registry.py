@@ -1,8 +1,8 @@
 """Which class an experiment's name means.
 
-Names are looked up in the source of a few packages, `experiments` and those that the user lists, so
-that a mistyped one is answered before jax is imported, and only the module that holds the found
-class runs. Of other packages nothing is read: a name is no reason to look.
+Names are looked up in the source of a few packages, `praxis_lite.experiments` and those that the
+user lists, so that a mistyped one is answered before jax is imported, and only the module that
+holds the found class runs. Of other packages nothing is read: a name is no reason to look.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 ExperimentT = TypeVar("ExperimentT", bound="type[Experiment]")
 
-# The package whose experiments need no prefix: `lm.PyDocs` is `experiments.lm.PyDocs`.
-HOME = "experiments"
+# Where the library's own experiments are.
+HOME = "praxis_lite.experiments"
+_LIBRARY = "praxis_lite"
 
 _registered: dict[str, type] = {}
 
@@ -69,10 +70,10 @@ def full_name(experiment: type) -> str:
 
 
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the top-level packages in which experiments, and what configs name, may lie.
+    """Returns the packages in which experiments, and what configs name, may lie.
 
-    They are `experiments`, the listed ones, and those with an experiment that this process has
-    registered (a notebook's own, or one that was imported by hand).
+    They are `praxis_lite.experiments`, the listed ones, and those with an experiment that this
+    process has registered (a notebook's own, or one that was imported by hand).
 
     Args:
         listed: of `--packages`.
@@ -91,7 +92,7 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
                 f"--packages={shown(package)}: there is no such package on sys.path (the current "
                 "directory is, under `python -m praxis_lite.main`)."
             )
-    registered = sorted(key.partition(".")[0] for key in _registered)
+    registered = sorted(key.partition(".")[0] for key in _registered if not _is_in(HOME, key))
     return tuple(dict.fromkeys([HOME, *listed, *registered]))
 
 
@@ -99,10 +100,11 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
     """Returns the registered class that `name` means; imports its module and no other.
 
     Args:
-        name: `lm.PyDocs` (a module of `experiments`), `experiments.lm.PyDocs`,
-            `mypackage.experiments.MyLm` (a listed package), or `PyDocs` where one class only has
-            that name.
-        packages: of the user's own, on sys.path, in which to look besides `experiments`.
+        name: the full name, `mypackage.experiments.MyLm`, or without its package: `lm.PyDocs` is
+            `praxis_lite.experiments.lm.PyDocs`, and `experiments.MyLm` one of a listed package; or
+            `PyDocs`, the class alone. A short name that means two of them is refused.
+        packages: of the user's own, on sys.path, in which to look besides
+            `praxis_lite.experiments`.
 
     Raises:
         ConfigError: no experiment, or more than one, has the name; or it is not registered.
@@ -113,8 +115,11 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
             "lm.PyDocs."
         )
     allowed = allowed_packages(packages)
-    names = {name, f"{HOME}.{name}"} if "." in name else _with_class_name(name, allowed)
-    found = {full: place for full in names if (place := _find(full, allowed))}
+    found = _found({name}, allowed)
+    if not found and "." in name:
+        found = _found({f"{package}.{name}" for package in (*allowed, _LIBRARY)}, allowed)
+    elif not found:
+        found = _found(_with_class_name(name, allowed), allowed)
     if len(found) > 1:
         raise ConfigError(
             f"--exp={name} may mean {' or '.join(sorted(found))}: give one of these names."
@@ -128,7 +133,7 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
 
 
 def list_experiments(packages: Sequence[str] = ()) -> list[Listed]:
-    """Returns the experiments of `experiments`, of `packages` and those registered, by name."""
+    """Returns the library's experiments, those of `packages` and those registered, by name."""
     return _list(allowed_packages(packages))
 
 
@@ -143,10 +148,19 @@ def _list(allowed: Sequence[str]) -> list[Listed]:
     return [Listed(name, summary) for name, summary in sorted(listed.items())]
 
 
-def _find(full: str, allowed: Sequence[str]) -> "type | source_scan.Place | None":
-    if full in _registered:
-        return _registered[full]
-    return source_scan.find(full) if full.partition(".")[0] in allowed else None
+def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Place]":
+    """Returns what each full name is, in an allowed package; nothing for the others."""
+    found = {}
+    for full in names:
+        is_allowed = any(_is_in(package, full) for package in allowed)
+        place = _registered.get(full) or (source_scan.find(full) if is_allowed else None)
+        if place is not None:
+            found[full] = place
+    return found
+
+
+def _is_in(package: str, full: str) -> bool:
+    return full.startswith(f"{package}.")
 
 
 def _with_class_name(name: str, allowed: Sequence[str]) -> set[str]:
@@ -179,10 +193,10 @@ def _imported(full: str, place: source_scan.Place) -> "type[Experiment]":
 
 def _unknown(name: str, allowed: Sequence[str]) -> str:
     known = [one.name for one in _list(allowed)]
-    top = name.partition(".")[0]
+    short = name.removeprefix(f"{HOME}.")
+    top = short.partition(".")[0]
     # A class in the wrong module is nearer than its full name looks.
     by_class = [full for full in known if full.rpartition(".")[2] == name.rpartition(".")[2]]
-    short = name.removeprefix(f"{HOME}.")
     near = by_class or [full for full in known if short == full.rpartition(".")[2]]
     hint = f" Did you mean {', '.join(near[:3])}?" if near else did_you_mean(short, known)
     if not hint and known:

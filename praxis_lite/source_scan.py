@@ -87,8 +87,15 @@ def _roots(top: str) -> list[Path]:
     if spec is None:
         return []
     if spec.submodule_search_locations is not None:
-        return [Path(folder) for folder in spec.submodule_search_locations]
+        folders = [Path(folder) for folder in spec.submodule_search_locations]
+        return [folder for folder in folders if not _is_the_librarys(top, folder)]
     return [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
+
+
+def _is_the_librarys(top: str, folder: Path) -> bool:
+    # In a checkout the folders of praxis_lite.tasks and .experiments can be seen from the top too.
+    within = Path(__file__).parent / top
+    return within.is_symlink() and within.resolve() == folder.resolve()
 
 
 def _module_files(module: str) -> Iterator[Path]:

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.lm import rotary_lm
+from praxis_lite.layers import rotary_lm
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample
@@ -47,7 +47,7 @@ from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.learner import Learner
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 
 TEXTS = Path(__file__).parents[1] / "texts"
 

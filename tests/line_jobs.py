@@ -15,7 +15,7 @@ from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 
 
 class Lines(IndexedPipeline):

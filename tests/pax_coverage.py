@@ -15,8 +15,8 @@ from pathlib import Path
 
 from praxis_lite import layers
 from praxis_lite.layers.activations import ACTIVATIONS
-from tasks.language_model import LanguageModelTask
-from tasks.sequence_to_sequence import SequenceToSequenceTask
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 
 PAGE = Path(__file__).parents[1] / "docs/pax_coverage.md"
 OPTIONS = Path(__file__).parent / "layers/pax_layer_options.json"

@@ -11,15 +11,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.lm import rotary_lm
 from praxis_lite import accumulation, hlo
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import SharedEmbeddingSoftmax, set_sharding_params
+from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.lm_runs import on_host, structs, zero_padded
 
 # A weighted regression by hand: what each micro-batch gives is 0 / 0 where it weighs nothing.

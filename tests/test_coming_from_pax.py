@@ -33,7 +33,7 @@ from praxis_lite import (
 )
 from praxis_lite.checkpoints import checkpoints, loading_rules
 from praxis_lite.interop import pax_job
-from tasks import image_classification, language_model, sequence_to_sequence
+from praxis_lite.tasks import image_classification, language_model, sequence_to_sequence
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[1] / "docs/coming_from_pax.md").read_text(encoding="utf-8")

@@ -174,7 +174,7 @@ def test_nothing_to_decode_or_evaluate_is_said(mode, words, tmp_path):
 
 
 def test_a_file_of_decoded_prompts_is_whole_or_absent(decoded, monkeypatch):
-    from tasks.language_model import LanguageModelTask
+    from praxis_lite.tasks.language_model import LanguageModelTask
 
     job, _ = decoded
     before = job.decode_jsonl("prompts", 7).read_text()

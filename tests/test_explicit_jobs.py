@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import explicit
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
+from praxis_lite.experiments import explicit
 from praxis_lite.inputs import InMemory
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner

@@ -15,9 +15,9 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weight_sharding import WeightSharding
 from praxis_lite.weights import BaseLayer
-from tasks.loss import LossTask
 
 # V classes, D model dims, F hidden dims, B batch, T time.
 # All axes divide the first, none the second.

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.functions import SIZES, DigitsMlpFsdp
-from experiments.vision import digits
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
+from praxis_lite.experiments.functions import SIZES, DigitsMlpFsdp
+from praxis_lite.experiments.vision import digits
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh

@@ -18,18 +18,18 @@ NAMES = {
     "its submodule": "trap.deep.deeper.Trap",
     "a class of the library": "praxis_lite.main.main",
     "the library": "praxis_lite.trainer.train",
-    "the tasks": "tasks.loss.LossTask",
+    "the tasks": "praxis_lite.tasks.loss.LossTask",
     "the system": "os.system",
-    "the system, twice": "experiments.os.system",
-    "what a module imports": "experiments.lm.fdl.Config",
+    "the system, twice": "praxis_lite.experiments.os.system",
+    "what a module imports": "praxis_lite.experiments.lm.fdl.Config",
     "builtins": "builtins.eval",
     "a process": "subprocess.Popen",
     "main": "__main__.sys",
-    "an attribute": "experiments.lm.__class__",
-    "a method": "experiments.lm.PyDocs.__init__",
-    "its globals": "experiments.lm.PyDocs.__init__.__globals__",
-    "a dunder module": "experiments.__init__.Trap",
-    "a function of the package": "experiments.lm.rotary_lm.Trap",
+    "an attribute": "praxis_lite.experiments.lm.__class__",
+    "a method": "praxis_lite.experiments.lm.PyDocs.__init__",
+    "its globals": "praxis_lite.experiments.lm.PyDocs.__init__.__globals__",
+    "a dunder module": "praxis_lite.experiments.__init__.Trap",
+    "a function of the package": "praxis_lite.experiments.lm.rotary_lm.Trap",
     "a relative one": ".trap.Trap",
     "dots at the end": "trap.Trap..",
     "the folder above": "..trap.Trap",
@@ -40,7 +40,7 @@ NAMES = {
     "a NUL": "trap\0.Trap",
     "a newline": "trap\nTrap",
     "terminal escapes": "\x1b]0;owned\x07\x1b[31mtrap.Trap\x1b[2J",
-    "right to left": f"experiments.lm.{BIDI}scoDyP",
+    "right to left": f"praxis_lite.experiments.lm.{BIDI}scoDyP",
     "a shell's words": "$(touch canary);`touch canary`|touch canary&&lm.PyDocs",
     "a format": "{0.__class__}%s%n",
     "code": "__import__('trap')",
@@ -138,10 +138,11 @@ def test_it_is_refused_in_one_short_printable_paragraph(answers, which):
 def test_nothing_is_imported_run_or_read_but_the_source_of_experiments(answers, which):
     answer = answers[which]
     assert answer["modules"] == []
-    assert set(answer["asked"]) <= {"experiments"}
+    assert set(answer["asked"]) <= {"praxis_lite.experiments"}
     read = {tuple(one) for one in answer["events"]}
     assert {event for event, _ in read} <= {"open", "compile"}
-    assert all(file.startswith(f"{CHECKOUT / 'experiments'}{os.sep}") for _, file in read)
+    experiments = f"{CHECKOUT}/praxis_lite/experiments/"
+    assert all(file.startswith(experiments) for _, file in read)
     # Work, not time: each file of experiments is read and parsed a few times at most.
     num_files = len(list((CHECKOUT / "experiments").glob("*.py")))
     assert len(answer["events"]) <= 8 * num_files

@@ -1,6 +1,7 @@
 """Imports point one way (docs/architecture.md), and what only one place may do, only it does."""
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,8 +36,12 @@ ORDER = (
     {"main"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-LIBRARY = sorted((ROOT / "praxis_lite").rglob("*.py"))
-PACKAGES = {"praxis_lite", "tasks", "experiments", "benchmarks", "tests"}
+# Within praxis_lite through links, at the top as they are: looked at once, there.
+LINKED = ("tasks", "experiments")
+LIBRARY = sorted(
+    path for path in (ROOT / "praxis_lite").rglob("*.py")
+    if path.relative_to(ROOT).parts[1] not in LINKED
+)
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -61,6 +66,15 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@pytest.mark.parametrize("name", LINKED)
+def test_tasks_and_experiments_are_packages_of_the_library_by_that_name_alone(name):
+    assert (ROOT / "praxis_lite" / name).readlink() == Path("..") / name
+    assert importlib.import_module(f"praxis_lite.{name}").__file__.startswith(str(ROOT))
+    # A second copy of a class is another class: isinstance says no, and it registers twice.
+    with pytest.raises(ImportError, match=f"are praxis_lite.{name}: import them"):
+        importlib.import_module(name)
+
+
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
 def test_the_library_imports_only_what_comes_before(path):
     part = part_of(path)
@@ -69,8 +83,9 @@ def test_the_library_imports_only_what_comes_before(path):
     assert part in RANK, f"say in ORDER where {part} stands"
     for name in imports(path):
         package, *rest = name.split(".")
-        assert package not in PACKAGES - {"praxis_lite"}, f"{name_of(path)} imports {name}"
+        assert package not in {*LINKED, "benchmarks", "tests"}, f"{name_of(path)} imports {name}"
         if package == "praxis_lite" and rest[0] != part:
+            assert rest[0] not in LINKED, f"{name_of(path)} imports {name}"
             assert RANK[rest[0]] < RANK[part], f"{name_of(path)} imports {name}"
 
 
@@ -94,14 +109,14 @@ def test_sharding_knows_jax_numpy_and_errors_only(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "tasks").rglob("*.py")), ids=name_of)
 def test_tasks_know_the_library_and_not_the_experiments(path):
     for name in imports(path):
-        top = name.split(".")[0]
-        assert top not in PACKAGES - {"praxis_lite", "tasks"}, name
+        assert name.split(".")[0] not in {*LINKED, "benchmarks", "tests"}, name
+        assert not name.startswith("praxis_lite.experiments."), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.py")), ids=name_of)
 def test_experiments_know_tasks_and_the_library(path):
     for name in imports(path):
-        assert name.split(".")[0] not in {"benchmarks", "tests"}, name
+        assert name.split(".")[0] not in {*LINKED, "benchmarks", "tests"}, name
 
 
 DEVICE_QUESTIONS = {

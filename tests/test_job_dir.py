@@ -12,18 +12,18 @@ import pytest
 from praxis_lite.errors import ConfigError
 from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
 
-CONFIG = json.dumps({"experiment": "experiments.lm.PyDocs"})
+CONFIG = json.dumps({"experiment": "praxis_lite.experiments.lm.PyDocs"})
 
 
 def job_at(path):
-    job = open_for_training(path, "experiments.lm.PyDocs")
+    job = open_for_training(path, "praxis_lite.experiments.lm.PyDocs")
     job.write_config(CONFIG, ["run.seed=7", "run.num_train_steps=13"])
     return job
 
 
 def test_a_new_directory_is_made_with_its_parents_and_reopened(tmp_path):
     job = job_at(tmp_path / "a" / "b")
-    assert job == open_for_training(str(tmp_path / "a" / "b"), "experiments.lm.PyDocs")
+    assert job == open_for_training(str(tmp_path / "a" / "b"), "praxis_lite.experiments.lm.PyDocs")
     assert job == open_for_reading(tmp_path / "a" / "b")
     assert job.config_txt.read_text() == "run.seed=7\nrun.num_train_steps=13\n"
     assert sorted(os.listdir(job.path)) == ["config.json", "config.txt"]
@@ -48,13 +48,13 @@ def test_the_files_have_the_names_that_the_readme_gives():
 
 def test_an_empty_directory_or_one_with_hidden_files_only_is_taken(tmp_path):
     (tmp_path / ".DS_Store").touch()
-    assert open_for_training(tmp_path, "experiments.lm.PyDocs").path == tmp_path
+    assert open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs").path == tmp_path
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"holds thesis\.tex but no config\.json.*Name a new"):
-        open_for_training(tmp_path, "experiments.lm.PyDocs")
+        open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs")
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
@@ -62,7 +62,7 @@ def test_a_foreign_directory_is_left_alone(tmp_path):
 def test_a_config_json_of_something_else_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match="praxis_lite did not write"):
-        open_for_training(tmp_path, "experiments.lm.PyDocs")
+        open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs")
 
 
 def test_a_job_of_another_experiment_is_refused_naming_both(tmp_path):
@@ -95,7 +95,7 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
         "from praxis_lite.job_dir import open_for_training, open_for_reading\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         "for path in sys.argv[1:]:\n"
-        "    try: open_for_training(path, 'experiments.lm.PyDocs')\n"
+        "    try: open_for_training(path, 'praxis_lite.experiments.lm.PyDocs')\n"
         "    except ValueError as error: print(error)\n"
         "try: open_for_reading(sys.argv[1])\n"
         "except ValueError as error: print(error)\n"
@@ -117,3 +117,17 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
     first, second, third = done.stdout.splitlines()
     assert "cannot be written (Permission denied)" in first and first == third
     assert "/new cannot be made (Permission denied)" in second
+
+
+def test_a_job_from_when_the_librarys_experiments_lay_at_the_top_goes_on(tmp_path):
+    def recorded(**config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+
+    recorded(format=2, experiment="experiments.lm.PyDocs")
+    assert open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs").path == tmp_path
+    # A user's own package of that name, then and now.
+    for config_format in (2, 3):
+        recorded(format=config_format, experiment="experiments.mine.MyLm")
+        assert open_for_training(tmp_path, "experiments.mine.MyLm").path == tmp_path
+    with pytest.raises(ConfigError, match=r"belongs to the experiment experiments\.mine\.MyLm,"):
+        open_for_training(tmp_path, "praxis_lite.experiments.mine.MyLm")

@@ -555,7 +555,7 @@ def test_everything_together_on_a_mesh_equals_one_device():
 
 
 def test_filler_rows_leave_the_weighted_mean_of_an_evaluation_as_it_is():
-    from tasks.image_classification import ClassificationTask
+    from praxis_lite.tasks.image_classification import ClassificationTask
 
     rng = np.random.default_rng(8)
     logits, labels = rng.normal(size=(11, 3)), rng.integers(0, 3, 11)

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import linen
-from experiments.linen_models import CausalLm
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config_file
+from praxis_lite.experiments import linen
+from praxis_lite.experiments.linen_models import CausalLm
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
@@ -23,7 +23,7 @@ NUM_STEPS, SAVED_EVERY = 5, 2
 TINY_LM = '''
 import fiddle as fdl
 
-from experiments import linen
+from praxis_lite.experiments import linen
 from jobzoo.experiments import Tiny
 from praxis_lite import register
 

@@ -11,15 +11,14 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments.lm import rotary_lm
 from praxis_lite import steps
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import SharedEmbeddingSoftmax
+from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm
 from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.task import Task
+from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.weights import BaseLayer, ones
-from tasks.language_model import LanguageModelTask
 from tests.float16 import needs_float16
 from tests.test_accumulation import lm_batch
 

@@ -182,7 +182,7 @@ def test_bad_batches_are_named_with_their_fix_before_anything_compiles(name, tmp
 
 
 def test_a_batch_of_prompts_without_a_key_is_named(tmp_path, monkeypatch):
-    from tasks.language_model import LanguageModelTask
+    from praxis_lite.tasks.language_model import LanguageModelTask
 
     monkeypatch.setattr(LanguageModelTask, "required_decode_inputs", ("ids", "prefix_length"))
     said = refused(TINY, "--mode=explain")
@@ -310,17 +310,15 @@ def test_an_unknown_or_ambiguous_name_suggests_and_exits_2_in_3_seconds(name, wo
         "from praxis_lite import Experiment, register\n@register\nclass {}(Experiment): 0\n"
     )
     folders = {"mypackage/experiments": "MyLm"}
-    env = {}
-    if name == "Same":  # The user's own `experiments` stands before the library's.
+    if name == "Same":
         folders = {"experiments/one": "Same", "experiments/two": "Same"}
-        env = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
     for path, class_name in folders.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / f"{path}.py").write_text(registered.format(class_name))
         (tmp_path / path).parent.joinpath("__init__.py").touch()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     argv = [f"--exp={name}", f"--packages={next(iter(folders)).partition('/')[0]}"]
-    process = start_process(*argv, f"--job_log_dir={tmp_path}", cwd=tmp_path, env=env)
+    process = start_process(*argv, f"--job_log_dir={tmp_path}", cwd=tmp_path)
     out, err = process.communicate(timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert process.returncode == 2

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from experiments.nnx_guide import noise, squared_error
+from praxis_lite.experiments.nnx_guide import noise, squared_error
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 
 LAYERS = {nnx.PARTITION_NAME: "layers"}
 
@@ -146,7 +146,7 @@ def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
 
 
 def test_an_axis_that_the_mesh_has_not_is_an_error_before_anything_compiles(tmp_path):
-    argv = "--exp=experiments.nnx_guide.DotReluDot", "--set", "mesh.axis_names=data,mdl"
+    argv = "--exp=praxis_lite.experiments.nnx_guide.DotReluDot", "--set", "mesh.axis_names=data,mdl"
     done = launch(*argv, f"--job_log_dir={tmp_path}")
     assert done.code == 2 and done.num_compiled == 0
     assert "dot1/kernel: the name 'model' of its logical axes (None, 'model')" in done.err

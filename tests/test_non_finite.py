@@ -21,8 +21,8 @@ from praxis_lite.non_finite.steps import MAX_REPORTS, NonFiniteSteps
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weights import BaseLayer, ones
-from tasks.loss import LossTask
 from tests.float16 import HALF, needs_float16
 from tests.job_runs import home, lines_of, succeed
 from tests.line_jobs import LINE

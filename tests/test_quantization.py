@@ -13,12 +13,11 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments.lm import rotary_lm
 from praxis_lite import layers, quantization
 from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.decode import Greedy
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers import set_sharding_params
+from praxis_lite.layers import rotary_lm, set_sharding_params
 from praxis_lite.layers.adapters import lora, merge_adapters
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
@@ -26,8 +25,8 @@ from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.quantization import QuantizationRule, quantized, quantized_einsum
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
+from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.weights import BaseLayer
-from tasks.language_model import LanguageModelTask
 from tests.float16 import needs_float16
 from tests.lm_runs import (
     NUM_NEW_TOKENS,
@@ -399,7 +398,7 @@ def test_a_chunked_softmax_says_that_its_weight_cannot_be_rounded():
 def test_a_rounded_model_is_written_to_a_jobs_config():
     config = tiny_lm((fdl.Config(QuantizationRule, "transformer", bwd_qtype="int8"),))
     config = fdl.Config(LanguageModelTask, model=config, learner=None)
-    loaded = load_config(dump_config(config, "experiments.lm.PyDocs")).config
+    loaded = load_config(dump_config(config, "praxis_lite.experiments.lm.PyDocs")).config
     assert fdl.build(loaded.model).keywords["rules"] == (
         QuantizationRule("transformer", "int8", "int8"),
     )

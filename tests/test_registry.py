@@ -27,7 +27,8 @@ EXPERIMENT = """
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Returns a function that writes files of an importable folder, which shadows `experiments`."""
+    """Returns a function that writes files of a folder whose `experiments` are the library's."""
+    monkeypatch.setattr(registry, "HOME", "experiments")
     for name in [one for one in sys.modules if one.partition(".")[0] in ("experiments", "zoo")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(registry, "_registered", {})

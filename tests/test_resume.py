@@ -43,8 +43,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.weights import BaseLayer
-from tasks.loss import LossTask
 from tests.float16 import HALF
+from praxis_lite.tasks.loss import LossTask
 
 
 class Net(BaseLayer):

@@ -149,7 +149,7 @@ def test_a_schedule_of_schedules_is_built_from_json_and_piecewise_joins_count_an
             schedules=[fdl.Config(constant, 0.5), fdl.Config(linear, start=(0, 1), limit=(2, 0))],
         ),
     )
-    written = dump_config(config, "experiments.lm.PyDocs")
+    written = dump_config(config, "praxis_lite.experiments.lm.PyDocs")
     schedule = fdl.build(load_config(written).config)
     np.testing.assert_allclose(values(schedule, range(6)), [1.5, 1.5, 3.0, 1.5, 0.0, 0.0])
 

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from experiments import explicit
 from praxis_lite import hlo
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiments import explicit
 from praxis_lite.layers import (
     Repeat,
     attention_fused,
@@ -29,8 +29,8 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.sharding.gather import gather_of
-from tasks.language_model import LanguageModelTask
-from tasks.loss import LossTask
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.loss import LossTask
 from tests import lm_runs
 from tests.goldens import golden, trimmed
 from tests.lm_runs import on_host, structs

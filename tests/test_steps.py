@@ -13,9 +13,9 @@ from praxis_lite import steps
 from praxis_lite.learner import Learner
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.regularization import VariationalNoise
+from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.train_state import TrainState
 from praxis_lite.weights import BaseLayer, zeros
-from tasks.image_classification import ClassificationTask
 
 ROWS, DIMS, CLASSES, RATE = 24, 5, 3, 0.7
 RNG = np.random.default_rng(1)

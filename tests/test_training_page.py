@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from experiments import lm
 from praxis_lite import optimizers, schedules
 from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
 from praxis_lite.early_stopping import EarlyStopping
+from praxis_lite.experiments import lm
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.partitioner import Partitioner

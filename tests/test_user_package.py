@@ -1,6 +1,7 @@
 """A user's own package elsewhere, with the library installed from a wheel."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -9,6 +10,8 @@ import sys
 
 import pytest
 
+from praxis_lite import registry
+from praxis_lite.errors import ConfigError
 from praxis_lite.metrics import read_json_lines
 from tests.job_runs import CHECKOUT
 
@@ -30,7 +33,7 @@ def test_the_readmes_experiment_has_at_most_25_lines():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder in which the wheel of this checkout is installed, and nothing else."""
+    """A folder in which the wheel of this checkout's sdist is installed, and nothing else."""
     pytest.importorskip("setuptools", reason="builds the wheel; tensorboard brings it")
     folder = tmp_path_factory.mktemp("wheel")
     # A copy, for a build leaves its traces in the tree.
@@ -40,25 +43,95 @@ def site(tmp_path_factory):
         shutil.copy(CHECKOUT / name, source)
     for name in ("praxis_lite", "tasks", "experiments"):
         shutil.copytree(
-            CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            CHECKOUT / name, source / name, symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    for command in (
-        # What the package needs is in the environment already: nothing is fetched.
-        ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, source],
-        ["install", "--no-deps", "--no-index", "--no-compile", "--target", folder / "site"],
+    # What the package needs is in the environment already: nothing is fetched.
+    pip = "-m pip --disable-pip-version-check -q {} --no-deps --no-index"
+    for command, files in (
+        (f"setup.py -q sdist --dist-dir {folder}", ""),
+        (f"{pip} --no-build-isolation --wheel-dir {folder}".format("wheel"), "*.tar.gz"),
+        (f"{pip} --no-compile --target {folder}/site".format("install"), "*.whl"),
     ):
-        wheels = list(folder.glob("praxis_lite-*.whl")) if command[0] == "install" else []
-        done = subprocess.run([*pip, *command, *wheels], capture_output=True, text=True)
+        given = folder.glob(files) if files else ()
+        done = subprocess.run(
+            [sys.executable, *command.split(), *given], cwd=source, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
     return folder / "site"
 
 
-def test_the_wheel_holds_the_library_its_tasks_and_experiments_only(site):
+def test_the_wheel_holds_the_library_with_its_tasks_and_experiments_only(site):
     tops = {name for name in os.listdir(site) if not name.endswith(".dist-info")}
-    assert tops == {"praxis_lite", "tasks", "experiments"}
-    for package in ("sharding", "layers", "inputs", "metrics", "models", "decode"):
-        assert (site / "praxis_lite" / package / "__init__.py").is_file()
+    assert tops == {"praxis_lite"}
+    for package in ("sharding", "layers", "models", "decode", "tasks", "experiments"):
+        here, there = (
+            {file.name for file in (place / "praxis_lite" / package).glob("*.py")}
+            for place in (CHECKOUT, site)
+        )
+        assert here == there and "__init__.py" in here
+
+
+OWN = """
+from praxis_lite import Experiment, register
+from praxis_lite.tasks import language_model
+from tasks import words
+print(words.__file__, language_model.__file__)
+@register
+class {}(Experiment):
+    "One of the user's."
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder with packages `tasks` and `experiments` of a user's own."""
+    for name, text in {
+        "tasks/words": "", "experiments/mine": OWN.format("Mine"),
+        "experiments/lm": OWN.format("PyDocs"),
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).with_name("__init__.py").touch()
+        (tmp_path / f"{name}.py").write_text(text)
+    yield tmp_path
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("experiments", "tasks")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("start", ["main.py", "-m", "a listed path"])
+def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, start):
+    command = {"main.py": [CHECKOUT / "main.py"]}.get(start, ["-m", "praxis_lite.main"])
+    env = {**os.environ, "PYTHONPATH": "" if start == "main.py" else str(CHECKOUT)}
+    if start == "a listed path":
+        env["PYTHONPATH"] += f":{own}"
+    done = subprocess.run(
+        [sys.executable, *command, "--exp=mine.Mine", "--packages=experiments,tasks",
+         "--mode=explain"],
+        cwd=CHECKOUT if start == "a listed path" else own, env=env, capture_output=True, text=True,
+    )
+    # It was imported; then it is found to say nothing.
+    assert done.stdout == f"{own}/tasks/words.py {CHECKOUT}/praxis_lite/tasks/language_model.py\n"
+    assert (done.returncode, "experiments.mine.Mine has no method" in done.stderr) == (2, True)
+
+
+def test_a_short_name_in_both_is_refused_and_a_full_one_means_itself(own, monkeypatch):
+    monkeypatch.syspath_prepend(own)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    # Without the user's packages it is what it always was.
+    for name in ("lm.PyDocs", "experiments.lm.PyDocs"):
+        assert registry.get_experiment(name).__module__ == "praxis_lite.experiments.lm"
+    find = functools.partial(registry.get_experiment, packages=["experiments"])
+    names = ["experiments.lm.PyDocs", "praxis_lite.experiments.lm.PyDocs"]
+    with pytest.raises(ConfigError, match=f"may mean {' or '.join(names)}: give one"):
+        find("lm.PyDocs")
+    for name in names:
+        assert registry.full_name(find(name)) == name
+    assert registry.full_name(find("mine.Mine")) == "experiments.mine.Mine"
+
+
+def test_the_folder_of_the_librarys_own_is_no_package_of_the_users():
+    with pytest.raises(ConfigError, match="--packages=experiments: there is no such package"):
+        registry.get_experiment("lm.PyDocs", ["experiments"])
 
 
 def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(site, tmp_path):
@@ -67,7 +140,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     (tmp_path / "mypackage/experiments.py").write_text(
         readme_block("MyLm")
         # Whose library it was.
-        + "\nimport praxis_lite, tasks\nprint(praxis_lite.__file__, tasks.__file__)\n"
+        + "\nimport praxis_lite.tasks\nprint(praxis_lite.__file__, praxis_lite.tasks.__file__)\n"
     )
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
@@ -80,7 +153,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{site}/praxis_lite/__init__.py {site}/tasks/__init__.py" in done.stdout
+    assert f"{site}/praxis_lite/__init__.py {site}/praxis_lite/tasks/__init__.py" in done.stdout
     assert str(CHECKOUT) + os.sep not in done.stdout
     steps = read_json_lines(tmp_path / "jobs/my_lm/metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2, 3]

@@ -20,10 +20,10 @@ from praxis_lite.models.function_model import FunctionModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import Fsdp, MeshConfig, make_mesh
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.train_state import state_layout
 from praxis_lite.weight_sharding import WeightSharding, decide_shardings, flax_axis_rules
 from praxis_lite.weights import WeightSpec
-from tasks.loss import LossTask
 
 P = PartitionSpec
 AXIS_SIZES = {"replica": 1, "data": 4, "mdl": 2}
@@ -290,7 +290,7 @@ def test_a_config_is_written_read_again_and_set():
             ),
         ),
     )
-    again = load_config(dump_config(config, "experiments.lm.PyDocs")).config
+    again = load_config(dump_config(config, "praxis_lite.experiments.lm.PyDocs")).config
     assert again == config
     assert fdl.build(again) == fdl.build(config)
     apply_overrides(again, [

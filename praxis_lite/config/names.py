@@ -8,7 +8,7 @@ import enum
 import importlib
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from praxis_lite.config.values import is_dtype
@@ -56,10 +56,38 @@ ARRAY_LIBRARIES = ("jax.numpy", "numpy")
 LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
 LIBRARIES = WHOLE_LIBRARIES + ARRAY_LIBRARIES + LAYER_LIBRARIES
 
-# All that is defined in them, for they come with praxis_lite; so do the packages that a user lists.
-PACKAGES = ("tasks", "experiments")
+# All that is defined in them, as in the packages that a user lists.
+PACKAGES = ("praxis_lite.tasks", "praxis_lite.experiments")
+# Former names of packages, by the last format of config.json that has them.
+_FORMER = {2: {"tasks": "praxis_lite.tasks", "experiments": "praxis_lite.experiments"}}
+
+# Where a bare name behind --set is looked up.
+SHORT = (
+    "praxis_lite.layers",
+    "praxis_lite.optimizers",
+    "praxis_lite.schedules",
+    "praxis_lite.decode",
+    "praxis_lite.inputs",
+    "optax",
+    "optax.contrib",
+    "jax.nn",
+)
 
 BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple")
+
+
+def name_today(name: str, config_format: int, packages: Collection[str]) -> str:
+    """Returns what a module or an experiment that a config.json names is called today.
+
+    Args:
+        name: `tasks.loss`, as the file has it.
+        config_format: of the file.
+        packages: that the user listed: `tasks` among them is the user's own.
+    """
+    top, _, below = name.partition(".")
+    if top in packages or top not in _FORMER.get(config_format, {}):
+        return name
+    return f"{_FORMER[config_format][top]}.{below}".removesuffix(".")
 
 
 def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
@@ -75,9 +103,11 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
     if module in LIBRARIES:
         return is_public
     top, _, below = module.partition(".")
+    if any(f"{module}.".startswith(f"{one}.") for one in PACKAGES):
+        return True
     if top == "praxis_lite":
         return is_public and any(f"{below}.".startswith(f"{one}.") for one in PRAXIS_LITE)
-    return top in PACKAGES or top in packages
+    return top in packages
 
 
 def imported(module: str, name: str) -> Any:
@@ -110,6 +140,37 @@ def imported(module: str, name: str) -> Any:
     if not is_of_kind(module, found):
         raise ConfigError(refused("config.json", module, name))
     return found
+
+
+def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> Any:
+    """Returns what a name behind `--set` means, or None: nothing that a config may name.
+
+    Args:
+        text: a full name, `optax.lion`; or a bare one, `lion`, which is looked up in the modules
+            `beside` and SHORT, in this order.
+        packages: top-level packages of the user's own.
+        beside: where what is to be replaced is defined.
+    """
+    parts = text.split(".")
+    if len(text) > 200 or not all(part.isidentifier() for part in parts):
+        return None
+    splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
+    for module, name in splits or [(place, text) for place in (*beside, *SHORT)]:
+        value = _shown_in(module, name) if is_allowed(module, name, packages) else None
+        symbol = None if value is None else name_of(value)
+        # A module shows what others define: what counts is the place where it is defined.
+        if symbol is not None and is_allowed(*symbol, packages):
+            return imported(*symbol)
+    return None
+
+
+def names_in(beside: Sequence[str]) -> list[str]:
+    """Returns the bare names of functions and classes that `named` knows."""
+    holders = [vars(_loaded(place) or object) for place in (*beside, *SHORT)]
+    return sorted({
+        name for holder in holders for name, one in holder.items()
+        if callable(one) and not name.startswith("_")
+    })
 
 
 def name_of(value: Any) -> tuple[str, str] | None:
@@ -164,10 +225,22 @@ def refused(where: str, module: str, name: str) -> str:
     )
     return (
         f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
-        "experiments, tasks, the packages given by --packages, and the layers, models, inputs and "
-        "such of praxis_lite; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
+        "the packages given by --packages and in the experiments, tasks, layers, models, inputs "
+        "and such of praxis_lite; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
         f"jitted functions of jax.numpy and numpy; and layers of flax. {hint}"
     )
+
+
+def _shown_in(module: str, name: str) -> Any:
+    try:
+        found = _holder(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module is there, and what it imports is not.
+        return None
+    for depth, part in enumerate(name.split(".")):
+        found = getattr(found, part, None) if depth == 0 or isinstance(found, type) else None
+    return found
 
 
 def _holder(module: str) -> Any:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from praxis_lite.config.names import is_allowed, refused
+from praxis_lite.config.names import is_allowed, name_today, refused
 from praxis_lite.errors import ConfigError, shown
 
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -21,16 +21,26 @@ _MOST_NODES = 100_000
 _DEEPEST = 60
 
 
-def check(node: Any, packages: Collection[str]) -> set[tuple[str, str]]:
-    """Returns every (module, name) that the JSON value names, having checked all of it.
+FORMAT = 3
+
+
+def check(
+    node: Any, packages: Collection[str], config_format: int = FORMAT
+) -> dict[str, tuple[str, str]]:
+    """Returns the (module, name) that each name in the JSON value means; all of it is checked.
 
     Nothing is imported.
+
+    Args:
+        node: of a config.json.
+        packages: top-level packages whose functions and classes it may name.
+        config_format: of the file; names of an older one are those of then.
 
     Raises:
         ConfigError: it is nothing that `write` writes, or holds a name that is not allowed, or is
             larger than any config.
     """
-    checker = _Checker(packages)
+    checker = _Checker(packages, config_format)
     checker.check(node, "config", 1)
     return checker.names
 
@@ -64,9 +74,9 @@ def _kind_of(node: dict | list) -> str:
 
 
 class _Checker:
-    def __init__(self, packages: Collection[str]):
-        self.names: set[tuple[str, str]] = set()
-        self._packages = packages
+    def __init__(self, packages: Collection[str], config_format: int):
+        self.names: dict[str, tuple[str, str]] = {}
+        self._packages, self._format = packages, config_format
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def check(self, node: Any, path: str, depth: int) -> tuple[int, int]:
@@ -127,7 +137,8 @@ class _Checker:
         module, colon, name = text.partition(":") if type(text) is str else ("", "", "")
         if not colon:
             raise damaged(path, f"found {_text(text)}, wanted a name such as jax.nn:gelu")
+        module = name_today(module, self._format, self._packages)
         if not is_allowed(module, name, self._packages):
             raise ConfigError(refused("config.json", module, name))
-        self.names.add((module, name))
+        self.names[text] = (module, name)
         return True

@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -43,9 +43,9 @@ def write(value: Any, packages: Collection[str]) -> Any:
     return node
 
 
-def read(node: Any) -> Any:
-    """Returns what a JSON value that has been checked means; imports what it names."""
-    return _Reader().read(node, "config")
+def read(node: Any, names: Mapping[str, tuple[str, str]]) -> Any:
+    """Returns what a JSON value means; `names` is what `check` returned of it, and is imported."""
+    return _Reader(names).read(node, "config")
 
 
 class _Writer:
@@ -143,7 +143,8 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[str, tuple[str, str]]):
+        self._names = names
         self._shared: dict[int, Any] = {}
 
     def read(self, node: Any, path: str) -> Any:
@@ -165,7 +166,7 @@ class _Reader:
     def _new(self, node: dict[str, Any], kind: str, path: str) -> Any:
         content = node[kind]
         if kind == "name":
-            return imported(*content.split(":"))
+            return imported(*self._names[content])
         if kind == "float":
             return float(content)
         if kind == "bytes":
@@ -187,7 +188,7 @@ class _Reader:
             return PartitionSpec(*values)
         if kind == "dict":
             return dict(zip(values[::2], values[1::2], strict=True))
-        function = imported(*content.split(":"))
+        function = imported(*self._names[content])
         if kind == "namedtuple":
             if not (isinstance(function, type) and issubclass(function, tuple)):
                 raise damaged(path, f"{content} is no named tuple")

@@ -3,24 +3,26 @@
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import fiddle as fdl
 
+from praxis_lite.config.callables import parse_callable, suggestion, takes
 from praxis_lite.config.paths import (
     UNSET,
     Field,
     Unknown,
     children,
-    describe,
     holds_only_literals,
     iterate_fields,
     join,
+    settings_of,
     takes_any_name,
 )
-from praxis_lite.config.values import UNKNOWN, WrongType, format_value, parse_value
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.config.text_forms import shown_value, text_of_value
+from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
+from praxis_lite.errors import ConfigError, did_you_mean, shown
 
 # Far beyond what anyone means; likenesses of longer paths take long to compute.
 _LONGEST_PATH, _LONGEST_VALUE = 500, 10_000
@@ -30,7 +32,12 @@ _TOKEN = re.compile(
 )
 
 
-def apply_overrides(config: fdl.Buildable, settings: Sequence[str]) -> list[str]:
+def apply_overrides(
+    config: fdl.Buildable,
+    settings: Sequence[str],
+    packages: Collection[str] = (),
+    attributes: Collection[str] = (),
+) -> list[str]:
     """Sets fields of `config` in place; returns a line 'path: old -> new' for each.
 
     A config that stands in several places is changed in all of them.
@@ -39,13 +46,15 @@ def apply_overrides(config: fdl.Buildable, settings: Sequence[str]) -> list[str]
         config: the root.
         settings: `path=value` each. A path walks the arguments of configs, the keys of dicts and
             the indices of sequences: `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
-            `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, or items split by
-            commas.
+            `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, items split by
+            commas, or where a function, class or config stands or may stand, a name.
+        packages: top-level packages of the user's own, whose functions and classes may be named.
+        attributes: of the experiment's class, which can be set too (`configured`); for the errors.
 
     Raises:
         ConfigError: no such path, or no value of that field's type. Settings before it are applied.
     """
-    return [_apply(config, setting) for setting in settings]
+    return [_apply(config, setting, packages, attributes) for setting in settings]
 
 
 def all_paths(config: fdl.Buildable) -> list[str]:
@@ -79,7 +88,9 @@ def _unset_paths(node: Any, path: str) -> list[str]:
     return missing
 
 
-def _apply(config: fdl.Buildable, setting: str) -> str:
+def _apply(
+    config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
+) -> str:
     path, equals, text = setting.partition("=")
     path = path.strip()
     if not equals or not path or len(path) > _LONGEST_PATH or len(text) > _LONGEST_VALUE:
@@ -89,11 +100,13 @@ def _apply(config: fdl.Buildable, setting: str) -> str:
         )
     trail = _resolve(config, path)
     if trail is None:
-        raise ConfigError(_no_such_path(config, path))
+        raise ConfigError(_no_such_path(config, path, attributes))
     present, annotation = trail[-1].value, trail[-1].annotation
     path = _joined(step.key for step in trail)
-    value = _checked_value(path, text, present, annotation)
-    change = f"{path}: {_shown(present, annotation)} -> {_shown(value, annotation)}"
+    value = _checked_value(path, text, present, annotation, packages)
+    change = f"{path}: {shown_value(present, annotation)} -> {shown_value(value, annotation)}"
+    if value is present:
+        return change
     for step in reversed(trail):
         if isinstance(step.parent, fdl.Buildable):
             _assign(step.parent, step.key, value)
@@ -130,8 +143,9 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
         index = len(below) + int(token)
         return below[index] if index >= 0 else None
-    if isinstance(node, fdl.Buildable) and token.isidentifier() and not token.startswith("__"):
-        takes_any, hint = takes_any_name(node)
+    settings = settings_of(node)
+    if settings is not None and token.isidentifier() and not token.startswith("__"):
+        takes_any, hint = takes_any_name(settings)
         if takes_any:
             return token, UNSET, hint
     return None
@@ -148,6 +162,9 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
     # A new one: the old may be a default, or a constant of the user's module.
     if isinstance(container, dict):
         return {**container, key: value}
+    if (settings := settings_of(container)) is not None:
+        _assign(settings, key, value)
+        return settings
     items = [*container[:key], value, *container[key + 1 :]]
     return container._make(items) if hasattr(container, "_make") else type(container)(items)
 
@@ -156,33 +173,48 @@ def _joined(keys: Iterable[str | int]) -> str:
     return functools.reduce(join, keys, "")
 
 
-def _checked_value(path: str, text: str, present: Any, annotation: Any) -> Any:
-    if re.fullmatch(r"<.*>", text.strip()):
-        raise ConfigError(
-            f"{path}: {shown(text.strip())} stands for a config or a function, and --set takes "
-            "plain values only. Change it in the experiment."
-        )
+def _checked_value(
+    path: str, text: str, present: Any, annotation: Any, packages: Collection[str]
+) -> Any:
+    text = text.strip()
     is_config = not holds_only_literals(present)
-    if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
-        raise ConfigError(_not_settable(path, text, present))
+    if text == text_of_value(present, annotation) and is_config:
+        return present
+    may_be_named = takes(annotation) or (is_config and _is_single(present))
+    is_named = is_config or "." in text or text.endswith("()")  # A bare word may be just that.
+    if may_be_named and is_named:
+        found = parse_callable(text, present, annotation, packages)
+        if found is not None:
+            return found
     try:
-        value = parse_value(text, annotation, None if isinstance(present, Unknown) else present)
+        if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
+            raise WrongType("a function, a class or a config, by its name")
+        return parse_value(text, annotation, None if isinstance(present, Unknown) else present)
     except WrongType as wrong:
-        if is_config:
-            raise ConfigError(_not_settable(path, text, present)) from None
+        found = parse_callable(text, present, annotation, packages) if may_be_named else None
+        if found is not None:
+            return found
+        if is_config and not _is_single(present):
+            raise ConfigError(
+                f"{path}: holds configs, and --set sets them one by one, by the fields below it."
+            ) from None
+        hint = suggestion(text, present, annotation) if may_be_named else ""
         raise ConfigError(
-            f"{path}: found {shown(repr(text), 200)}, wanted {_wanted(wrong, text)}. It is now "
-            f"{_shown(present, annotation)}."
+            f"{path}: found {shown(repr(text), 200)}, wanted "
+            f"{_wanted(wrong, text, may_be_named)}. It is now "
+            f"{shown_value(present, annotation)}.{hint}"
         ) from None
-    return value
 
 
-def _wanted(wrong: WrongType, text: str) -> str:
+def _wanted(wrong: WrongType, text: str, may_be_named: bool) -> str:
     wanted = str(wrong)
+    if may_be_named:
+        return (
+            f"{wanted}; a function or class is said by its name, such as optax.lion (of your own: "
+            "--packages), and what it returns with (), such as optax.constant_schedule()"
+        )
     if "Sequence[" in wanted and "," not in text:
-        return f"{wanted}; a sequence of one is written {shown(text.strip())},"
-    if "Callable" in wanted or "fiddle" in wanted:
-        return f"{wanted}, which only the experiment's code can say: --set takes plain values"
+        return f"{wanted}; a sequence of one is written {shown(text)},"
     return wanted
 
 
@@ -190,20 +222,9 @@ def _is_single(present: Any) -> bool:
     return not isinstance(present, dict | list | tuple | set | frozenset)
 
 
-def _not_settable(path: str, text: str, present: Any) -> str:
-    return (
-        f"{path}: is {describe(present)}, and --set {path}={shown(text)} would replace it, but "
-        "configs and functions cannot be set from the command line. Set one of the fields below "
-        "it, or change it in the experiment."
-    )
-
-
-def _shown(value: Any, annotation: Any) -> str:
-    text = None if isinstance(value, Unknown) else format_value(value, annotation)
-    return describe(value) if text is None else text
-
-
-def _no_such_path(config: fdl.Buildable, path: str) -> str:
+def _no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) -> str:
+    if hint := did_you_mean(path, attributes):
+        return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
     fields = list(iterate_fields(config))
     near = _nearest(path, fields) or _beside(path, fields)
     roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
@@ -212,6 +233,11 @@ def _no_such_path(config: fdl.Buildable, path: str) -> str:
         if near
         else f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
     )
+    if path.isupper() and not attributes:
+        hint = (
+            "An attribute of the experiment's class is set where that makes its config, in "
+            "training and --mode=explain; eval and decode take the job's as it is: set the fields."
+        )
     return f"--set {shown(path)}: the config has no such field. {hint}"
 
 

@@ -65,7 +65,34 @@ def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
         return [(key, value, _item_type(annotation, key)) for key, value in node.items()]
     if isinstance(node, list | tuple):
         return [(index, one, _item_type(annotation, index)) for index, one in enumerate(node)]
-    return []
+    settings = settings_of(node)
+    return [] if settings is None else children(settings, annotation)
+
+
+def settings_of(value: Any) -> fdl.Buildable | None:
+    """Returns a config: `value`, or that of a class, a function, or an instance of a dataclass.
+
+    None for anything else.
+    """
+    if isinstance(value, fdl.Buildable):
+        return value
+    is_function = isinstance(value, type) or inspect.isroutine(value) or is_jitted(value)
+    try:
+        if isinstance(value, functools.partial):
+            return fdl.Partial(value.func, *value.args, **value.keywords)
+        if is_function and not is_dtype(value):
+            return fdl.Partial(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Unknown | type):
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
+            return fdl.Config(type(value), **{name: getattr(value, name) for name in fields})
+    except (TypeError, ValueError, AttributeError):  # It has no signature, or another than it says.
+        pass
+    return None
+
+
+def is_jitted(value: Any) -> bool:
+    """Returns whether `value` is what `jax.jit` makes of a function."""
+    return callable(value) and hasattr(value, "__wrapped__")
 
 
 def takes_any_name(config: fdl.Buildable) -> tuple[bool, Any]:
@@ -113,19 +140,20 @@ def callable_name(function: Callable[..., Any]) -> str:
 def _walk(node: Any, annotation: Any, path: str) -> Iterator[Field]:
     for key, value, hint in children(node, annotation):
         below = join(path, key)
-        has_parts = isinstance(value, fdl.Buildable) or not holds_only_literals(value)
+        has_parts = not holds_only_literals(value)
         yield Field(below, value, hint, not has_parts)
         if has_parts:
             yield from _walk(value, hint, below)
 
 
 def holds_only_literals(value: Any) -> bool:
-    """Returns whether neither a config nor a function is, or is in, `value`."""
+    """Returns whether no config, function or instance of a dataclass is, or is in, `value`."""
     if isinstance(value, dict):
         return all(holds_only_literals(one) for one in value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return all(holds_only_literals(one) for one in value)
-    return is_dtype(value) or not (isinstance(value, fdl.Buildable) or callable(value))
+    has_settings = isinstance(value, fdl.Buildable) or dataclasses.is_dataclass(value)
+    return is_dtype(value) or isinstance(value, Unknown) or not (has_settings or callable(value))
 
 
 def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:

@@ -12,13 +12,14 @@ import fiddle as fdl
 
 from praxis_lite.config import nodes
 from praxis_lite.config.json_text import parse_json, read_json
-from praxis_lite.config.names import imported
-from praxis_lite.config.node_form import check
-from praxis_lite.config.paths import callable_name, describe, iterate_fields
-from praxis_lite.config.values import format_value
+from praxis_lite.config.names import imported, name_today
+from praxis_lite.config.node_form import FORMAT, check
+from praxis_lite.config.paths import callable_name, iterate_fields
+from praxis_lite.config.text_forms import text_of_value
 from praxis_lite.errors import ConfigError, shown
 
-_FORMAT = 2
+# Format 2 names the packages of the library's tasks and experiments as they were called then.
+_READ = (2, FORMAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def dump_config(
             from a package that `load_config` would refuse; names the path.
     """
     node = nodes.write(config, {experiment.partition(".")[0], *packages})
-    header = {"format": _FORMAT, "experiment": experiment, "overrides": list(overrides)}
+    header = {"format": FORMAT, "experiment": experiment, "overrides": list(overrides)}
     return json.dumps({**header, "config": node}, indent=1, allow_nan=False) + "\n"
 
 
@@ -68,7 +69,7 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
     Args:
         text: of `config.json`.
         packages: top-level packages whose functions and classes the text may name, besides
-            `experiments` and `tasks`: the text itself opens none.
+            `praxis_lite.experiments` and `.tasks`: the text itself opens none.
 
     Raises:
         ConfigError: damaged text, a name outside the allowed packages, or one that the code no
@@ -90,11 +91,11 @@ def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedCon
 def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if type(parsed) is not dict or not {"format", "experiment", "config"} <= set(parsed):
         raise _damaged("wanted an object with format, experiment, overrides and config")
-    if parsed["format"] != _FORMAT:
-        found = shown(json.dumps(parsed["format"]))
+    config_format = parsed["format"]
+    if type(config_format) is not int or config_format not in _READ:
         raise ConfigError(
-            f"config.json has format {found}, this praxis_lite reads {_FORMAT}. Use the version "
-            "that wrote it."
+            f"config.json has format {shown(json.dumps(config_format))}, this praxis_lite reads "
+            f"{' and '.join(map(str, _READ))}. Use the version that wrote it."
         )
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
@@ -102,12 +103,14 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise _damaged("'experiment' is no module.Class")
     if type(overrides) is not list or not all(type(one) is str for one in overrides):
         raise _damaged("'overrides' is no list of texts")
-    for name in sorted(check(parsed["config"], packages)):
+    names = check(parsed["config"], packages, config_format)
+    for name in sorted(set(names.values())):
         imported(*name)
-    config = nodes.read(parsed["config"])
+    config = nodes.read(parsed["config"], names)
     if not isinstance(config, fdl.Buildable):
         raise _damaged("'config' is no config")
     _check_parameters(config)
+    experiment = name_today(experiment, config_format, packages)
     return LoadedConfig(config, experiment, tuple(overrides))
 
 
@@ -121,35 +124,31 @@ def _damaged(reason: str) -> ConfigError:
 def config_lines(config: fdl.Config) -> list[str]:
     """Returns a line `path=value` for every field, in the order of the roots.
 
-    A plain value is quoted as a shell wants it, so that the line can be pasted behind `--set`. A
-    config or a function stands in angle brackets: those only the experiment's code can change.
+    It is quoted as a shell wants it, so that each line can be pasted behind `--set`. A field that
+    has no value yet, for whoever calls the function gives it, has no line.
     """
-    return [
-        f"{path}={shlex.quote(text) if is_literal else text}"
-        for path, (text, is_literal) in _texts(config).items()
-    ]
+    return [f"{path}={shlex.quote(text)}" for path, text in _texts(config).items()]
 
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
     """Returns a line 'run.seed: 0 -> 7' for every field that differs, in the order of the roots."""
-    old_texts, new_texts = _texts(old), _texts(new)
-    absent = ("(absent)", False)
-    return [
-        f"{path}: {old_texts.get(path, absent)[0]} -> {new_texts.get(path, absent)[0]}"
-        for path in dict.fromkeys([*new_texts, *old_texts])
-        if old_texts.get(path) != new_texts.get(path)
+    texts = _texts(old), _texts(new)
+    differing = [
+        path for path in dict.fromkeys([*texts[1], *texts[0]])
+        if texts[0].get(path) != texts[1].get(path)
     ]
 
+    def said(path: str, texts: dict[str, str]) -> str:
+        below = any(one.startswith((f"{path}.", f"{path}[")) for one in texts)
+        return texts.get(path, "(below)" if below else "(absent)")
 
-def _texts(config: fdl.Config) -> dict[str, tuple[str, bool]]:
-    texts = {}
-    for field in iterate_fields(config):
-        text = format_value(field.value, field.annotation) if field.is_settable else None
-        if text is not None:
-            texts[field.path] = (text, True)
-        else:
-            texts[field.path] = (describe(field.value), False)
-    return texts
+    return [f"{path}: {said(path, texts[0])} -> {said(path, texts[1])}" for path in differing]
+
+
+def _texts(config: fdl.Config) -> dict[str, str]:
+    texts = ((field.path, text_of_value(field.value, field.annotation))
+             for field in iterate_fields(config))
+    return {path: text for path, text in texts if text is not None}
 
 
 def _check_parameters(config: fdl.Config) -> None:

@@ -103,6 +103,15 @@ def type_name(annotation: Any) -> str:
     return text.replace("typing.", "").replace("collections.abc.", "")
 
 
+def is_plain(annotation: Any) -> bool:
+    """Returns whether text can mean a value of the type; False: only code makes one."""
+    kind = typing.get_origin(annotation) or annotation
+    if not isinstance(kind, type):
+        return True
+    plain = (bool, int, float, str, types.NoneType, *_MAPPINGS, *_SEQUENCES, tuple, list, set)
+    return kind in (*plain, frozenset) or issubclass(kind, enum.Enum) or _names_dtype(annotation)
+
+
 def union_parts(annotation: Any) -> tuple[Any, ...]:
     """Returns the members of a union; of another annotation, that one alone."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from praxis_lite import registry
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.config.overrides import apply_overrides, check_required
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.errors import ConfigError
 from praxis_lite.interop.pax import mdl_vars_from_pax
@@ -58,8 +59,8 @@ def begin_job(
       ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
     """
     experiment_class = registry.get_experiment(experiment, packages)
-    config = experiment_class().config()
-    apply_overrides(config, settings)
+    allowed = registry.allowed_packages(packages)
+    config = configured(experiment_class, settings, allowed)
     check_required(config)
     job = fdl.build(config)
     name = registry.full_name(experiment_class)

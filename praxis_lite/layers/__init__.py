@@ -44,6 +44,7 @@ from praxis_lite.layers.sharding_presets import LOGICAL_DIMS, SHARDING_PRESETS
 from praxis_lite.layers.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 from praxis_lite.layers.transformer_models import TransformerLm, set_sharding_params
+from praxis_lite.layers.transformer_recipes import rotary_lm
 from praxis_lite.layers.transformers import Transformer, TransformerFeedForward
 from praxis_lite.layers.vit_entry_exit import ClassTokenPooling, VitEntryLayers, VitExitLayers
 from praxis_lite.layers.vits import VisionTransformer, build_vision_transformer
@@ -108,5 +109,6 @@ __all__ = [
     "build_vision_transformer",
     "lora",
     "merge_adapters",
+    "rotary_lm",
     "set_sharding_params",
 ]

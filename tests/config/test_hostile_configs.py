@@ -23,6 +23,7 @@ from praxis_lite.config.text import dump_config
 from praxis_lite.errors import ConfigError
 
 CHECKOUT = Path(__file__).parents[2]
+SPIRALS = "praxis_lite.experiments.classify.Spirals"
 PACKAGE = "open({!r}, 'w')\nx = dict\n"
 
 
@@ -37,13 +38,13 @@ CALLS = {
     "a command": call("os:system", command="touch {c}"),
     "the same, from where it is defined": call("posix:system", command="touch {c}"),
     "a command by a module that imports os": call(
-        "experiments.zebra:os.system", command="touch {c}"
+        "praxis_lite.experiments.zebra:os.system", command="touch {c}"
     ),
     "a command that an allowed module imports": call(
-        "experiments.zebra:system", command="touch {c}"
+        "praxis_lite.experiments.zebra:system", command="touch {c}"
     ),
     "a method of a class that it imports": call(
-        "experiments.zebra:Path.touch", self=call("pathlib:Path", "{c}")
+        "praxis_lite.experiments.zebra:Path.touch", self=call("pathlib:Path", "{c}")
     ),
     "a process": call("subprocess:run", args={"list": ["touch", "{c}"]}),
     "a shell": call("subprocess:getoutput", cmd="touch {c}"),
@@ -69,18 +70,18 @@ CALLS = {
     "a new job": call("praxis_lite.job_dir:open_for_training", path="{c}", experiment="x"),
     "a writer of lines": call("praxis_lite.metrics:JsonLinesWriter", path="{c}", resume_step=7),
     "a function that is called later": call(
-        "experiments.zebra:call",
+        "praxis_lite.experiments.zebra:call",
         function={"functools.partial": "os:system", "items": ["touch {c}"], "arguments": {}},
     ),
     "a partial that is called later": call(
-        "experiments.zebra:call",
+        "praxis_lite.experiments.zebra:call",
         function={"Partial": "os:system", "arguments": {"command": "touch {c}"}},
     ),
     "a path": call("pathlib:Path.touch", self=call("pathlib:Path", "{c}")),
     "a copy": call("shutil:copy", src="script.py", dst="{c}"),
     "an archive": call("zipfile:ZipFile", file="{c}", mode="w"),
     "a server": call(
-        "experiments.zebra:serve", file="{c}",
+        "praxis_lite.experiments.zebra:serve", file="{c}",
         socket=call("socket:create_server", address={"tuple": ["", 0]}),
     ),
     "fiddle's own": call("fiddle:build", buildable=call("os:system", command="touch {c}")),
@@ -146,24 +147,24 @@ REFUSED = {  # Names without a canary of their own.
     "a module": {"name": "jax.lax:linalg"},
     "a private one": {"name": "optax:_src.base.identity"},
     "a private module": {"name": "jax._src.nn.functions:gelu"},
-    "a method": {"name": "experiments.zebra:call.__init__"},
-    "a global of a function": {"name": "experiments.zebra:call.__globals__"},
-    "an import of a module": {"name": "experiments.zebra:os"},
+    "a method": {"name": "praxis_lite.experiments.zebra:call.__init__"},
+    "a global of a function": {"name": "praxis_lite.experiments.zebra:call.__globals__"},
+    "an import of a module": {"name": "praxis_lite.experiments.zebra:os"},
     "a wide letter": {"name": "\uff4fs:system"},
     "an empty part": {"name": "experiments..zebra:call"},
     "a name with escapes": {"name": "\x1b[2Jos:\x1b]0;x\x07"},
     "a megabyte of name": {"name": "a." * 2**19 + "b:c"},
     "an argument that is not there": {"Config": "optax:adam", "arguments": {"a b": 7}},
-    "what is not there": {"name": "experiments.zebra:gone"},
-    "a module that is not there": {"name": "experiments.gone:x"},
+    "what is not there": {"name": "praxis_lite.experiments.zebra:gone"},
+    "a module that is not there": {"name": "praxis_lite.experiments.gone:x"},
 }
 CHILD = """
 import contextlib, io, json, os, sys
 
 from praxis_lite import main
-import jax, optax, flax.linen, flax.nnx, experiments
+import jax, optax, flax.linen, flax.nnx, praxis_lite.experiments
 
-experiments.__path__.append("home/experiments")
+praxis_lite.experiments.__path__.append("home/experiments")
 sys.path.append("home")
 wanted, guarded = json.load(sys.stdin), sys.argv[1] == "guarded"
 if not guarded:
@@ -221,10 +222,10 @@ class Evil:
 @functools.cache
 def spirals():
     experiment = registry.get_experiment("classify.Spirals")
-    return dump_config(experiment().config(), "experiments.classify.Spirals")
+    return dump_config(experiment().config(), SPIRALS)
 
 
-def config_text(task, experiment="experiments.classify.Spirals"):
+def config_text(task, experiment=SPIRALS):
     config = json.loads(spirals())
     config["experiment"], config["config"]["arguments"]["task"] = experiment, task
     return json.dumps(config)
@@ -239,14 +240,14 @@ def text_files():
         "a list": "[]",
         "a list, deep": "[" * 100_000,
         "objects, deep": '{"a":' * 100_000,
-        "a key twice": good.replace('"format": 2', '"format": 2, "format": 2'),
+        "a key twice": good.replace('"format": 3', '"format": 3, "format": 3'),
         "NaN": config_text(7).replace('"task": 7', '"task": NaN'),
         "an infinity": config_text(7).replace('"task": 7', '"task": 1e999'),
         "a number without end": config_text(7).replace('"task": 7', '"task": ' + "9" * 10_000),
-        "fiddle's format": good.replace('"format": 2', '"format": 1'),
-        "a format that is none": good.replace('"format": 2', '"format": {"a": "\\u001b[2J"}'),
-        "no experiment": good.replace("experiments.classify.Spirals", "\\u001b[2J"),
-        "an experiment that is a number": good.replace('"experiments.classify.Spirals"', "7"),
+        "fiddle's format": good.replace('"format": 3', '"format": 1'),
+        "a format that is none": good.replace('"format": 3', '"format": {"a": "\\u001b[2J"}'),
+        "no experiment": good.replace(SPIRALS, "\\u001b[2J"),
+        "an experiment that is a number": good.replace(f'"{SPIRALS}"', "7"),
         "overrides that are none": good.replace('"overrides": []', '"overrides": {"a": 1}'),
         "another root": good.replace("praxis_lite.experiment:Job", "builtins:dict"),
         "a root that is a list": json.dumps({**json.loads(good), "config": {"list": []}}),
@@ -295,7 +296,7 @@ def answers_of(folder, cases, guarded):
 
 def call_texts():
     return {
-        case: config_text(task, "zoo_own.Mine" if "own say" in case else "experiments.lm.Synthetic")
+        case: config_text(task, "zoo_own.Mine" if "own say" in case else SPIRALS)
         for case, task in CALLS.items()
     }
 
@@ -344,7 +345,7 @@ def test_the_words_say_which_name_and_what_to_do(guarded):
 def test_what_is_too_deep_to_be_read_is_not_written():
     config = functools.reduce(lambda inner, _: [inner], range(70), fdl.Config(dict))
     with pytest.raises(ConfigError, match="60 within each other"):
-        dump_config(fdl.Config(dict, x=config), "experiments.lm.PyDocs")
+        dump_config(fdl.Config(dict, x=config), "praxis_lite.experiments.lm.PyDocs")
 
 
 def test_no_canary_sings_and_no_module_is_imported(guarded):

@@ -20,7 +20,7 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import num_compiled, row_keys
 
 V, P, M = 29, 5, 6  # Classes, longest prompt, most new tokens.

@@ -30,7 +30,7 @@ from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 
 SPECS = {"w": ("data", "mdl"), "b": ("mdl",), "out": ("mdl", None), "scale": ()}
 

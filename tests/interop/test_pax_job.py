@@ -26,7 +26,7 @@ EXPERIMENTS = '''
     from praxis_lite.inputs import InMemory
     from praxis_lite.layers import SharedEmbeddingSoftmax, TransformerLm, set_sharding_params
     from praxis_lite.learner import Learner
-    from tasks.language_model import LanguageModelTask
+    from praxis_lite.tasks.language_model import LanguageModelTask
 
     with np.load({numbers!r}) as file:
         IDS = file["in/ids"]

@@ -12,13 +12,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from experiments.lm import rotary_lm
 from praxis_lite import hlo, layers
-from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
+from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.lm_runs import structs, zero_padded
 
 NUM_LAYERS, NUM_STEPS = 2, 3

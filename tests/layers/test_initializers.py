@@ -155,7 +155,7 @@ def test_initial_values_and_adapters_of_an_experiment_survive_config_json():
         weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02),
         linear_tpl=fdl.Partial(layers.adapted, base_tpl=fdl.Partial(layers.Linear), rank=4),
     )
-    assert load_config(dump_config(config, "experiments.lm.PyDocs")).config == config
+    assert load_config(dump_config(config, "praxis_lite.experiments.lm.PyDocs")).config == config
 
 
 def test_a_wrong_method_or_half_of_the_fans_is_named():

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import lm
-from experiments import pipelined as pipelined_experiments
 from praxis_lite import hlo, hlo_text
 from praxis_lite.decode import Greedy
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiments import lm
+from praxis_lite.experiments import pipelined as pipelined_experiments
 from praxis_lite.layers import Repeat, Transformer, TransformerFeedForwardMoe
 from praxis_lite.layers.pipeline_schedules import Schedule
 from praxis_lite.layers.pipelines import Pipeline, from_repeated, to_repeated

@@ -23,8 +23,8 @@ from praxis_lite.layers.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAME
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
+from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.weights import AuxLoss, BaseLayer, Summary, intermediates
-from tasks.image_classification import ClassificationTask
 
 NUM_LAYERS, DIMS = 3, 7
 

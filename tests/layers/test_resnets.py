@@ -15,7 +15,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.partitioner import Partitioner
-from tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.image_classification import ClassificationTask
 from tests.mesh_runs import assert_near, drawn, run_layers
 from tests.pax_options import assert_equals_pax
 

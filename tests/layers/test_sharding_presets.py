@@ -10,10 +10,10 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
-from experiments import lm, moe, pipelined, seq2seq, vision
 from praxis_lite import layers
 from praxis_lite.config.text import config_lines
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiments import lm, moe, pipelined, seq2seq, vision
 from praxis_lite.layers import LOGICAL_DIMS, SHARDING_PRESETS, set_sharding_params
 from praxis_lite.layers.sharding_presets import LEFT_WHOLE
 from praxis_lite.models import NnxModel

@@ -15,7 +15,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
-from tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers import test_pax_goldens as goldens
 from tests.mesh_runs import assert_near, drawn
 from tests.pax_options import flat, mdl_vars_from, pax_options

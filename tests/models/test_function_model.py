@@ -16,8 +16,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding.gather import ShardedWeight
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.train_state import state_layout
-from tasks.loss import LossTask
 
 AXES = {"data": 4, "mdl": 2}
 

@@ -21,8 +21,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import constrain
+from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.weights import BaseLayer
-from tasks.image_classification import ClassificationTask
 
 
 class Pair(BaseLayer):

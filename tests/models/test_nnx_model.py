@@ -15,7 +15,7 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.partitioner import Partitioner
-from tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.image_classification import ClassificationTask
 
 LM = functools.partial(TransformerLm, 11, 6, 7, 3, 2, max_seq_length=5)
 

@@ -10,9 +10,9 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from experiments.moe import PyDocs as MoePyDocs
-from experiments.seq2seq import Reverse
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiments.moe import PyDocs as MoePyDocs
+from praxis_lite.experiments.seq2seq import Reverse
 from praxis_lite.layers import RgLruBlock
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel

@@ -10,8 +10,8 @@ import pytest
 from praxis_lite.decode import Sample
 from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
+from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.weights import AuxLoss, BaseLayer, Summary
-from tasks.language_model import LanguageModelTask
 
 RNG = np.random.default_rng(15)
 LOGITS = RNG.normal(size=(3, 5, 7)).astype(np.float32)
@@ -113,7 +113,7 @@ def test_each_hypothesis_has_a_record_and_its_text_ends_before_a_stop_string():
 
 
 def test_a_task_that_does_not_decode_says_so():
-    from tasks.image_classification import ClassificationTask
+    from praxis_lite.tasks.image_classification import ClassificationTask
 
     classifier = ClassificationTask(lambda rngs: None, Learner(functools.partial(optax.sgd), 0.1))
     with pytest.raises(ConfigError, match="ClassificationTask does not decode"):

@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.seq2seq import END, ReversedWords
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiments.seq2seq import END, ReversedWords
 from praxis_lite.learner import Learner
-from tasks.sequence_to_sequence import SequenceToSequenceTask
+from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 
 BATCH = {
     "src_ids": np.zeros((3, 2), np.int32), "src_paddings": np.zeros((3, 2), np.float32),
@@ -36,7 +36,7 @@ class Model:
 
 
 def test_an_exact_match_is_a_row_whose_every_weighted_token_is_right(monkeypatch):
-    monkeypatch.setattr("tasks.sequence_to_sequence.aux_loss", lambda model: None)
+    monkeypatch.setattr("praxis_lite.tasks.sequence_to_sequence.aux_loss", lambda model: None)
     metrics = task().compute_loss(Model(), {**BATCH, "paddings": BATCH["src_paddings"]}, None)
     assert {name: tuple(map(float, pair)) for name, pair in metrics.items()} == {
         "loss": (1.5, 5.0), "accuracy": (pytest.approx(0.8), 5.0), "exact_match": (0.5, 2.0)
