@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import sys
 import pytest
 
 from praxis_lite import registry
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.text import config_lines
 from praxis_lite.errors import ConfigError
 from praxis_lite.metrics import read_json_lines
 from tests.job_runs import CHECKOUT
@@ -29,6 +32,18 @@ def test_the_readmes_experiment_has_at_most_25_lines():
     ]
     first = experiment.decorator_list[0].lineno
     assert experiment.end_lineno - first + 1 <= 25
+
+
+def test_the_readmes_settings_apply_to_its_experiment(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    names = {"__name__": "readme"}
+    exec(compile(readme_block("MyLm"), "README.md", "exec"), names)
+    text = (CHECKOUT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+    (block,) = re.findall(r"before its methods run:\n\n((?:    --set .*\n)+)", text)
+    for line in block.splitlines():
+        settings = shlex.split(line)[1:]
+        changed = config_lines(configured(names["MyLm"], settings))
+        assert changed != config_lines(names["MyLm"]().config()), line
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +113,17 @@ def own(tmp_path):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("start", ["main.py", "-m", "a listed path"])
-def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, start):
-    command = {"main.py": [CHECKOUT / "main.py"]}.get(start, ["-m", "praxis_lite.main"])
-    env = {**os.environ, "PYTHONPATH": "" if start == "main.py" else str(CHECKOUT)}
-    if start == "a listed path":
-        env["PYTHONPATH"] += f":{own}"
+@pytest.mark.parametrize("is_by_path", [False, True])
+def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_path):
+    command = [CHECKOUT / "main.py"]
+    folder, env = own, {**os.environ, "PYTHONPATH": ""}
+    if is_by_path:  # The checkout comes before the user's folder, twice.
+        command, folder = ["-m", "praxis_lite.main"], CHECKOUT
+        env["PYTHONPATH"] = f"{CHECKOUT}:{own}"
     done = subprocess.run(
         [sys.executable, *command, "--exp=mine.Mine", "--packages=experiments,tasks",
          "--mode=explain"],
-        cwd=CHECKOUT if start == "a listed path" else own, env=env, capture_output=True, text=True,
+        cwd=folder, env=env, capture_output=True, text=True,
     )
     # It was imported; then it is found to say nothing.
     assert done.stdout == f"{own}/tasks/words.py {CHECKOUT}/praxis_lite/tasks/language_model.py\n"
@@ -144,10 +160,10 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     )
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
-    # Few steps and a short evaluation of the same model, on short rows.
-    argv += ["run.num_train_steps=3", "run.max_eval_batches=1"]
-    argv += [f"datasets.{name}.seq_len=16" for name in ("train", "heldout")]
+    # A quarter of its steps, of smaller batches, and a short evaluation.
+    argv += ["run.num_train_steps=50", "run.max_eval_batches=1", "BATCH_SIZE=24"]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env["XLA_FLAGS"] = ""  # The tests' own compile fast and run slowly.
     done = subprocess.run(
         [sys.executable, "-m", "praxis_lite.main", *argv],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600,
@@ -156,9 +172,11 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     assert f"{site}/praxis_lite/__init__.py {site}/praxis_lite/tasks/__init__.py" in done.stdout
     assert str(CHECKOUT) + os.sep not in done.stdout
     steps = read_json_lines(tmp_path / "jobs/my_lm/metrics.jsonl")
-    assert [line["step"] for line in steps] == [1, 2, 3]
-    assert steps[-1]["loss"] < steps[0]["loss"]
-    assert "trained to step 3" in done.stdout and "heldout: " in done.stdout
+    assert [line["step"] for line in steps] == list(range(1, 51))
+    assert steps[-1]["tokens_per_second"] * steps[-1]["step_time"] == pytest.approx(24 * 128)
+    # A model that has only learned how often each byte comes stays near 3.2.
+    assert steps[-1]["loss"] < 2.4
+    assert "trained to step 50" in done.stdout and "heldout: " in done.stdout
     # The library's own experiments are there as well.
     listed = subprocess.run(
         [sys.executable, "-m", "praxis_lite.main", "--list", "--packages=mypackage"],
