@@ -174,9 +174,9 @@ class Transformer(BaseLayer):
         if atten_mask is not None and self.mask_self_attention is True:
             raise ConfigError(
                 "Transformer.mask_self_attention is True, and the call hands an atten_mask; as in "
-                "Pax a mask alone says what a token sees. Leave it out, and let the mask hide later "
-                "tokens where they are to be hidden (jnp.minimum(atten_mask, causal_mask(T)) of "
-                "praxis_lite.layers.attention_masks)."
+                "Pax a mask alone says what a token sees. Leave it out, and let the mask hide "
+                "later tokens where they are to be hidden (jnp.minimum(atten_mask, "
+                "causal_mask(T)) of praxis_lite.layers.attention_masks)."
             )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
         own = {"segment_ids": segment_ids, "paddings": paddings}
