@@ -103,7 +103,7 @@ def _in_its_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
     layer it would make two equal layers of a stack two kinds of pytree.
     """
-    parameters = list(inspect.signature(method).parameters.values())[1:]
+    parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
 

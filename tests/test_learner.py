@@ -20,6 +20,7 @@ from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.metrics import WeightedMean
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer, spec_items
+from praxis_lite.optimizers import regularized
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.slots import slot_specs
@@ -501,8 +502,9 @@ def test_slots_keep_the_dtypes_that_they_began_with():
     assert opt_states["slots"]["unstacked"][0].trace["w"].dtype == jnp.bfloat16
 
 
-def test_the_state_can_be_donated_with_the_average_in_it():
-    learner = Learner(optax.sgd, 0.1, ema_decay=0.9)
+def test_the_state_can_be_donated_with_copies_of_the_weights_in_it():
+    ewc = functools.partial(regularized, optimizer=optax.sgd, ewc_regularizer_weight=0.5)
+    learner = Learner(ewc, 0.1, ema_decay=0.9)
     params = jax.tree.map(jnp.asarray, tree(1))
     opt_states = learner.init(params, SPECS)  # Outside jit, which would make copies.
 
@@ -594,7 +596,13 @@ def trained_on(shape):
     """Returns the layout, and on the host the state and the averages, after steps with a NaN."""
     learner = Learner(
         optax.lamb, 0.1,
-        auxiliary_optimizers=[AuxiliaryOptimizer("head", SGD, 0.03, "head")],
+        auxiliary_optimizers=[
+            AuxiliaryOptimizer(
+                "head", functools.partial(regularized, optimizer=SGD, ewc_regularizer_weight=0.5),
+                0.03, "head", clip_gradient_norm_to_value=0.01,
+            )
+        ],
+        apply_separate_scaling=True,
         bprop_variable_exclusion="first/.*",
         clip_gradient_single_norm_to_value=0.02,
         ema_decay=0.4,
