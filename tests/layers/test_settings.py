@@ -140,12 +140,15 @@ def test_a_wrong_setting_names_the_layer_and_the_setting(message):
 
 
 def test_no_function_takes_keywords_that_it_does_not_use():
-    root = Path(__file__).parents[2]
-    places = ("praxis_lite", "tasks", "experiments")
-    files = [path for place in places for path in (root / place).rglob("*.py")]
+    files = [*Path(layers.__file__).parents[1].rglob("*.py")]
     assert len(files) > 100
+
+    def only_text(node):
+        return all(isinstance(one, ast.Expr) for one in node.body)
+
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
+            # One that is nothing but a docstring is not there to be called.
+            if isinstance(node, ast.FunctionDef) and node.args.kwarg and not only_text(node):
                 used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
                 assert node.args.kwarg.arg in used, f"{path.name}: {node.name} swallows keywords"
