@@ -1,6 +1,7 @@
 """What is done to gradients before an optimizer sees them: norms, clipping, steps to skip."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ class GradientLimits:
         of each layer's in a stack.
       clip_gradient_to_value: the most that an element of a gradient may be, in magnitude.
       skip_step_gradient_norm_value: a step whose norm before clipping is this or more is skipped.
+      owner: whose settings these are, for errors.
 
     Raises:
       ConfigError: a limit is negative or no number, or two kinds of clipping are set.
@@ -30,19 +32,22 @@ class GradientLimits:
     clip_gradient_single_norm_to_value: float = 0.0
     clip_gradient_to_value: float = 0.0
     skip_step_gradient_norm_value: float = 0.0
+    owner: str = "Learner"
 
     def __post_init__(self):
         limits = dataclasses.asdict(self)
+        del limits["owner"]
         for name, limit in limits.items():
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
                 raise ConfigError(
-                    f"Learner.{name} is {limit!r}; wanted is a positive number, or 0 for no limit."
+                    f"{self.owner}.{name} is {limit!r}; wanted is a positive number, or 0 for no "
+                    "limit."
                 )
         clips = [name for name, limit in limits.items() if limit and name.startswith("clip")]
         if len(clips) > 1:
             raise ConfigError(
-                f"Learner.{clips[0]} and {clips[1]} are both set; wanted is one kind of clipping. "
-                "Set one of them to 0."
+                f"{self.owner}.{clips[0]} and {clips[1]} are both set; wanted is one kind of "
+                "clipping. Set one of them to 0."
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
@@ -66,6 +71,48 @@ class GradientLimits:
             most = self.clip_gradient_to_value
             return jax.tree.map(lambda g: jnp.clip(g, -most, most), grads)
         return grads
+
+
+def limits_by_optimizer(
+    main: GradientLimits, auxiliary: Sequence[Any], apply_separate_scaling: bool
+) -> dict[str, GradientLimits]:
+    """Returns the limits of each optimizer by name, "" for the main one: `main`, or its own.
+
+    Args:
+      auxiliary: AuxiliaryOptimizers.
+
+    Raises:
+      ConfigError: a limit of an auxiliary optimizer is wrong or would not be heeded, or there is
+        none whose gradients could be scaled separately.
+    """
+    if apply_separate_scaling and not auxiliary:
+        raise ConfigError(
+            "Learner.apply_separate_scaling clips the gradients of each optimizer by their own "
+            "norm, but there are no auxiliary_optimizers. Leave it out."
+        )
+    limits = {"": main}
+    for aux in auxiliary:
+        own = GradientLimits(
+            aux.clip_gradient_norm_to_value, aux.clip_gradient_single_norm_to_value,
+            owner=f"AuxiliaryOptimizer '{aux.name}'",
+        )  # fmt: skip
+        is_limited = own.clip_gradient_norm_to_value or own.clip_gradient_single_norm_to_value
+        if is_limited and not apply_separate_scaling:
+            raise ConfigError(
+                f"{own.owner} sets a clip_gradient_... of its own, but "
+                "Learner.apply_separate_scaling is False, so that all gradients would be clipped "
+                "together by the Learner's. Set apply_separate_scaling=True, or remove it."
+            )
+        limits[aux.name] = own if apply_separate_scaling else main
+    return limits
+
+
+def norms_by_optimizer(groups: Iterable[Any]) -> dict[str, jax.Array]:
+    """Returns the norm of each optimizer's gradients by its name, of the learner's groups."""
+    own: dict[str, list[PyTree]] = {}
+    for group in groups:
+        own.setdefault(group.optimizer_name, []).append(group.weights)
+    return {name: global_norm(trees) for name, trees in own.items()}
 
 
 def global_norm(grads: PyTree) -> jax.Array:

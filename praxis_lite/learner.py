@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.gradients import GradientLimits, global_norm
+from praxis_lite.gradients import (
+    GradientLimits,
+    global_norm,
+    limits_by_optimizer,
+    norms_by_optimizer,
+)
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.optimizer_groups import (
     AuxiliaryOptimizer,
@@ -48,6 +53,10 @@ class Learner:
         `fdl.Partial(optax.adamw, b2=0.98)` for instance.
       learning_rate: a number, or a schedule of the number of updates made.
       auxiliary_optimizers: other optimizers and rates for the weights that match their patterns.
+      apply_separate_scaling: clip, and skip steps, by the norm of each optimizer's own gradients,
+        which an auxiliary one clips by limits of its own. False: by that of all together.
+      vectorize_on_repeat_prefix: False: an optimizer, and clip_gradient_single_norm_to_value, sees
+        a whole stack as one array.
       bprop_variable_exclusion: a pattern of whole paths (`re.fullmatch`, as in Pax), or several,
         of weights that are frozen: they have no gradient, no slots and no average.
       bprop_variable_inclusion: such patterns of the weights to train; the rest is frozen.
@@ -69,6 +78,8 @@ class Learner:
         learning_rate: float | Schedule,
         *,
         auxiliary_optimizers: Sequence[AuxiliaryOptimizer] = (),
+        apply_separate_scaling: bool = False,
+        vectorize_on_repeat_prefix: bool = True,
         bprop_variable_exclusion: Patterns = (),
         bprop_variable_inclusion: Patterns = (),
         clip_gradient_norm_to_value: float = 0.0,
@@ -88,6 +99,11 @@ class Learner:
             skip_step_gradient_norm_value,
         )
         self.auxiliary_optimizers = tuple(auxiliary_optimizers)
+        self._limits = limits_by_optimizer(
+            self.limits, self.auxiliary_optimizers, apply_separate_scaling
+        )
+        self.apply_separate_scaling = apply_separate_scaling
+        self.vectorize_on_repeat_prefix = vectorize_on_repeat_prefix
         self._optimizer_names = functools.partial(
             optimizer_names,
             auxiliary=self.auxiliary_optimizers,
@@ -145,10 +161,12 @@ class Learner:
           tree: of the params' structure; it may lack the frozen leaves.
 
         Returns:
-          "unstacked", "stack_4", ... with the main optimizer, "NAME.stack_4" with another.
+          "unstacked", "stack_4", ... with the main optimizer, "NAME.stack_4" with another; of a
+          stack that is not vectorized "unstacked" too.
         """
         names = self._optimizer_names(weight_specs)
-        return grouped(tree, weight_specs, names, self._optimizers)
+        by_stack = self.vectorize_on_repeat_prefix
+        return grouped(tree, weight_specs, names, self._optimizers, by_stack=by_stack)
 
     def report(self, weight_specs: PyTree) -> list[str]:
         """Returns lines: what each optimizer has and what is frozen; [] where one trains all."""
@@ -205,14 +223,18 @@ class Learner:
         grads = split_as_slots(grads, weight_specs, self.slot_mesh_axes)
         grad_norm = global_norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        is_small, num_updates = self.limits.keeps(grad_norm), opt_states["num_updates"]
+        norms = dict.fromkeys(self._limits, grad_norm)
+        if self.apply_separate_scaling:
+            norms = norms_by_optimizer(self.groups(grads, weight_specs).values())
+        is_small = jnp.stack([self.limits.keeps(norm) for norm in norms.values()]).all()
+        num_updates = opt_states["num_updates"]
         rates = {"learning_rate": rate_at(self.learning_rate, num_updates)}
         for aux in self.auxiliary_optimizers:
             rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
         is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
         def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
-            updates, slots = self._updates(grads, grad_norm, old["slots"], weights, weight_specs)
+            updates, slots = self._updates(grads, norms, old["slots"], weights, weight_specs)
             new = {"slots": slots}
             if self.ema_decay:
                 new["ema"] = moving_average(old["ema"], weights, self.ema_decay, num_updates)
@@ -244,7 +266,7 @@ class Learner:
         return merged(trainable, frozen), new, scalars
 
     def _updates(
-        self, grads: PyTree, grad_norm: jax.Array, slots: dict[str, PyTree], weights: PyTree,
+        self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
         weight_specs: PyTree,
     ) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns what to add to the weights, and the new slots; one layer of a stack at a time."""
@@ -254,7 +276,9 @@ class Learner:
         for name, group in self.groups(weights, weight_specs).items():
 
             def update(grads: PyTree, slots: PyTree, weights: PyTree, group=group) -> tuple:
-                return group.optimizer.update(self.limits.clipped(grads, grad_norm), slots, weights)
+                name = group.optimizer_name
+                grads = self._limits[name].clipped(grads, norms[name])
+                return group.optimizer.update(grads, slots, weights)
 
             group_updates, new_slots[name] = group.per_layer(update)(
                 grad_groups[name].weights, slots[name], group.weights

@@ -36,6 +36,8 @@ class AuxiliaryOptimizer:
       optimizer: called with `learning_rate`, returns the optax transformation.
       learning_rate: a number, or a schedule of the number of updates made.
       name: of its slots and of its learning rate among the metrics.
+      clip_gradient_norm_to_value, clip_gradient_single_norm_to_value: limits of its own weights'
+        gradients, which Learner.apply_separate_scaling heeds; see GradientLimits.
 
     Raises:
       ConfigError: `regex` is no regular expression, or `name` has other characters than letters,
@@ -46,6 +48,8 @@ class AuxiliaryOptimizer:
     optimizer: OptimizerFactory
     learning_rate: float | Schedule
     name: str
+    clip_gradient_norm_to_value: float = 0.0
+    clip_gradient_single_norm_to_value: float = 0.0
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
@@ -63,11 +67,13 @@ class Group:
       optimizer: of one layer's weights.
       stack_shape: the leading dims of each weight, which count layers; () for single weights.
       weights: nested dict of just these weights' leaves.
+      optimizer_name: an auxiliary optimizer's, or "".
     """
 
     optimizer: optax.GradientTransformation
     stack_shape: tuple[int, ...]
     weights: dict[str, Any]
+    optimizer_name: str = ""
 
     def per_layer(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns `fn`, of one layer's trees, mapped over the stacked dims of all its arguments."""
@@ -248,6 +254,8 @@ def grouped(
     weight_specs: PyTree,
     names: Mapping[Path, str],
     optimizers: Mapping[str, optax.GradientTransformation],
+    *,
+    by_stack: bool = True,
 ) -> dict[str, Group]:
     """Returns the weights in `names` by their optimizer and the shape of their stack.
 
@@ -255,6 +263,7 @@ def grouped(
       tree: of the params' structure; leaves that are not in `names` may lack.
       names: of `optimizer_names`.
       optimizers: by these names.
+      by_stack: False: a stack is one array, and belongs to "unstacked".
 
     Returns:
       Weights without a stacked dim are "unstacked", those of a scanned stack of 7 "stack_7"; an
@@ -263,11 +272,12 @@ def grouped(
     paths: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
     for path, spec in spec_items(weight_specs):
         if path in names:
-            paths.setdefault((names[path], spec.stack_shape), []).append(path)
+            stack_shape = spec.stack_shape if by_stack else ()
+            paths.setdefault((names[path], stack_shape), []).append(path)
     groups = {}
     for (name, stack_shape), members in paths.items():
         stack = "stack_" + "x".join(map(str, stack_shape)) if stack_shape else "unstacked"
-        group = Group(optimizers[name], stack_shape, select(tree, members))
+        group = Group(optimizers[name], stack_shape, select(tree, members), name)
         groups[f"{name}.{stack}" if name else stack] = group
     return groups
 

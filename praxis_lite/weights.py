@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.initializers import WeightInit
 from praxis_lite.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
@@ -103,9 +103,14 @@ def _in_its_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
     layer it would make two equal layers of a stack two kinds of pytree.
     """
+    parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
 
     @functools.wraps(method)
     def call(layer: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
+        if not takes_any:
+            _require_known(layer, method.__name__, kwargs, names)
         caller = _caller.get()
         if caller is layer:
             return method(layer, *args, **kwargs)
@@ -113,6 +118,18 @@ def _in_its_scope(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(layer, *args, **kwargs)
 
     return call
+
+
+def _require_known(
+    layer: "BaseLayer", method: str, kwargs: Iterable[str], names: list[str]
+) -> None:
+    for name in kwargs:
+        if name not in names:
+            called = "" if method == "__call__" else f".{method}"
+            raise ConfigError(
+                f"{type(layer).__name__}{called} takes no argument {name!r}."
+                f"{did_you_mean(name, names)} It takes {', '.join(names) or 'none'}."
+            )
 
 
 def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
@@ -147,7 +164,8 @@ class BaseLayer(nnx.Module):
 
     Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
     `__call__`. They take keys and caches as arguments and return new ones: nothing mutates. What
-    `__call__` and public methods compute carries the layer's path in the compiled program.
+    `__call__` and public methods compute carries the layer's path in the compiled program, and a
+    keyword that they do not name is a ConfigError with the nearest that they do.
     """
 
     __signature__ = _ConstructorSignature()

@@ -6,6 +6,7 @@ import re
 import zipfile
 from pathlib import Path
 
+import fiddle as fdl
 import pytest
 from flax import nnx
 
@@ -34,6 +35,7 @@ from praxis_lite import (
 from praxis_lite.checkpoints import checkpoints, loading_rules
 from praxis_lite.interop import pax_job
 from praxis_lite.tasks import image_classification, language_model, sequence_to_sequence
+from tests.goldens import golden
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[1] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
@@ -83,6 +85,25 @@ def test_every_name_given_as_ours_exists(name):
         found = [getattr(place, owner) for place in PLACES if hasattr(place, owner)]
         assert found, f"no module has {owner}"
         assert not setting or any(has(one, setting) for one in found), name
+
+
+@pytest.mark.parametrize("of_pax", ["Learner", "MultiOptimizerLearner", "BaseOptimizer"])
+def test_every_setting_of_paxs_learner_and_optimizers_is_in_a_table(of_pax):
+    found = set(re.findall(r"[a-z_0-9]+", " ".join(row[0] for row in rows())))
+    wanted = set(golden("pax/cases.json")["class_defaults"][of_pax])
+    # These have their rows under the names of the classes, and nothing but a name.
+    assert wanted - found - {"name"} == set()
+
+
+def test_a_setting_of_paxs_learner_that_is_absent_is_an_error_that_names_it():
+    absent = [
+        name for row in rows() if row[1] == "none" and "learner." in row[0]
+        for name in re.findall(r"[a-z_]+", row[0].replace("learner.", ""))
+    ]
+    assert "scale_update_by_var_norm" in absent
+    for name in absent:
+        with pytest.raises(TypeError, match=name):
+            fdl.Config(learner.Learner, **{name: True})
 
 
 def test_the_pages_block_runs(tmp_path):

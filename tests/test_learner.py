@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.adapters import lora
@@ -19,8 +20,10 @@ from praxis_lite.learner import Learner
 from praxis_lite.loss_scaling import DynamicLossScale
 from praxis_lite.metrics import WeightedMean
 from praxis_lite.optimizer_groups import AuxiliaryOptimizer, spec_items
+from praxis_lite.optimizers import regularized
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.slots import slot_specs
 from praxis_lite.steps import init_state, train_step
 from praxis_lite.task import Task
 from praxis_lite.weights import BaseLayer, WeightSpec, stacked
@@ -191,6 +194,44 @@ def spoilt_run(learner, values):
                          for i, v in enumerate(values)])
 
 
+def test_without_vectorization_an_optimizer_sees_whole_stacks_as_pax_does_then():
+    # The update is the gradient divided by its norm: of a layer, or of the whole array.
+    by_norm = functools.partial(
+        optax.stateless_with_tree_map, lambda g, _: -g / jnp.sqrt(jnp.sum(g * g))
+    )
+    learner = Learner(
+        lambda learning_rate: by_norm(), 1.0, vectorize_on_repeat_prefix=False,
+        clip_gradient_single_norm_to_value=0.3,
+    )
+    assert set(learner.groups(SPECS, SPECS)) == {"unstacked"}
+    params, _, _ = run(learner, GRADS[:1])[-1]
+    wanted = jax.tree.map(lambda w, g: w - g / global_norm(g), tree(1), GRADS[0])
+    assert_trees_close(params, wanted)
+    sgd = Learner(
+        optax.sgd, 1.0, vectorize_on_repeat_prefix=False, clip_gradient_single_norm_to_value=0.3
+    )
+    wanted = jax.tree.map(
+        lambda w, g: w - g * min(1.0, 0.3 / global_norm(g)), tree(1), GRADS[0]
+    )
+    assert_trees_close(run(sgd, GRADS[:1])[-1][0], wanted)
+
+
+def test_slots_of_whole_stacks_split_as_their_weights():
+    whole = Learner(optax.adafactor, 0.1, vectorize_on_repeat_prefix=False)
+    weights = {"w": WeightSpec((3, 257, 131), F32, ("data", "mdl"), ("stage",))}
+    specs = {"w": P("stage", "data", "mdl")}
+    found = slot_specs(whole.groups(weights, weights), whole.groups(specs, weights))["unstacked"]
+    state = jax.eval_shape(whole.optimizer.init, {"w": jax.ShapeDtypeStruct((3, 257, 131), F32)})
+    # It factors the two largest dims.
+    by_shape = {
+        slot.shape: spec for slot, spec in zip(
+            jax.tree.leaves(state), jax.tree.leaves(found, is_leaf=lambda s: isinstance(s, P)),
+            strict=True,
+        )
+    }
+    assert by_shape[(3, 131)] == P("stage", "mdl") and by_shape[(3, 257)] == P("stage", "data")
+
+
 def test_a_gradient_that_is_too_large_is_skipped_and_told_apart():
     limit = 1.0 + max(map(global_norm, GRADS))
     learner = Learner(SGD, schedule, skip_step_gradient_norm_value=limit)
@@ -267,6 +308,51 @@ def test_two_optimizers_equal_numpy_each_on_its_weights(clip):
     }  # fmt: skip
     np.testing.assert_allclose(scalars["learning_rate"], schedule(4), rtol=1e-6)
     np.testing.assert_allclose(scalars["learning_rate/sgd"], SGD_RATE, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["norm", "single_norm"])
+def test_separate_scaling_clips_each_optimizers_gradients_by_their_own_norm(kind):
+    aux = AuxiliaryOptimizer(
+        "logits", optax.sgd, 0.5, "head", **{f"clip_gradient_{kind}_to_value": 0.2}
+    )
+    learner = Learner(
+        optax.sgd, 1.0, auxiliary_optimizers=[aux], apply_separate_scaling=True,
+        clip_gradient_norm_to_value=3.0,
+    )
+    params, _, scalars = run(learner, GRADS[2:3])[-1]
+    grads, weights = by_path(GRADS[2]), by_path(tree(1))
+    of_head = {path: grads.pop(path) for path in ("logits/b", "logits/w")}
+    for path, grad in grads.items():
+        factor = 3.0 / global_norm(grads)
+        assert factor < 1.0
+        np.testing.assert_allclose(
+            by_path(params)[path], weights[path] - factor * grad, rtol=1e-5, atol=1e-6
+        )
+    for path, grad in of_head.items():
+        factor = 0.2 / global_norm(of_head if kind == "norm" else grad)
+        np.testing.assert_allclose(
+            by_path(params)[path], weights[path] - 0.5 * factor * grad, rtol=1e-5, atol=1e-6
+        )
+    np.testing.assert_allclose(scalars["grad_norm"], global_norm(GRADS[2]), rtol=1e-6)
+
+
+def test_separate_scaling_skips_a_step_by_the_largest_of_the_norms():
+    grads = {**by_path(GRADS[2])}
+    of_head = global_norm([grads.pop("logits/b"), grads.pop("logits/w")])
+    of_main = global_norm(grads)
+    assert of_head < of_main < global_norm(GRADS[2])
+
+    def num_skipped(limit, **settings):
+        aux = AuxiliaryOptimizer("logits", optax.sgd, 0.5, "head")
+        learner = Learner(
+            optax.sgd, 1.0, auxiliary_optimizers=[aux], skip_step_gradient_norm_value=limit,
+            **settings,
+        )
+        return int(run(learner, GRADS[2:3])[-1][2]["num_skipped_steps"])
+
+    between = 0.5 * (of_main + global_norm(GRADS[2]))
+    assert num_skipped(between) == 1 and num_skipped(between, apply_separate_scaling=True) == 0
+    assert num_skipped(0.5 * (of_head + of_main), apply_separate_scaling=True) == 1
 
 
 def test_a_schedule_of_an_auxiliary_optimizer_counts_updates_too():
@@ -416,8 +502,9 @@ def test_slots_keep_the_dtypes_that_they_began_with():
     assert opt_states["slots"]["unstacked"][0].trace["w"].dtype == jnp.bfloat16
 
 
-def test_the_state_can_be_donated_with_the_average_in_it():
-    learner = Learner(optax.sgd, 0.1, ema_decay=0.9)
+def test_the_state_can_be_donated_with_copies_of_the_weights_in_it():
+    ewc = functools.partial(regularized, optimizer=optax.sgd, ewc_regularizer_weight=0.5)
+    learner = Learner(ewc, 0.1, ema_decay=0.9)
     params = jax.tree.map(jnp.asarray, tree(1))
     opt_states = learner.init(params, SPECS)  # Outside jit, which would make copies.
 
@@ -509,7 +596,13 @@ def trained_on(shape):
     """Returns the layout, and on the host the state and the averages, after steps with a NaN."""
     learner = Learner(
         optax.lamb, 0.1,
-        auxiliary_optimizers=[AuxiliaryOptimizer("head", SGD, 0.03, "head")],
+        auxiliary_optimizers=[
+            AuxiliaryOptimizer(
+                "head", functools.partial(regularized, optimizer=SGD, ewc_regularizer_weight=0.5),
+                0.03, "head", clip_gradient_norm_to_value=0.01,
+            )
+        ],
+        apply_separate_scaling=True,
         bprop_variable_exclusion="first/.*",
         clip_gradient_single_norm_to_value=0.02,
         ema_decay=0.4,

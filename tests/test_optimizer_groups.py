@@ -134,6 +134,32 @@ def test_a_frozen_weight_is_in_no_overlap():
             r"Learner\.auxiliary_optimizers has two with the name 'other'",
         ),
         (
+            lambda: Learner(
+                optax.sgd, 0.1,
+                auxiliary_optimizers=[
+                    AuxiliaryOptimizer(
+                        ".*", optax.sgd, 1.0, "head", clip_gradient_norm_to_value=1.0
+                    )
+                ],
+            ),
+            r"'head' sets a clip_gradient_.*apply_separate_scaling is False",
+        ),
+        (
+            lambda: Learner(
+                optax.sgd, 0.1, apply_separate_scaling=True,
+                auxiliary_optimizers=[
+                    AuxiliaryOptimizer(
+                        ".*", optax.sgd, 1.0, "head", clip_gradient_norm_to_value=-1.0
+                    )
+                ],
+            ),
+            r"AuxiliaryOptimizer 'head'\.clip_gradient_norm_to_value is -1\.0; wanted",
+        ),
+        (
+            lambda: Learner(optax.sgd, 0.1, apply_separate_scaling=True),
+            r"Learner\.apply_separate_scaling .*no auxiliary_optimizers",
+        ),
+        (
             lambda: Learner(optax.sgd, 0.1, bprop_variable_exclusion="("),
             r"Learner\.bprop_variable_exclusion: '\(' is no regular expression",
         ),

@@ -65,7 +65,11 @@ class BeamSearch(Decoder):
         temperature: jax.Array | None = None,
         per_example_max_decode_steps: jax.Array | None = None,
     ) -> Outputs:
-        """See Decoder; nothing is drawn, so keys and temperature do nothing."""
+        """See Decoder; nothing is drawn, so keys and temperature do nothing.
+
+        Returns also, of the hypotheses that went on to the last step, done bool [B, K], those that
+        have an end of text, and hyp_ids int32 [B, K], the places that they had a step before.
+        """
         self._require("eos_id", bool(self.eos_ids), "set: hypotheses end in nothing else")
         del keys, temperature
         prefix = prefill(self, model, ids, prefix_lengths, per_example_max_decode_steps)
@@ -83,6 +87,7 @@ class BeamSearch(Decoder):
             # All hypotheses are the prompt; only the first may go on.
             "scores": jnp.broadcast_to(NEVER * jnp.arange(num_hyps, dtype=jnp.float32), shape),
             "done": jnp.zeros(shape, bool),
+            "hyp_ids": jnp.zeros(shape, jnp.int32),
             "going": nothing,
             "ended": {
                 **nothing,
@@ -122,11 +127,13 @@ class BeamSearch(Decoder):
                 "logits": logits.astype(jnp.float32).reshape(carry["logits"].shape),
                 "scores": scores,
                 "done": done | self._is_eos(new_ids) | ~is_open_B[:, None],
+                "hyp_ids": hyps_BK,
                 "going": going,
                 "ended": ended,
             }
 
-        ended = jax.lax.while_loop(goes_on, step, carry)["ended"]
+        last = jax.lax.while_loop(goes_on, step, carry)
+        ended = {**last["ended"], "done": last["done"], "hyp_ids": last["hyp_ids"]}
         if prefix.logprobs is not None:
             ended["prefix_logprobs"] = prefix.logprobs
         return ended

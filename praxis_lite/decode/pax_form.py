@@ -22,7 +22,13 @@ def pax_outputs(
 
     output_ids int32 [B, S, T]: the prompt and what follows it; decode_lengths int32 [B, S]: both
     together; logprobs float32 [B, S, T]: 1.0 for the prompt and after the end; prefix_lengths and
-    original_lengths int32 [B, S], prefix_ids int32 [B, S, P], scores float32 [B, S].
+    original_lengths int32 [B, S]; prefix_ids int32: the prompts alone, [B, S, P], after a forward
+    pass [B, S, T], and of a beam search [B, 1, P]; scores float32 [B, S].
+
+    Of a beam search also done bool [B, S] and hyp_ids int32 [B, S], of the hypotheses that went on
+    until the search ended: whether one has an end of text, and from which place of the step before
+    it came; and end_logprobs float32 [B, S, T], the logprobs as they lie before Pax moves the rows:
+    all prompts end at P.
 
     After a forward pass T is P + M, and Pax, which moves each row left to its beginning, shows 0.0
     in the places that come in from the right. Prompts that went a token at a time have their own
@@ -53,6 +59,18 @@ def pax_outputs(
             ended = new_lengths_BS[b, s] and output_ids[b, s, new][-1] in decoder.eos_ids
             if not (decoder.fprop_for_prefix or ended or new_lengths_BS[b, s] == M):
                 decode_lengths[b, s] = T
+    is_prefix = np.arange(P) < lengths_B[:, None]
+    prefix_ids = np.where(is_prefix, ids, 0)[:, None]
+    of_beams = {}
+    if "hyp_ids" in outputs:
+        end_logprobs = np.ones((B, S, P + M), np.float32)
+        is_new = np.arange(M) < new_lengths_BS[..., None]
+        end_logprobs[..., P:] = np.where(is_new, new_logprobs, 1.0)
+        of_beams = {name: np.asarray(outputs[name]) for name in ("done", "hyp_ids")}
+        of_beams["end_logprobs"] = end_logprobs
+    else:
+        room = T - P if decoder.fprop_for_prefix else 0
+        prefix_ids = np.pad(np.repeat(prefix_ids, S, axis=1), ((0, 0), (0, 0), (0, room)))
     whole_lengths = np.repeat(lengths_B[:, None], S, axis=1)
     return {
         "output_ids": output_ids,
@@ -60,6 +78,7 @@ def pax_outputs(
         "logprobs": logprobs,
         "prefix_lengths": whole_lengths,
         "original_lengths": whole_lengths,
-        "prefix_ids": np.repeat(np.where(np.arange(P) < lengths_B[:, None], ids, 0)[:, None], S, 1),
+        "prefix_ids": prefix_ids,
         "scores": scores,
+        **of_beams,
     }

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention_masks import LARGE_NEGATIVE
 from praxis_lite.weights import require_positive
 
 
@@ -127,8 +129,14 @@ def check_settings(
         )
 
 
-def check_call(layer: Any, inputs: jax.Array, encoded: jax.Array | None, cache: Any) -> None:
-    """Checks that attention has what it is to attend to, and a cache of the right kind.
+def check_call(
+    layer: Any,
+    inputs: jax.Array,
+    encoded: jax.Array | None,
+    cache: Any,
+    atten_mask: jax.Array | None,
+) -> None:
+    """Checks that attention has what it is to attend to, and a cache and mask of the right kind.
 
     Raises:
       ConfigError: otherwise.
@@ -138,6 +146,20 @@ def check_call(layer: Any, inputs: jax.Array, encoded: jax.Array | None, cache: 
         raise ConfigError(
             f"{name} with is_cross_attention=True was called without `encoded` and without a "
             "cache that has it. Hand it encoded=[B, S, D]."
+        )
+    if atten_mask is not None and not jnp.issubdtype(atten_mask.dtype, jnp.floating):
+        raise ConfigError(
+            f"{name}: atten_mask is {atten_mask.dtype}; wanted are floats as Pax's, 0.0 where a "
+            f"key is seen and LARGE_NEGATIVE ({LARGE_NEGATIVE:.3g}) where not: "
+            "jnp.where(is_seen, 0.0, LARGE_NEGATIVE) of praxis_lite.layers.attention_masks."
+        )
+    attends_to_itself = not layer.is_cross_attention and encoded is None
+    if atten_mask is not None and attends_to_itself and layer.refuses_mask:
+        raise ConfigError(
+            f"{name}.is_causal is True, and the call hands an atten_mask; as in Pax a mask alone "
+            "says what a token sees. Leave is_causal out, and let the mask hide later tokens where "
+            "they are to be hidden (jnp.minimum(atten_mask, causal_mask(T)) of "
+            "praxis_lite.layers.attention_masks)."
         )
     if encoded is None:
         return

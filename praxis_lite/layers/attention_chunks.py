@@ -27,7 +27,7 @@ def chunked_attention(
 
     A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135); the
     backward pass computes each chunk's logits once more. Chunks in which no query can see a key,
-    by index, are skipped. A query that sees no key gets zeros.
+    by index, are skipped. A query that sees no key gets what the einsum gives it.
 
     Beside arguments and results this holds two numbers per query and head and, of one chunk, the
     logits and their derivatives: benchmarks/attention_memory.py has the formula.
@@ -126,6 +126,7 @@ def _forward(q, k, v, mask, options, chunk_size):
     chunks = _Chunks(q, k, v, mask, chunk_size)
     B, G, R = chunks.dims
     Cq, extra = chunks.q_size, options.extra
+    mean_BGK = jnp.mean(v, axis=1, dtype=jnp.float32)
 
     def one_chunk_of_queries(i, carry):
         encoded, log_sums = carry
@@ -154,7 +155,11 @@ def _forward(q, k, v, mask, options, chunk_size):
         )
         highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
         share = 1.0 / jnp.where(total > 0.0, total, 1.0)
-        part = (acc * share.transpose(0, 3, 1, 2)[..., None]).astype(q.dtype)
+        part = acc * share.transpose(0, 3, 1, 2)[..., None]
+        if options.averages:
+            sees_any = (total > 0.0).transpose(0, 3, 1, 2)[..., None]
+            part = jnp.where(sees_any, part, mean_BGK[:, None, :, None])
+        part = part.astype(q.dtype)
         encoded = jax.lax.dynamic_update_slice_in_dim(encoded, part, i * Cq, axis=1)
         log_sum = highest - jnp.log(share)
         return encoded, jax.lax.dynamic_update_slice_in_dim(log_sums, log_sum, i * Cq, axis=3)
@@ -226,6 +231,13 @@ def _backward(options, chunk_size, residuals, d_encoded):
     )
     dq, dk, dv = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, start)
     dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+    if options.averages:
+        # The sum of no exponentials leaves the maximum that the forward pass began with.
+        sees_none = (log_sums < 0.5 * LARGE_NEGATIVE).astype(d_encoded.dtype)
+        d_mean_BGK = jnp.einsum(
+            "bgrt,btgrk->bgk", sees_none, d_encoded, preferred_element_type=jnp.float32
+        )
+        dv += d_mean_BGK[:, None] / v.shape[1]
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

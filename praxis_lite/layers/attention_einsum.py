@@ -20,13 +20,19 @@ class LogitOptions:
       scale: they are multiplied by it.
       cap: then `cap * tanh(logits / cap)`; 0.0: not.
       extra: a logit that takes part in the softmax and has a value of zero; None: none.
-      zero_fully_masked: a query that sees no key gets zeros, not an average.
+      zero_fully_masked: a query that sees no key gets zeros, not the mean of all values, which is
+        what the softmax of equal logits gives.
     """
 
     scale: float = 1.0
     cap: float = 0.0
     extra: float | None = None
     zero_fully_masked: bool = False
+
+    @property
+    def averages(self) -> bool:
+        """Returns True if a query that sees no key gets the mean of all values, False if zeros."""
+        return self.extra is None and not self.zero_fully_masked
 
     @property
     def needs(self) -> dict[str, bool]:
@@ -63,8 +69,8 @@ def einsum_attention(
       mask: what is seen.
       options: of the logits.
       bias: float [B or 1, N, T, S], added before they are scaled and capped.
-      atten_mask: float [B or 1, 1 or N, 1 or T, S], added after that; where it is very negative
-        the key is unseen.
+      atten_mask: float [B or 1, 1 or N, 1 or T, S]; where it is less than half of LARGE_NEGATIVE
+        the key is unseen. As in Pax it decides no more than that: it is not added to the logits.
       dropout, key: of the probabilities.
     """
     B, T, N, K = q_BTNK.shape
@@ -88,7 +94,6 @@ def einsum_attention(
         shape = jnp.broadcast_shapes(seen.shape, () if visible is None else visible.shape)
         seen_by_all = jnp.broadcast_to(seen, shape)
         visible = seen_by_all if visible is None else jnp.broadcast_to(visible, shape) & seen_by_all
-        logits_BNTS += jnp.broadcast_to(jnp.where(seen, atten_mask, 0.0), logits_BNTS.shape)
     if visible is not None:
         logits_BNTS = jnp.where(visible, logits_BNTS, LARGE_NEGATIVE)
     probs_BNTS = _softmax(logits_BNTS, options.extra).astype(v_BSGK.dtype)

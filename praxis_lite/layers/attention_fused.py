@@ -119,7 +119,14 @@ def splash_attention(
 
         return jax.vmap(one_row)(q, k, v, *segments)
 
-    return _per_device(on_one_device, q, k, v, segments, split)[:, :T]
+    outputs = _per_device(on_one_device, q, k, v, segments, split)[:, :T]
+    if mask.kv_segments_BS is None and mask.kv_visible_BS is None:
+        return outputs  # Every query sees itself, or all.
+    # A query that sees no key gets the mean of all values; splash's is of the blocks it works on.
+    sees_any_BT = jnp.any(mask.visible(T, S), axis=-1)
+    mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
+    mean_BNK = jnp.repeat(mean_BGK, q.shape[2] // k.shape[2], axis=1)
+    return jnp.where(sees_any_BT[:, :, None, None], outputs, mean_BNK[:, None])
 
 
 def _splash_kernel(

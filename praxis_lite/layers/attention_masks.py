@@ -8,7 +8,7 @@ import jax.numpy as jnp
 # B batch, T queries, S keys.
 
 # What stands for "unseen" among float32 logits: Pax's, finite, so that a query that sees nothing
-# gets an average and not NaN.
+# gets the mean of all values and not NaN.
 LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
 
 

@@ -45,7 +45,9 @@ class DotProductAttention(BaseLayer):
         that of hidden_dim / N, unless scale_query_by_dim_per_head.
       num_kv_heads: G, heads of keys and values, each read by N / G heads of queries
         (arXiv:2305.13245; 1: arXiv:1911.02150); None: N.
-      is_causal: a token sees itself and what is before it in its row. Attention to itself only.
+      is_causal: True: a token sees itself and what is before it in its row. False: it sees all.
+        None: True, unless the call hands an atten_mask, which then says all, as in Pax; a window
+        holds beside it. Of attention to itself only.
       is_cross_attention: keys and values come from `encoded`.
       window: a token sees itself and the window - 1 tokens before it: Pax's left_context.
       right_context: of attention that is not causal, how many tokens after it a token sees; None:
@@ -84,7 +86,7 @@ class DotProductAttention(BaseLayer):
         hidden_dim: int | None = None,
         dim_per_head: int | None = None,
         num_kv_heads: int | None = None,
-        is_causal: bool = True,
+        is_causal: bool | None = None,
         is_cross_attention: bool = False,
         window: int | None = None,
         right_context: int | None = None,
@@ -125,6 +127,10 @@ class DotProductAttention(BaseLayer):
             extra=attention_extra_logit,
             zero_fully_masked=zero_fully_masked,
         )
+        # What a caller's mask is to be counted beside, or not.
+        self.mask_is_all = is_causal is None and window is None
+        self.refuses_mask = is_causal is True and window is None
+        is_causal = is_causal is not False
         check_settings(
             self,
             sizes,
@@ -257,10 +263,11 @@ class DotProductAttention(BaseLayer):
           segment_ids: int [B, T]; tokens see their own segment.
           paddings: [B, T], 1.0 for padding, which no token sees.
           encoded_paddings, encoded_segment_ids: the same of `encoded`, [B, S].
-          atten_mask: float [B or 1, 1 or N, 1 or T, S], added to the logits; very negative: unseen.
+          atten_mask: float [B or 1, 1 or N, 1 or T, S]; below half of LARGE_NEGATIVE a key is
+            unseen, and any other number is as good as 0: it is not added to the logits.
           key: turns dropout on.
         """
-        check_call(self, inputs, encoded, cache)
+        check_call(self, inputs, encoded, cache, atten_mask)
         if positions is None:
             # Made here, a constant of the program: XLA then folds the rotary sines and cosines,
             # which from positions handed into a scan it computes for every head of every layer.
@@ -273,9 +280,10 @@ class DotProductAttention(BaseLayer):
             mask = cross_attention_mask(own_segments, encoded_paddings, encoded_segment_ids)
         else:
             encoded, kv_positions = inputs, positions
+            is_all = atten_mask is not None and self.mask_is_all
             mask = AttentionMask(
                 self.left_context,
-                self.right_context,
+                None if is_all else self.right_context,
                 q_segments_BT=segment_ids,
                 kv_segments_BS=segment_ids,
                 kv_visible_BS=is_true(paddings),

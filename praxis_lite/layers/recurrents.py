@@ -134,7 +134,7 @@ class RgLruBlock(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
         self.output_split_dims_mapping = output_split_dims_mapping
 
-    def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any, **_: Any) -> Cache:
+    def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty state: the last inputs of the convolution and h, [B, ..., N, K]."""
         width = (self.num_heads, self.dim_per_head)
         return {
@@ -150,8 +150,8 @@ class RgLruBlock(BaseLayer):
         segment_ids: jax.Array | None = None,
         paddings: jax.Array | None = None,
         atten_mask: jax.Array | None = None,
+        key: jax.Array | None = None,
         cache: Cache | None = None,
-        **_: Any,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns the outputs [B, T, D] and, with a cache, the cache after these tokens.
 
@@ -161,6 +161,7 @@ class RgLruBlock(BaseLayer):
             row whose first position is 0 starts anew, another goes on.
           segment_ids: int [B, T]; the state starts anew where they change, and 0 is padding.
           paddings: [B, T], 1.0 for tokens that leave the state as it is: at a row's ends.
+          key: what attention takes; nothing is drawn here.
           cache: the state after the tokens before.
 
         Raises:

@@ -46,8 +46,9 @@ class Transformer(BaseLayer):
       atten_dropout_prob, residual_dropout_prob, relu_dropout_prob: of the attention probabilities,
         of what is added to the residual stream, of the hidden activations.
       residual_droppath_prob: share of the rows that skip a part of the block (stochastic depth).
-      mask_self_attention: no token sees a later one; Pax's setting of the stack. False: an
-        encoder's block.
+      mask_self_attention: True: no token sees a later one. False: every token sees all, as in an
+        encoder; so are the stacks of Pax, whose setting this is, by default. None: True, unless the
+        call hands an atten_mask, which then says all, as in Pax's block.
       use_cross_attention: attend to `encoded` between self-attention and feed-forward.
       allow_skip_cross_attention: leave that out where there is no `encoded` (and no cache).
       fold_padding_with_segment_mask: padded tokens are a segment of their own, and attend to each
@@ -71,7 +72,7 @@ class Transformer(BaseLayer):
         residual_dropout_prob: float = 0.0,
         relu_dropout_prob: float = 0.0,
         residual_droppath_prob: float = 0.0,
-        mask_self_attention: bool = True,
+        mask_self_attention: bool | None = None,
         use_cross_attention: bool = False,
         allow_skip_cross_attention: bool = False,
         fold_padding_with_segment_mask: bool = False,
@@ -96,7 +97,7 @@ class Transformer(BaseLayer):
         self.layer_norm = norm(not has_two)
         self.pre_layer_norm, self.post_layer_norm = norm(has_two), norm(has_two)
         self.self_attention = attention(
-            tr_atten_tpl, **({} if mask_self_attention else {"is_causal": False})
+            tr_atten_tpl, **({"is_causal": False} if mask_self_attention is False else {})
         )
         self.cross_layer_norm = norm(crosses and not has_two)
         self.pre_cross_layer_norm = norm(crosses and has_two)
@@ -118,7 +119,7 @@ class Transformer(BaseLayer):
         )
         self.residual_dropout = Dropout(residual_dropout_prob)
         self.residual_droppath = StochasticResidual(survival_prob=1.0 - residual_droppath_prob)
-        self.norm_policy, self.is_masked = norm_policy, mask_self_attention
+        self.norm_policy, self.mask_self_attention = norm_policy, mask_self_attention
         self.allow_skip_cross_attention = allow_skip_cross_attention
         self.fold_padding_with_segment_mask = fold_padding_with_segment_mask
 
@@ -154,25 +155,37 @@ class Transformer(BaseLayer):
         encoded_segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
         cache: Any = None,
-        **_: Any,
     ) -> tuple[jax.Array, Any]:
         """Returns outputs [B, T, D] and the cache with these tokens in it.
 
         Args:
           inputs: [B, T, D].
-          atten_mask: float [B or 1, 1 or N, 1 or T, T], added to the logits of self-attention; it
-            then says all, beside mask_self_attention, of what a token sees, as in Pax.
+          atten_mask: float [B or 1, 1 or N, 1 or T, T] of self-attention, LARGE_NEGATIVE where a
+            token is not seen. It alone says what is seen, as in Pax: paddings, segment_ids and the
+            order of the tokens count no more.
           encoded: [B, S, D], what the encoder gave.
           key: turns dropout on.
           others: see DotProductAttention; `paddings` are the feed-forward's too.
+
+        Raises:
+          ConfigError: there is an atten_mask and mask_self_attention=True; or no `encoded` where
+            the block attends to it.
         """
+        if atten_mask is not None and self.mask_self_attention is True:
+            raise ConfigError(
+                "Transformer.mask_self_attention is True, and the call hands an atten_mask; as in "
+                "Pax a mask alone says what a token sees. Leave it out, and let the mask hide "
+                "later tokens where they are to be hidden (jnp.minimum(atten_mask, "
+                "causal_mask(T)) of praxis_lite.layers.attention_masks)."
+            )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
         own = {"segment_ids": segment_ids, "paddings": paddings}
         if atten_mask is not None:
             own = {"atten_mask": atten_mask}
         elif cache is None and paddings is not None:
             # As Pax's stacks: what a padded token attends to follows from its segment, 0.
-            if segment_ids is None and (self.fold_padding_with_segment_mask or self.is_masked):
+            is_masked = self.mask_self_attention is not False
+            if segment_ids is None and (self.fold_padding_with_segment_mask or is_masked):
                 own["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
             if self.fold_padding_with_segment_mask:
                 own["paddings"] = None

@@ -1,6 +1,7 @@
 """Regularisation around any optimizer, as every optimizer of Pax has it."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ def regularized(
     decoupled_weight_decay: float = 0.0,
     skip_lp_1d_vectors: bool = False,
     skip_lp_regularization: Patterns = (),
+    ewc_regularizer_weight: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with one of three regularisations, as Pax applies them to any.
+    """Returns an optimizer with one of three regularisations, and EWC, as Pax applies them to any.
 
         fdl.Partial(regularized, optimizer=fdl.Partial(adam, beta2=0.99),
                     decoupled_weight_decay=0.1, skip_lp_regularization=".*/norm")
@@ -40,6 +42,11 @@ def regularized(
       skip_lp_regularization: a pattern, or several, of the weights that have none of the three:
         those of Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path
         under params (`re.match`).
+      ewc_regularizer_weight: elastic weight consolidation (Kirkpatrick et al. 2017,
+        arXiv:1612.00796) with all weights alike: half of this, times the learning rate and how far
+        a weight is from what the job began with, is taken from it, past the slots. What it began
+        with is a slot of each weight. For factors of some weights, give them an
+        AuxiliaryOptimizer.
 
     Raises:
       ConfigError: two regularisations are set, a weight is negative, or a pattern is no regular
@@ -50,7 +57,9 @@ def regularized(
         "l2_regularizer_weight": l2_regularizer_weight,
         "decoupled_weight_decay": decoupled_weight_decay,
     }
-    require_not_negative("regularized", **weights)
+    require_not_negative(
+        "regularized", **weights, ewc_regularizer_weight=ewc_regularizer_weight
+    )
     used = [name for name, weight in weights.items() if weight]
     if len(used) > 1:
         raise ConfigError(
@@ -68,7 +77,33 @@ def regularized(
     if decoupled_weight_decay:
         rate = _scaled(learning_rate, -decoupled_weight_decay)
         parts.append(optax.add_decayed_weights(rate, mask=path_mask(exclude=exclude)))
+    if ewc_regularizer_weight:
+        parts.append(_towards_the_first(_scaled(learning_rate, -0.5 * ewc_regularizer_weight)))
     return optax.chain(*parts)
+
+
+class EwcState(NamedTuple):
+    """How many updates were made, and the weights before the first."""
+
+    count: jax.Array
+    pretrain_vars: Any
+
+
+def _towards_the_first(
+    rate: float | Callable[[jax.Array], jax.Array],
+) -> optax.GradientTransformation:
+    def init(weights: Any) -> EwcState:
+        # Copies: an array that is in the state twice could not be donated.
+        return EwcState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, weights))
+
+    def update(updates: Any, state: EwcState, weights: Any = None) -> tuple[Any, EwcState]:
+        factor = rate(state.count) if callable(rate) else rate
+        updates = jax.tree.map(
+            lambda u, w, first: u + factor * (w - first), updates, weights, state.pretrain_vars
+        )
+        return updates, EwcState(optax.safe_increment(state.count), state.pretrain_vars)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _scaled(

@@ -112,6 +112,27 @@ def test_early_exit_with_one_hypothesis_stops_where_greedy_does():
     assert 0 < wanted.max() < 9
     found = decoded(decoder)
     assert (found["decode_lengths"][:, 0] <= wanted.max()).all()
+    assert found["done"].all() and not found["hyp_ids"].any()
+
+
+def test_what_went_on_says_where_it_was_a_step_before_and_whether_it_ended():
+    found = search(beam_size=17, tokens_per_beam=V, length_norm_alpha=0.0)
+    others = [token for token in range(V) if token != EOS]
+    for row in np.flatnonzero(LENGTHS):
+        # 4 x 4 hypotheses of two tokens, best first, go on to 17 of three.
+        def sums(num_tokens, row=row):
+            prompt = tuple(PROMPTS[row, : LENGTHS[row]])
+            totals = {
+                words: sum(
+                    logprobs_after(MODEL, prompt + words[:i])[word] for i, word in enumerate(words)
+                )
+                for words in itertools.product(others, repeat=num_tokens)
+            }
+            return sorted(totals, key=totals.get, reverse=True)
+
+        two, three = sums(2), sums(3)[:17]
+        assert found["hyp_ids"][row].tolist() == [two.index(words[:2]) for words in three]
+        assert not found["done"][row].any()
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,14 @@ def decode(model, weights, decoder, ids, lengths, inputs=None):
 
 
 def assert_equals_pax(found, wanted, what):
-    for name in ("output_ids", "decode_lengths", "prefix_lengths", "original_lengths"):
-        if name in wanted:
-            np.testing.assert_array_equal(found[name], wanted[name], f"{what} {name}")
-    for name in ("logprobs", "scores"):
-        if name in wanted:
+    for name, of_pax in wanted.items():
+        assert found[name].shape == of_pax.shape, f"{what} {name}"
+        if np.issubdtype(of_pax.dtype, np.floating):
             np.testing.assert_allclose(
-                found[name], wanted[name], atol=1e-4, rtol=1e-4, err_msg=f"{what} {name}"
+                found[name], of_pax, atol=1e-4, rtol=1e-4, err_msg=f"{what} {name}"
             )
+        else:
+            np.testing.assert_array_equal(found[name], of_pax, f"{what} {name}")
 
 
 def loaded(file: Any) -> dict[str, dict[str, np.ndarray]]:
@@ -140,9 +140,6 @@ def test_the_goldens_hold(name):
     length = None if decoder.fprop_for_prefix else seqlen
     found = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
     assert_equals_pax(found, wanted, name)
-    prefix_ids = wanted["prefix_ids"][:, :, : ids.shape[1]]
-    np.testing.assert_array_equal(found["prefix_ids"][:, : prefix_ids.shape[1]], prefix_ids)
-    assert not wanted["prefix_ids"][:, :, ids.shape[1] :].any()
 
 
 CASES = json.loads(str(options()["cases"][""]))

@@ -41,6 +41,22 @@ MASKS = {
         13,
         17,
     ),
+    "nothing_visible_averages": (
+        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])), {}, 13, 17
+    ),
+    "nothing_visible_but_an_extra_logit": (
+        AttentionMask(kv_visible_BS=np.arange(17) < np.array([[0], [9]])), {"extra": 0.3}, 13, 17
+    ),
+    # The first four queries of row 1, whose windows are hidden, and queries of a segment of none.
+    "nothing_visible_in_a_window": (
+        AttentionMask(
+            3, 0, None, np.where(SEGMENTS == 2, 7, SEGMENTS), SEGMENTS,
+            np.arange(13) >= np.array([[0], [4]]),
+        ),
+        {"cap": 1.5, "scale": 0.5},
+        13,
+        13,
+    ),
     "positions": (AttentionMask(4, 0, q_index_BT=np.array([[3], [9]]) + np.arange(5)), {}, 5, 17),
 }
 
@@ -98,6 +114,13 @@ def test_kernels_equal_the_einsum(name):
         assert_equal(one, found["einsum"], kernel)
 
 
+def test_a_query_that_sees_nothing_gets_the_mean_of_all_values():
+    v = np.random.default_rng(2).normal(size=(B, 17, G, K)).astype(np.float32)
+    wanted = np.repeat(v[0].mean(axis=0), N // G, axis=0)
+    for kernel, (_, y) in all_answers()["nothing_visible_averages"].items():
+        np.testing.assert_allclose(y[0], np.tile(wanted, (13, 1, 1)), atol=1e-6, err_msg=kernel)
+
+
 def test_einsum_equals_numpy_with_heads_that_share_keys():
     q, k, v = (rng.normal(size=(1, 4, heads, 3)).astype(np.float32) for heads in (4, 2, 2))
     found = einsum_attention(q, k, v, AttentionMask(2, 0), LogitOptions(cap=1.5, extra=0.2))
@@ -130,18 +153,14 @@ def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
     mask = AttentionMask(40, 0, None, segments, segments, visible)
     case = (mask, {"cap": 2.0, "scale": 0.5}, T, T, (3, 3, 8))
 
-    def hide_padding(kernel):
-        # What a padded query gets is nobody's concern, and not the same.
-        return lambda *args: kernel(*args) * visible[:, :, None, None]
-
-    wanted = jax.jit(lambda: answers(hide_padding(einsum_attention), *case))()
+    wanted = jax.jit(lambda: answers(einsum_attention, *case))()
     for mesh in (None, mesh_of(1, 2, 2)):
         kernel = functools.partial(
             attention_fused.splash_attention, interpret=True,
             split=(("replica", "data"), None, "mdl", None),
         )
         with jax.set_mesh(mesh) if mesh else jax.default_device(jax.devices()[0]):
-            found = jax.jit(lambda kernel=kernel: answers(hide_padding(kernel), *case))()
+            found = jax.jit(lambda kernel=kernel: answers(kernel, *case))()
         assert_equal(found, wanted, str(mesh), atol=2e-5)
 
 

@@ -349,6 +349,12 @@ WRONG_CALLS = {
     "combine_qkv takes keys and values from the inputs": lambda x: ATTENTION(
         8, 2, combine_qkv=True, rngs=nnx.Rngs(0)
     )(x, encoded=x),
+    "is_causal is True.*an atten_mask.*Leave is_causal out": lambda x: ATTENTION(
+        8, 2, is_causal=True, rngs=nnx.Rngs(0)
+    )(x, atten_mask=jnp.zeros((1, 1, 3, 3))),
+    "atten_mask is bool.*LARGE_NEGATIVE": lambda x: self_attention()(
+        x, atten_mask=jnp.ones((1, 1, 3, 3), bool)
+    ),
     "encoded has 1 rows and the inputs 2": lambda x: cross()(x, encoded=x[:1]),
     "cache was made for 2": lambda x: cross()(
         x, encoded=x, cache=cross().init_cache(2, 3, jnp.float32, encoded_length=2)
@@ -357,6 +363,43 @@ WRONG_CALLS = {
         x, encoded=x, cache=self_attention().init_cache(2, 3, jnp.float32)
     ),
 }
+
+
+def test_a_mask_of_the_callers_alone_says_what_is_seen_and_adds_nothing():
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(2, 7, 8)).astype(np.float32)
+    # Not causal; what is seen has numbers of any size, down to -1e9.
+    numbers = rng.choice([0.0, -1.5, 3.0, -1e9], size=(2, 1, 7, 7)).astype(np.float32)
+    is_hidden = rng.random((2, 1, 7, 7)) < 0.4
+    is_hidden[1, 0, 3] = True
+    atten_mask = np.where(is_hidden, attention_masks.LARGE_NEGATIVE, numbers)
+    layer = ATTENTION(8, 2, use_bias=False, rngs=nnx.Rngs(3))
+    windowed = ATTENTION(8, 2, use_bias=False, window=3, rngs=nnx.Rngs(3))
+
+    @jax.jit
+    def run(x, atten_mask):
+        def objective(atten_mask):
+            y = layer(x, atten_mask=atten_mask)[0]
+            return jnp.sum(y**2), y
+
+        grad, y = jax.grad(objective, has_aux=True)(atten_mask)
+        heads = [jnp.einsum("btd,dnk->btnk", x, one.w[...]) for one in (
+            layer.query, layer.key, layer.value, layer.post)]
+        scale = jax.nn.softplus(layer.per_dim_scale.per_dim_scale[...]) / jnp.log(2.0) / 2.0
+        return grad, y, windowed(x, atten_mask=atten_mask)[0], heads, scale
+
+    grad, y, y_windowed, (q, k, v, _), scale = jax.device_get(run(x, atten_mask))
+    assert not grad.any()
+    distance = np.subtract.outer(np.arange(7), np.arange(7))
+    is_far = (distance < 0) | (distance >= 3)  # Pax's local attention keeps its window.
+    for found, hidden in ((y, is_hidden), (y_windowed, is_hidden | is_far)):
+        logits = np.einsum("btnk,bsnk->bnts", q * scale, k).astype(np.float64)
+        weights = np.exp(logits - logits.max()) * ~hidden
+        weights = np.where(hidden.all(-1, keepdims=True), 1.0, weights)
+        probs = weights / weights.sum(-1, keepdims=True)
+        encoded = np.einsum("bnts,bsnk->btnk", probs, v)
+        wanted = np.einsum("btnk,dnk->btd", encoded, layer.post.w[...])
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def cross():

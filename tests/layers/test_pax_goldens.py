@@ -38,7 +38,7 @@ def positions(inputs: dict[str, jax.Array]) -> jax.Array:
 
 
 def attend(module, inputs):
-    return module(inputs["x"], positions=positions(inputs))[0]
+    return module(inputs["x"], positions=positions(inputs), atten_mask=inputs["mask"])[0]
 
 
 def feed_forward(activation: str) -> Case:
@@ -195,17 +195,44 @@ def test_outputs_and_gradients_equal_pax(name):
     if case.output != "y" or ("grad" not in golden and "gin" not in golden):
         return
 
-    def objective(params, x):
-        outputs = outputs_of(params, inputs if x is None else {**inputs, "x": x})
-        return jnp.sum(outputs * inputs["cotangent"])
+    def objective(params, wrt):
+        return jnp.sum(outputs_of(params, {**inputs, **wrt}) * inputs["cotangent"])
 
-    grads, x_grad = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, inputs.get("x"))
+    wrt = {path: inputs[path] for path in golden.get("gin", {})}
+    grads, input_grads = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, wrt)
     wanted_grads = params_of(model, golden.get("grad", {}))
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         wanted = functools.reduce(lambda node, part: node[part.key], path, wanted_grads)
         assert_close(grad, wanted, tolerance, f"{name} gradient of {path}")
-    if "x" in golden.get("gin", {}):
-        assert_close(x_grad, golden["gin"]["x"], tolerance, f"{name} gradient of x")
+    for path, found in input_grads.items():
+        assert_close(found, golden["gin"][path], tolerance, f"{name} gradient of {path}")
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "dot_product"])
+def test_a_query_that_sees_nothing_gets_paxs_average_from_every_kernel(kernel):
+    golden, tolerance = load("stacked_transformer")
+    assert golden["in"]["paddings"].any()  # A padded token of a causal stack sees no token.
+    attention = functools.partial(
+        layers.DotProductAttention, atten_kernel=kernel, atten_chunk_size=4
+    )
+    block = functools.partial(BLOCK, tr_atten_tpl=attention)
+    model = NnxModel(functools.partial(layers.StackedTransformer, block, 3))
+    inputs, params = golden["in"], params_of(model, golden["w"])
+
+    def objective(params, x, paddings):
+        module = model.module({"params": params, "non_trainable": {}})
+        y = module(x, paddings=paddings)[0]
+        return jnp.sum(y * inputs["cotangent"]), y
+
+    run = jax.jit(jax.grad(objective, argnums=(0, 1, 2), has_aux=True))
+    (grads, *input_grads), y = run(params, inputs["x"], inputs["paddings"])
+    assert_close(y, golden["out"]["y"], tolerance, kernel)
+    wanted = params_of(model, golden["grad"]), golden["gin"]["x"], golden["gin"]["paddings"]
+    for found, (path, of_pax) in zip(
+        jax.tree.leaves((grads, *input_grads)), jax.tree_util.tree_leaves_with_path(wanted),
+        strict=True,
+    ):
+        assert_close(found, of_pax, tolerance, f"{kernel} gradient of {path}")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.output == "logits"])

@@ -1,6 +1,8 @@
 """A wrong setting of a layer is an error that names the layer and the setting, before any maths."""
 
+import ast
 import functools
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -14,7 +16,30 @@ ROTARY_BLOCK = functools.partial(
     layers.Transformer,
     tr_atten_tpl=functools.partial(layers.DotProductAttention, use_rotary_position_emb=True),
 )
+TOKENS = jnp.ones((1, 3), jnp.int32)
+X = jnp.ones((1, 3, 8))
 WRONG = {
+    # What is handed to a call, and to a method.
+    r"Transformer takes no argument 'padings'.*Did you mean paddings": lambda r: (
+        layers.Transformer(8, 12, 2, rngs=r)(X, padings=TOKENS)
+    ),
+    r"Transformer takes no argument 'padings'.*It takes inputs, positions": lambda r: layers.Repeat(
+        functools.partial(layers.Transformer, 8, 12, 2), 2, rngs=r
+    )(X, padings=TOKENS),
+    r"RgLruBlock takes no argument 'segment_id'.*Did you mean segment_ids": lambda r: (
+        layers.RgLruBlock(8, 2, rngs=r)(X, segment_id=TOKENS)
+    ),
+    r"RgLruBlock\.init_cache takes no argument 'dtpye'.*Did you mean dtype": lambda r: (
+        layers.RgLruBlock(8, 2, rngs=r).init_cache(1, 3, dtpye=jnp.float32)
+    ),
+    r"TransformerLm\.compute_loss takes no argument 'segments'.*segment_ids": lambda r: LM(
+        rngs=r
+    ).compute_loss(TOKENS, TOKENS, TOKENS, segments=TOKENS),
+    r"TransformerEncoderDecoder\.decode takes no argument 'target_padings'.*target_paddings": (
+        lambda r: layers.TransformerEncoderDecoder(11, 8, 12, 2, 1, 1, rngs=r)(
+            TOKENS, TOKENS, target_padings=TOKENS
+        )
+    ),
     r"Linear\.output_dims is 0": lambda r: layers.Linear(3, 0, rngs=r),
     r"Linear\.input_dims is 2\.5": lambda r: layers.Linear(2.5, 3, rngs=r),
     r"Bias\.dims is -1": lambda r: layers.Bias(-1, rngs=r),
@@ -112,3 +137,18 @@ WRONG = {
 def test_a_wrong_setting_names_the_layer_and_the_setting(message):
     with pytest.raises(ConfigError, match=message):
         WRONG[message](nnx.Rngs(0))
+
+
+def test_no_function_takes_keywords_that_it_does_not_use():
+    files = [*Path(layers.__file__).parents[1].rglob("*.py")]
+    assert len(files) > 100
+
+    def only_text(node):
+        return all(isinstance(one, ast.Expr) for one in node.body)
+
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            # One that is nothing but a docstring is not there to be called.
+            if isinstance(node, ast.FunctionDef) and node.args.kwarg and not only_text(node):
+                used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+                assert node.args.kwarg.arg in used, f"{path.name}: {node.name} swallows keywords"

@@ -314,7 +314,29 @@ def test_what_is_encoded_may_be_left_out_where_the_block_allows_it():
     assert shape_of(allow_skip_cross_attention=True) == x.shape
 
 
+def test_a_mask_of_the_callers_alone_says_what_a_block_sees():
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(1, 5, 4)), jnp.float32)
+    sees_all = jnp.zeros((1, 1, 5, 5))
+
+    @jax.jit
+    def run(x):
+        block = BLOCK(rngs=nnx.Rngs(0))
+        bidirectional = BLOCK(mask_self_attention=False, rngs=nnx.Rngs(0))
+        return (
+            block(x)[0], block(x, atten_mask=masked(x)[None, None])[0],
+            block(x, atten_mask=sees_all)[0], bidirectional(x)[0],
+        )
+
+    causal, causal_by_mask, by_mask, bidirectional = run(x)
+    np.testing.assert_allclose(causal_by_mask, causal, atol=1e-6)
+    np.testing.assert_allclose(by_mask, bidirectional, atol=1e-6)
+    assert np.abs(causal - bidirectional).max() > 0.01
+
+
 WRONG = {
+    r"Transformer\.mask_self_attention is True.*atten_mask.*Leave it out": lambda r: BLOCK(
+        mask_self_attention=True, rngs=r
+    )(jnp.ones((1, 2, 4)), atten_mask=jnp.zeros((1, 1, 2, 2))),
     r"TransformerFeedForward\.norm_policy is 'prenorm'.*Did you mean pre": lambda r: FFN(
         norm_policy="prenorm", rngs=r
     ),

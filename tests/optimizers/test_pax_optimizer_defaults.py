@@ -7,7 +7,7 @@ import pytest
 from tests.goldens import golden
 from tests.optimizers.pax_learners import COUNTERPARTS, OF_REGULARIZED, OF_THE_LEARNER
 
-# Settings of every optimizer of Pax that are the learner's here, or not here at all.
+# Settings of every optimizer of Pax that are the learner's here, `regularized`'s, or not here.
 ELSEWHERE = {
     "learning_rate", "lr_schedule", *OF_THE_LEARNER, *OF_REGULARIZED,
     "ewc_regularizer_weight", "ewc_weight_per_var",

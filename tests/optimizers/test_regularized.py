@@ -4,6 +4,7 @@ import functools
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -56,6 +57,33 @@ def test_the_decoupled_decay_goes_past_the_slots_and_takes_in_vectors(learning_r
         )
 
 
+def test_ewc_draws_weights_towards_those_they_began_with():
+    # The numbers are Pax's own: -1, -2.5, -4.25 for gradients of 1, 2, 3 and rates of 1.
+    rates = np.array([1.0, 0.5, 0.25], np.float32)
+    for rate, weight in (("one", 1.0), ("falling", 0.7)):
+        optimizer = regularized(
+            1.0 if rate == "one" else lambda count: jnp.asarray(rates)[count],
+            optimizer=optax.sgd, ewc_regularizer_weight=weight,
+        )
+        first = {"w": W, "b": B}
+        weights, state, found = first, optimizer.init(first), []
+        wanted = {name: [w] for name, w in first.items()}
+        for t in range(3):
+            grads = jax.tree.map(lambda w, t=t: np.full_like(w, t + 1.0), first)
+            updates, state = optimizer.update(grads, state, weights)
+            weights = optax.apply_updates(weights, updates)
+            found.append(weights)
+            lr = 1.0 if rate == "one" else rates[t]
+            for name, path in wanted.items():
+                drawn = weight / 2 * (path[-1] - first[name])
+                path.append(path[-1] - lr * (t + 1.0 + drawn))
+        for name, path in wanted.items():
+            for one, other in zip(found, path[1:], strict=True):
+                np.testing.assert_allclose(one[name], other, rtol=1e-6, atol=1e-6)
+        if rate == "one":
+            np.testing.assert_allclose(found[-1]["w"] - W, -4.25, rtol=1e-6)
+
+
 def test_without_regularisation_it_is_the_optimizer():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6),
@@ -76,6 +104,7 @@ def test_it_is_configured_as_an_optimizer_of_an_optimizer():
     "settings, message",
     [
         ({"l1_regularizer_weight": -1.0}, "regularized: l1_regularizer_weight is -1.0; wanted is"),
+        ({"ewc_regularizer_weight": -1.0}, "regularized: ewc_regularizer_weight is -1.0; wanted"),
         ({"l1_regularizer_weight": 1.0, "decoupled_weight_decay": 1.0}, "are both set; wanted is"),
         ({"skip_lp_regularization": "*norm"}, r"'\*norm' is no regular expression"),
     ],
