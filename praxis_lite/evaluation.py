@@ -68,4 +68,5 @@ def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
     """Returns an evaluation as a line to read."""
     words = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    words = words or "no metrics, for no row weighs anything"
     return f"step {step}  {dataset}: {words}"

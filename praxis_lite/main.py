@@ -30,6 +30,8 @@ MODES = ("train", "eval", "decode", "explain", "summary")
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend.
 
+    Exits 3 so where training has ended, and is saved, but with a step that was skipped.
+
     A signal ends it with one line, status 128 + its number; what training does: `StopRequest`.
     """
     args = _parser().parse_args(argv)
@@ -61,7 +63,7 @@ def _main(args: argparse.Namespace) -> None:
         words = printable(f"error: {_own_words(error)}")
         print(textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False),
               file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_status)
 
 
 def _put_users_packages_first() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from praxis_lite import processes
+from praxis_lite.exits import end_now
 
 BEAT_SECONDS = 2.0
 # A process may hold Python's lock for a while, and be alive.
@@ -62,7 +63,7 @@ def _on_abort(signum: int) -> None:
 
 def _first_is_gone() -> NoReturn:
     os.write(2, f"error: {_gone(0)}; so process {processes.index()} ends too\n".encode())
-    os._exit(1)
+    end_now(1)
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def _leave(code: int) -> NoReturn:
     if processes.is_first():
         threading.Event().wait(_LINGER_SECONDS)
     # No clean-up of JAX's: it would wait for the process that is gone.
-    os._exit(code)
+    end_now(code)
 
 
 def _end(words: str, code: int) -> NoReturn:
