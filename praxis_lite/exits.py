@@ -18,7 +18,7 @@ def temporary_folder() -> Path:
 
 @atexit.register
 def _remove_folders() -> None:
-    for folder in []:
+    for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 

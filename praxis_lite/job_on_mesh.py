@@ -8,6 +8,8 @@ import jax
 from praxis_lite import processes
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job
+from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.job_checks import (
     TRAIN,
     check_averages,
@@ -72,6 +74,11 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             task.check_inputs(spec, required, f"{root}.{name}")
             step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
             partitioner.check_batch(spec, step)
+            if mode != "explain" and isinstance(pipeline, IndexedPipeline):
+                # The first batch before anything compiles, the others before their steps.
+                rows = partitioner.process_rows(pipeline.batch_size)
+                first = pipeline.rows(0, rows) if rows.start < rows.stop else {}
+                check_ids(first, task.num_ids(), f"{root}.{name}, batch 0", first_row=rows.start)
             # What a layer refuses only when it is called is heard now; the step stays traced.
             if mode == step:
                 partitioner.trace(step, spec)

@@ -12,6 +12,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.experiment import RunConfig
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_checks import TRAIN
 from praxis_lite.job_dir import JobDir
@@ -71,8 +72,8 @@ def train(
       skipped_batches: indices of training batches that are left out.
 
     Raises:
-      ConfigError: `run.max_skipped_steps_in_a_row` steps were skipped; names the newest checkpoint
-        from before.
+      ConfigError: a batch has ids that the model has no row for; or
+        `run.max_skipped_steps_in_a_row` steps were skipped; names the newest checkpoint from before.
       LossSpike: where run.on_loss_spike is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
@@ -148,13 +149,14 @@ class _Loop:
         ) and (trained := self._evaluate_late(first_step, state)):
             return trained
         key, num_rows = self.partitioner.key(run.seed), self.pipeline.batch_size
-        rows = self.partitioner.process_rows(num_rows)
+        rows, num_ids = self.partitioner.process_rows(num_rows), self.partitioner.task.num_ids()
         batches = self.position.batches(self.pipeline, rows)
         step, stopped_by = first_step, None
         for step in range(first_step + 1, run.num_train_steps + 1):
             checkpoints.raise_if_failed()
             began = time.perf_counter()
             index, inputs = next(batches)
+            check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
             batch = self.partitioner.global_batch(inputs, num_rows)
             self.agreement.host_worked(time.perf_counter() - began)
             state, outputs = self.partitioner.train_step(state, batch, key)

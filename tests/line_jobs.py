@@ -87,6 +87,16 @@ class Line(Experiment):
 
 
 @register
+class Scheduled(Line):
+    """A line learnt at a rate that a schedule gives."""
+
+    def task(self):
+        task = super().task()
+        task.learner.learning_rate = fdl.Config(optax.constant_schedule, 0.1)
+        return task
+
+
+@register
 class Weightless(Line):
     """A line that is evaluated on rows which weigh nothing."""
 

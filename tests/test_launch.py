@@ -169,6 +169,27 @@ def test_a_run_whose_last_evaluation_is_not_finite_ends_with_status_3(tmp_path):
     assert "The evaluation of step 7 has heldout/loss nan" in said
 
 
+def test_an_id_without_a_row_ends_training_before_its_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOBZOO_FOREIGN_ID_AT", "4")
+    done = launch(TINY, f"--job_log_dir={tmp_path}")
+    assert done.code == 2
+    assert "datasets.train, batch 4: row 5 of labels has 300" in " ".join(done.err.split())
+    job = JobDir(tmp_path)
+    assert [line["num_skipped_steps"] for line in lines_of(job.metrics_jsonl)] == [0] * 3
+    with Checkpoints(job.checkpoints) as saved:
+        assert saved.latest_step() == 3
+
+
+def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path):
+    schedule = "task.learner.learning_rate"
+    done = launch(
+        "--exp=jobzoo.lines.Scheduled", f"--job_log_dir={tmp_path}", "--set",
+        f"{schedule}.value=1e30",
+    )
+    said = " ".join(done.err.split())
+    assert done.code == 2 and "The learning_rate of step 1 is 1e+30" in said, done
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
