@@ -19,6 +19,10 @@ class ConfigError(ValueError):
     exit_status = 2
 
 
+class OutOfMemory(ConfigError):
+    """The compiler, a device or the host ran out of memory."""
+
+
 class LastStepUnsound(ConfigError):
     """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
 

@@ -18,6 +18,7 @@ from praxis_lite.job_checks import (
     check_watched_metrics,
     flat,
 )
+from praxis_lite.memory import check_fits
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.processes.same_everywhere import check_same
 from praxis_lite.sharding import make_mesh, simulate_devices
@@ -50,6 +51,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     )
     print(f"mesh ({axes}): {devices}", flush=True)
     partitioner = (job.partitioner or Partitioner)(job.task, mesh)
+    if mode != "explain":
+        check_fits(partitioner.layout, mesh, mode)
     check_averages(partitioner, job.run)
     if mode == "train" and TRAIN not in job.datasets:
         raise ConfigError(

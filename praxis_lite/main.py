@@ -190,24 +190,27 @@ def _run(args: argparse.Namespace) -> None:
     from praxis_lite.job_on_mesh import partitioner_of
 
     partitioner = partitioner_of(job, args.mode)
-    # Imported after the checks, so that an error need not wait for Orbax.
-    if args.mode == "explain":
-        from praxis_lite.explain import explain
+    from praxis_lite.memory import saying_what_is_large
 
-        explain(
-            partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
-        )
-        return
+    with saying_what_is_large(partitioner.layout):
+        # Imported after the checks, so that an error need not wait for Orbax.
+        if args.mode == "explain":
+            from praxis_lite.explain import explain
 
-    from praxis_lite import launch
+            explain(
+                partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
+            )
+            return
 
-    if args.mode == "train":
-        packages = registry.allowed_packages(args.packages)
-        launch.train(partitioner, job, job_dir, config, experiment, args.settings, packages)
-    elif args.mode == "eval":
-        launch.evaluate(partitioner, job, job_dir, args.step)
-    else:
-        launch.decode(partitioner, job, job_dir, args.step)
+        from praxis_lite import launch
+
+        if args.mode == "train":
+            packages = registry.allowed_packages(args.packages)
+            launch.train(partitioner, job, job_dir, config, experiment, args.settings, packages)
+        elif args.mode == "eval":
+            launch.evaluate(partitioner, job, job_dir, args.step)
+        else:
+            launch.decode(partitioner, job, job_dir, args.step)
 
 
 def _page_path(args: argparse.Namespace) -> Path | None:

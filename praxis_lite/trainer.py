@@ -73,7 +73,7 @@ def train(
 
     Raises:
       ConfigError: a batch has ids that the model has no row for; or
-        `run.max_skipped_steps_in_a_row` steps were skipped; names the newest checkpoint from before.
+        `run.max_skipped_steps_in_a_row` steps were skipped: names the newest checkpoint before.
       LossSpike: where run.on_loss_spike is "roll_back".
       FailedSave: a checkpoint could not be written.
     """

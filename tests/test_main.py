@@ -156,6 +156,14 @@ BAD_SETTINGS = {
         "task.model.fprop_dtype=int8",
         ["TransformerLm.fprop_dtype is int8"], ["a floating-point dtype", "bfloat16"],
     ),
+    "a state larger than the machine": (
+        "task.model.hidden_dims=10000000000",
+        [
+            "The state of training takes", "8 simulated devices", "available here",
+            "/ffn_layer1/linear/w [2, 7, 10000000000] float32",
+        ],
+        ["mesh.ici_mesh_shape", "fsdp", "bfloat16"],
+    ),
     "a vocabulary smaller than the data's": (
         "task.model.vocab_size=100",
         ["datasets.train, batch 0: row 0 of ids has", "0 to 99"],

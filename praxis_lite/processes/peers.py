@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from praxis_lite import processes
+from praxis_lite.errors import OutOfMemory
 from praxis_lite.exits import end_now
 
 BEAT_SECONDS = 2.0
@@ -113,6 +114,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
     """Returns whether an exception, or one that it came of, is of the devices or of their links."""
     found: BaseException | None = error
     while found is not None:
+        if isinstance(found, OutOfMemory):
+            return False
         if type(found).__name__ == "JaxRuntimeError" or "gloo" in str(found).lower():
             return True
         found = found.__cause__ or found.__context__
