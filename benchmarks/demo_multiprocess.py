@@ -15,15 +15,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CHECKOUT))
+
+from praxis_lite.job_dir import local_directory  # noqa: E402
+
 EXPERIMENT = "--exp=lm.Synthetic"
 SETTINGS = ["--set", "run.num_train_steps=40", "run.checkpoint_every_steps=20"]
 
 
 def main() -> None:
     """Runs both jobs and prints what they gave."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="praxis_lite_"))
-    folder = folder.absolute()
+    folder = local_directory(
+        sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="praxis_lite_")
+    )
     jobs = {"two processes of 4 devices": folder / "two", "one process of 8": folder / "one"}
     for (title, job), count in zip(jobs.items(), (2, 1), strict=True):
         if (job / "config.json").is_file():  # Of an earlier run of this.

@@ -13,6 +13,7 @@ from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding.inputs import replicated_key
@@ -44,7 +45,7 @@ def decode(
         if num_cache_slots(partitioner):
             decoded = _in_slots(partitioner, pipeline, mdl_vars, base_key, name, note)
         else:
-            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, seed)
+            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, seed, name)
         records: list[dict[str, Any]] = []
         for inputs, outputs in decoded:
             records += partitioner.task.decode_to_records(inputs, jax.device_get(outputs))
@@ -63,13 +64,23 @@ def num_cache_slots(partitioner: Partitioner) -> int:
     return decoder.num_cache_slots if isinstance(decoder, Greedy) else 0
 
 
+def _batches(
+    partitioner: Partitioner, pipeline: InputPipeline, name: str
+) -> Iterator[tuple[int, Any]]:
+    """Yields the index and the rows of each batch, its ids checked."""
+    num_ids = partitioner.task.num_ids()
+    for index, inputs in enumerate(pipeline.batches()):
+        check_ids(inputs, num_ids, f"decode_datasets.{name}, batch {index}")
+        yield index, inputs
+
+
 def _batch_by_batch(
-    partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, seed: int
+    partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, seed: int, name: str
 ) -> Iterator[tuple[Any, Any]]:
     """Yields inputs and outputs of each batch, whole in every process: records need all of it."""
     num_rows = pipeline.batch_size
     rows = partitioner.process_rows(num_rows)
-    for index, inputs in enumerate(pipeline.batches()):
+    for index, inputs in _batches(partitioner, pipeline, name):
         key = jax.random.fold_in(jax.random.key(seed), index)
         own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
         batch = partitioner.global_batch(own_rows, num_rows)
@@ -101,7 +112,7 @@ def _in_slots(
     places: list[tuple[int, int]] = []  # Of each prompt: its batch, and its row in the outputs.
 
     def prompts() -> Iterator[Prompt]:
-        for index, inputs in enumerate(pipeline.batches()):
+        for index, inputs in _batches(partitioner, pipeline, name):
             num_rows, shape = len(inputs["ids"]), (decoder.max_decode_steps,)
             num_hyps = num_rows * decoder.num_hyps
             empty = {

@@ -39,6 +39,21 @@ class EarlyStopping:
                 "as better is said by early_stopping.mode."
             )
 
+    def watched_in(self, values: Mapping[str, float], step: int) -> float:
+        """Returns the metric's value among those of the evaluation of `step`.
+
+        Raises:
+          ConfigError: it is not among them.
+        """
+        if self.metric not in values:
+            raise ConfigError(
+                f"run.early_stopping watches {self.metric}, which the evaluation of step {step} "
+                f"lacks: no row of datasets.{self.metric.partition('/')[0]} weighs anything. Give "
+                "it rows with weights above 0, raise run.max_eval_batches, watch another metric, "
+                "or set run.early_stopping=None."
+            )
+        return values[self.metric]
+
     def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
         """Returns why training ends now, in words; None: it goes on.
 

@@ -13,8 +13,20 @@ class ConfigError(ValueError):
     """A setting, an input or a file that a user can mend.
 
     Its message is one paragraph: what was found, what was wanted, what to change. `main` prints
-    just that paragraph and exits with status 2; every other exception keeps its traceback.
+    just that paragraph and exits with `exit_status`; every other exception keeps its traceback.
     """
+
+    exit_status = 2
+
+
+class OutOfMemory(ConfigError):
+    """The compiler, a device or the host ran out of memory."""
+
+
+class LastStepUnsound(ConfigError):
+    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
+
+    exit_status = 3
 
 
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:

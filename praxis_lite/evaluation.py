@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.metrics import JsonLinesWriter, WeightedMean
 from praxis_lite.partitioner import Partitioner
 
@@ -36,8 +37,11 @@ class Evaluator:
 
         Args:
           should_stop: asked before each batch; None is returned, and nothing written, if it is so.
+
+        Raises:
+          ConfigError: a batch has ids that the model has no row for.
         """
-        results = {}
+        results, num_ids = {}, self._partitioner.task.num_ids()
         for name, pipeline in self._pipelines.items():
             mean, pending = WeightedMean(), None
             num_rows = pipeline.batch_size
@@ -47,6 +51,8 @@ class Evaluator:
                     break
                 if should_stop():
                     return None
+                where = f"datasets.{name}, batch {index}"
+                check_ids(inputs, num_ids, where, first_row=rows.start)
                 batch = self._partitioner.global_batch(inputs, num_rows)
                 scalars = self._partitioner.eval_step(mdl_vars, batch)
                 if pending is not None:
@@ -68,4 +74,5 @@ def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
     """Returns an evaluation as a line to read."""
     words = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    words = words or "no metrics, for no row weighs anything"
     return f"step {step}  {dataset}: {words}"

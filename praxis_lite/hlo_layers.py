@@ -18,7 +18,8 @@ _STRUCTURE = re.compile(
     r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
 _FUNCTIONS = ("jit", "pjit", "pmap")  # Around the name of a function rather than a scope.
-_THIS_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Files below it are the library's.
+PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def layers_of(program: Program, site: Site) -> dict[str, int]:
@@ -133,7 +134,7 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
 
     The user's own where there is one: not a library's, nor this package's, nor what launched it.
     """
-    ours = [place for place, (file, _) in enumerate(frames) if file.startswith(_THIS_PACKAGE)]
+    ours = [place for place, (file, _) in enumerate(frames) if file.startswith(PACKAGE_FOLDER)]
     own = [
         (place, one)
         for place, one in enumerate(frames)

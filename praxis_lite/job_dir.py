@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,29 @@ class JobDir:
         write_whole(self.config_json, json_text.encode())
 
 
+def local_directory(path: str | os.PathLike[str]) -> Path:
+    """Returns an absolute path, "~" expanded.
+
+    Raises:
+        ConfigError: it is an address such as gs://bucket/job, of which Python would make a local
+            directory called "gs:".
+    """
+    # One slash is enough: a Path has no two in a row.
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", os.fspath(path)):
+        advice = (
+            "Leave out file://"
+            if scheme[1].lower() == "file"
+            else "Mount it, or name a directory of this machine or of a file system that all its "
+            "hosts share"
+        )
+        raise ConfigError(
+            f"{shown(os.fspath(path))} is an address ({scheme[1]}), but jobs and checkpoints are "
+            f"kept in, and read from, only local directories; object stores (gs, s3) are not "
+            f"supported. {advice}."
+        )
+    return Path(path).expanduser().absolute()
+
+
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
     """Returns the job's directory, new and empty or one that `experiment` began.
 
@@ -97,10 +121,10 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
         experiment: the full name, `module.Class`.
 
     Raises:
-        ConfigError: it cannot be made or written, is a file, holds other things than a job, or the
-            job of another experiment.
+        ConfigError: it is an address, cannot be made or written, is a file, holds other things
+            than a job, or the job of another experiment.
     """
-    job = JobDir(Path(path).expanduser().absolute())
+    job = JobDir(local_directory(path))
     if job.path.exists():
         _check_is_directory(job)
         # Hidden files are the desktop's and the network file system's, no one's work.
@@ -138,9 +162,9 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
         writes: whether results will be written into it.
 
     Raises:
-        ConfigError: it is absent, a file, no job's, or cannot be written.
+        ConfigError: it is an address, absent, a file, no job's, or cannot be written.
     """
-    job = JobDir(Path(path).expanduser().absolute())
+    job = JobDir(local_directory(path))
     if not job.path.exists():
         near = _nearest_existing(job.path)
         _refuse(

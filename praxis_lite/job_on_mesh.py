@@ -8,6 +8,8 @@ import jax
 from praxis_lite import processes
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job
+from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.job_checks import (
     TRAIN,
     check_averages,
@@ -16,6 +18,7 @@ from praxis_lite.job_checks import (
     check_watched_metrics,
     flat,
 )
+from praxis_lite.memory import check_fits
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.processes.same_everywhere import check_same
 from praxis_lite.sharding import make_mesh, simulate_devices
@@ -48,6 +51,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     )
     print(f"mesh ({axes}): {devices}", flush=True)
     partitioner = (job.partitioner or Partitioner)(job.task, mesh)
+    if mode != "explain":
+        check_fits(partitioner.layout, mesh, mode)
     check_averages(partitioner, job.run)
     if mode == "train" and TRAIN not in job.datasets:
         raise ConfigError(
@@ -72,6 +77,11 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             task.check_inputs(spec, required, f"{root}.{name}")
             step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
             partitioner.check_batch(spec, step)
+            if mode != "explain" and isinstance(pipeline, IndexedPipeline):
+                # The first batch before anything compiles, the others before their steps.
+                rows = partitioner.process_rows(pipeline.batch_size)
+                first = pipeline.rows(0, rows) if rows.start < rows.stop else {}
+                check_ids(first, task.num_ids(), f"{root}.{name}, batch 0", first_row=rows.start)
             # What a layer refuses only when it is called is heard now; the step stays traced.
             if mode == step:
                 partitioner.trace(step, spec)

@@ -26,6 +26,7 @@ from praxis_lite.job_checks import (
     nondeterministic_data,
 )
 from praxis_lite.job_dir import JobDir
+from praxis_lite.job_history import check_last_step, lacks_evaluation, watched_history
 from praxis_lite.job_lock import JobLock
 from praxis_lite.layout_table import layout_table, layout_warnings
 from praxis_lite.loss_spikes import LossSpike, RollBacks
@@ -53,6 +54,7 @@ def train(
 
     Raises:
       ConfigError: the job's checkpoint is of another model, or of other data.
+      LastStepUnsound: it is trained and saved, but the last step was skipped.
     """
     run = job.run
     check_names(partitioner.layout)
@@ -85,6 +87,7 @@ def train(
         if reason := _nothing_to_do(job, job_dir, first_step, saved.latest_step()):
             print(reason)
             trainer.draw_loss_curve(job_dir, first_step, print)
+            check_last_step(job_dir, first_step, trainer.num_skipped_in_a_row(state))
             return
         for line in nondeterministic_data(job.datasets):
             print(line)
@@ -121,6 +124,7 @@ def train(
         )
     else:
         print(f"trained to step {trained.step}: {job_dir.path}")
+    check_last_step(job_dir, trained.step, trained.num_skipped)
 
 
 def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:
@@ -250,14 +254,14 @@ def _nothing_to_do(
 ) -> str | None:
     """Returns why a restored job makes no more steps, and what to change; None: it makes some."""
     run, eval_sets = job.run, set(job.datasets) - {TRAIN}
-    if trainer.lacks_evaluation(run, eval_sets, job_dir, saved_step, first_step):
+    if lacks_evaluation(run, eval_sets, job_dir, saved_step, first_step):
         return None
     if first_step >= run.num_train_steps:
         return (
             f"The job has already made its {run.num_train_steps} steps; to go on, raise "
             "run.num_train_steps."
         )
-    values = trainer.watched_history(run.early_stopping, job_dir, first_step)
+    values = watched_history(run.early_stopping, job_dir, first_step)
     reason = run.early_stopping and run.early_stopping.reason_to_stop(values)
     if reason:
         return (

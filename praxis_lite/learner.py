@@ -23,6 +23,7 @@ from praxis_lite.optimizer_groups import (
     Schedule,
     check_choices,
     check_mask_patterns,
+    checked_rate,
     grouped,
     merged,
     optimizer_names,
@@ -127,10 +128,9 @@ class Learner:
             )
         self.ema_decay = ema_decay
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.loss_scale = loss_scale
-        self.variational_noise = variational_noise
+        self.loss_scale, self.variational_noise = loss_scale, variational_noise
         self.slot_mesh_axes = tuple(slot_mesh_axes)
-        self.learning_rate = learning_rate
+        self.learning_rate = checked_rate("Learner.learning_rate", learning_rate)
         self.optimizer = optimizer(learning_rate=learning_rate)
         # The main optimizer has no name.
         self._optimizers = {"": self.optimizer} | {

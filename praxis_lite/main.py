@@ -30,6 +30,8 @@ MODES = ("train", "eval", "decode", "explain", "summary")
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend.
 
+    Exits 3 so where training has ended, and is saved, but with a step that was skipped.
+
     A signal ends it with one line, status 128 + its number; what training does: `StopRequest`.
     """
     args = _parser().parse_args(argv)
@@ -61,7 +63,7 @@ def _main(args: argparse.Namespace) -> None:
         words = printable(f"error: {_own_words(error)}")
         print(textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False),
               file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_status)
 
 
 def _put_users_packages_first() -> None:
@@ -188,24 +190,27 @@ def _run(args: argparse.Namespace) -> None:
     from praxis_lite.job_on_mesh import partitioner_of
 
     partitioner = partitioner_of(job, args.mode)
-    # Imported after the checks, so that an error need not wait for Orbax.
-    if args.mode == "explain":
-        from praxis_lite.explain import explain
+    from praxis_lite.memory import saying_what_is_large
 
-        explain(
-            partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
-        )
-        return
+    with saying_what_is_large(partitioner.layout):
+        # Imported after the checks, so that an error need not wait for Orbax.
+        if args.mode == "explain":
+            from praxis_lite.explain import explain
 
-    from praxis_lite import launch
+            explain(
+                partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
+            )
+            return
 
-    if args.mode == "train":
-        packages = registry.allowed_packages(args.packages)
-        launch.train(partitioner, job, job_dir, config, experiment, args.settings, packages)
-    elif args.mode == "eval":
-        launch.evaluate(partitioner, job, job_dir, args.step)
-    else:
-        launch.decode(partitioner, job, job_dir, args.step)
+        from praxis_lite import launch
+
+        if args.mode == "train":
+            packages = registry.allowed_packages(args.packages)
+            launch.train(partitioner, job, job_dir, config, experiment, args.settings, packages)
+        elif args.mode == "eval":
+            launch.evaluate(partitioner, job, job_dir, args.step)
+        else:
+            launch.decode(partitioner, job, job_dir, args.step)
 
 
 def _page_path(args: argparse.Namespace) -> Path | None:

@@ -22,6 +22,8 @@ PyTree = Any
 Path = tuple[str, ...]
 Schedule = Callable[[jax.Array], jax.Array]
 OptimizerFactory = Callable[..., optax.GradientTransformation]
+# No loss is learnt at a larger rate: its own scale would have to be below 1e-6.
+MAX_LEARNING_RATE = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class AuxiliaryOptimizer:
 
     Raises:
       ConfigError: `regex` is no regular expression, or `name` has other characters than letters,
-        digits, "_" and "-".
+        digits, "_" and "-"; or as `checked_rate`.
     """
 
     regex: str
@@ -57,6 +59,7 @@ class AuxiliaryOptimizer:
                 f"AuxiliaryOptimizer.name is {self.name!r}; wanted are letters, digits, '_', '-'."
             )
         _check_patterns((self.regex,), f"AuxiliaryOptimizer.regex of '{self.name}'")
+        checked_rate("AuxiliaryOptimizer.learning_rate", self.learning_rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,21 @@ class Group:
         for _ in self.stack_shape:
             fn = jax.vmap(fn)
         return fn
+
+
+def checked_rate(setting: str, learning_rate: float | Schedule) -> float | Schedule:
+    """Returns the rate; what a schedule gives is seen step by step.
+
+    Raises:
+      ConfigError: it is a number that is not finite, or above MAX_LEARNING_RATE; names `setting`.
+    """
+    # `not <=`, for a NaN compares as neither.
+    if isinstance(learning_rate, int | float) and not abs(learning_rate) <= MAX_LEARNING_RATE:
+        raise ConfigError(
+            f"{setting} is {learning_rate!r:.80}; wanted is a number of at most "
+            f"{MAX_LEARNING_RATE:g}, such as 1e-3. A model learns nothing at this one."
+        )
+    return learning_rate
 
 
 def rate_at(learning_rate: float | Schedule, num_updates: jax.Array) -> jax.Array:

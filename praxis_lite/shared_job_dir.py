@@ -3,14 +3,14 @@
 import dataclasses
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite import processes
 from praxis_lite.errors import ConfigError
-from praxis_lite.job_dir import JobDir
+from praxis_lite.exits import temporary_folder
+from praxis_lite.job_dir import JobDir, local_directory
 
 # A network file system shows a new file to other hosts after a while.
 _SEEN_SECONDS = 15.0
@@ -18,7 +18,7 @@ _SEEN_SECONDS = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class OtherJobDir(JobDir):
-    """The files of a process that is not the first, in a folder of its own; thrown away.
+    """The files of a process that is not the first, in a folder that goes with the process.
 
     Attributes:
       shared: the job's directory, where the checkpoints are.
@@ -41,6 +41,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
     Raises:
       ConfigError: as `open_dir`; or a process does not see the first one's directory.
     """
+    shared = local_directory(path)
     if processes.count() == 1:
         return open_dir()
     if processes.is_first():
@@ -54,7 +55,6 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
         finally:
             mark.unlink(missing_ok=True)
     else:
-        shared = Path(path).expanduser().absolute()
         mark = shared / processes.exchange("job_log_dir", "")[0]
         seen = processes.exchange("job_log_dir is seen", "yes" if _appears(mark) else "no")
     blind = [processes.name(k) for k, word in enumerate(seen) if word == "no"]
@@ -71,7 +71,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
 
 
 def _other(shared: Path) -> JobDir:
-    job = OtherJobDir(Path(tempfile.mkdtemp(prefix="praxis_lite_")), shared)
+    job = OtherJobDir(temporary_folder(), shared)
     there = JobDir(shared)
     # What is read of a job that goes on.
     for source in (there.config_json, there.eval_metrics_jsonl):

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any
 
+from praxis_lite.exits import end_now
+
 # SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -127,7 +129,7 @@ class SignalListener(contextlib.AbstractContextManager):
             self._asked(signum)
         elif self._heard_first[0] != signum or now - self._heard_first[1] > SAME_SECONDS:
             say(f"{name(signum)}, the second signal: ended at once")
-            os._exit(128 + signum)
+            end_now(128 + signum)
 
 
 class EndsBySignal(SignalListener):
@@ -151,7 +153,7 @@ class EndsBySignal(SignalListener):
             self._wakes_at = time.monotonic() + CLEAN_UP_SECONDS
 
     def _time_is_up(self) -> None:
-        os._exit(self._status)
+        end_now(self._status)
 
 
 def name(signum: int) -> str:

@@ -13,6 +13,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import RunConfig
 from praxis_lite.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter
+from praxis_lite.optimizer_groups import MAX_LEARNING_RATE
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 
@@ -68,6 +69,7 @@ class StepReports:
         now = time.perf_counter()
         line = _metrics_line(step, outputs, now - self.last_time, self._weight_unit)
         self.last_time = now
+        _check_rates(line)
         median = self._spikes.median_below(line["loss"])
         if self._run.loss_spike_factor is not None:
             line |= {"is_loss_spike": int(median is not None)}
@@ -113,6 +115,16 @@ class StepReports:
                 f"{checkpoint}. Look at grad_norm and learning_rate in metrics.jsonl, lower the "
                 "learning rate, clip, or take bfloat16 in place of float16; to go on skipping, "
                 "raise run.max_skipped_steps_in_a_row (None: no limit)."
+            )
+
+
+def _check_rates(line: Mapping[str, Any]) -> None:
+    """Checks the rates that schedules gave; a step whose rate is not finite was skipped."""
+    for name, value in line.items():
+        if name.startswith("learning_rate") and MAX_LEARNING_RATE < value < float("inf"):
+            raise ConfigError(
+                f"The {name} of step {line['step']} is {value:g}; wanted is at most "
+                f"{MAX_LEARNING_RATE:g}. A model learns nothing at this one: mend the schedule."
             )
 
 

@@ -1,10 +1,10 @@
 """When a job is asked to end: by a signal, or by its time limit."""
 
-import os
 import threading
 import time
 
 from praxis_lite import signals
+from praxis_lite.exits import end_now
 
 # Several processes end after the same step. Where the first one compiles for longer than this, a
 # process that was asked ends by itself: schedulers wait 30 s before they kill.
@@ -83,7 +83,7 @@ class StopRequest(signals.SignalListener):
             if not self._has_stepped:
                 if not self._leaves:
                     self._say_nothing_is_lost()
-                os._exit(0)
+                end_now(0)
 
     def _ask(self, reason: str) -> None:
         """Answers the first request, in whichever thread is there first."""

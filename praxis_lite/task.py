@@ -69,6 +69,13 @@ class Task(abc.ABC):
         """Returns a JSON-able record per true example of a decoded batch (NumPy arrays)."""
         raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
 
+    def num_ids(self) -> Mapping[str, int]:
+        """Returns how many ids there are for the integers of a batch's leaves, by their names.
+
+        Batches with others are refused, see `check_ids`. {}: nothing is known, unless overridden.
+        """
+        return {}
+
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Checks that a batch has what the task reads.
 

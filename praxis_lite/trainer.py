@@ -1,28 +1,28 @@
 """The training loop: when a step runs, when it is saved, evaluated and reported."""
 
 import dataclasses
-import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
 
 from praxis_lite import processes
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.experiment import RunConfig
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_checks import TRAIN
 from praxis_lite.job_dir import JobDir
-from praxis_lite.loss_spikes import SpikeDetector, losses_of
+from praxis_lite.job_history import is_due, lacks_evaluation, losses_before, watched_history
+from praxis_lite.loss_spikes import SpikeDetector
 from praxis_lite.metrics import (
     JsonLinesWriter,
     ProgressLine,
     TensorBoardWriter,
     plot_loss_curve,
-    read_json_lines,
 )
 from praxis_lite.non_finite.steps import NonFiniteSteps
 from praxis_lite.partitioner import Partitioner
@@ -39,10 +39,12 @@ class Trained:
 
     Attributes:
       step: the last one made; its checkpoint is saved.
+      num_skipped: steps in a row, up to the last, that were skipped.
       stopped_by: what asked for an early end, such as "SIGTERM"; None: nothing did.
     """
 
     step: int
+    num_skipped: int
     stopped_by: str | None = None
 
 
@@ -70,8 +72,8 @@ def train(
       skipped_batches: indices of training batches that are left out.
 
     Raises:
-      ConfigError: `run.max_skipped_steps_in_a_row` steps were skipped; names the newest checkpoint
-        from before.
+      ConfigError: a batch has ids that the model has no row for; or
+        `run.max_skipped_steps_in_a_row` steps were skipped: names the newest checkpoint before.
       LossSpike: where run.on_loss_spike is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
@@ -124,7 +126,7 @@ class _Loop:
                           "the others are lost, and the loss curve lacks them")
         # Read once the writers have dropped the lines after `first_step`.
         self.watched = watched_history(run.early_stopping, job, first_step)
-        spikes = SpikeDetector(run.loss_spike_factor, _losses_before(run, job))
+        spikes = SpikeDetector(run.loss_spike_factor, losses_before(run, job))
         self.evaluator = Evaluator(
             partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer
         )
@@ -135,7 +137,8 @@ class _Loop:
         self.non_finite = NonFiniteSteps(partitioner, job.non_finite_txt, progress.note)
         self.agreement = Agreement(partitioner.mesh)
         self.watchdog = Watchdog(
-            run.watchdog_seconds, exits=run.watchdog_exits, stacks_txt=job.stacks_txt
+            run.watchdog_seconds, exits=run.watchdog_exits, is_saving=checkpoints.is_saving,
+            stacks_txt=job.stacks_txt,
         )
 
     def run(self, state: TrainState, first_step: int) -> Trained:
@@ -146,13 +149,14 @@ class _Loop:
         ) and (trained := self._evaluate_late(first_step, state)):
             return trained
         key, num_rows = self.partitioner.key(run.seed), self.pipeline.batch_size
-        rows = self.partitioner.process_rows(num_rows)
+        rows, num_ids = self.partitioner.process_rows(num_rows), self.partitioner.task.num_ids()
         batches = self.position.batches(self.pipeline, rows)
         step, stopped_by = first_step, None
         for step in range(first_step + 1, run.num_train_steps + 1):
             checkpoints.raise_if_failed()
             began = time.perf_counter()
             index, inputs = next(batches)
+            check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
             batch = self.partitioner.global_batch(inputs, num_rows)
             self.agreement.host_worked(time.perf_counter() - began)
             state, outputs = self.partitioner.train_step(state, batch, key)
@@ -164,17 +168,17 @@ class _Loop:
             self.reports.report()
             self.reports.pending = PendingStep(step, index, outputs)
             is_last = step == run.num_train_steps
-            evaluates = bool(self.eval_sets) and (is_last or _is_due(step, run.eval_every_steps))
-            values: dict[str, float] = {}
+            evaluates = bool(self.eval_sets) and (is_last or is_due(step, run.eval_every_steps))
+            values: dict[str, float] | None = {}
             if evaluates and not stops:
                 self.reports.report()
                 values = self._evaluate(step, state)
-                stops, ends_by = not values, self._reason_to_end(values)
+                stops, ends_by = values is None, self._reason_to_end(values)
             ends = is_last or stops or ends_by is not None
-            saves = ends or _is_due(step, run.checkpoint_every_steps) or checkpoints.retry_is_due()
+            saves = ends or is_due(step, run.checkpoint_every_steps) or checkpoints.retry_is_due()
             if saves:
                 self.reports.report()
-                self._save(step, state, values, is_last=ends)
+                self._save(step, state, values or {}, is_last=ends)
             if saves or evaluates:
                 self.reports.last_time = time.perf_counter()
             self.watchdog.step_ended(step)
@@ -187,7 +191,7 @@ class _Loop:
         self.reports.report()
         with self.watchdog.during(SAVING):
             checkpoints.wait()
-        return Trained(step, stopped_by)
+        return _trained(step, state, stopped_by)
 
     def close(self) -> None:
         self.progress.close()
@@ -199,8 +203,14 @@ class _Loop:
         self.watchdog.alive()
         return self.agreement.any(self.stop.reason is not None)
 
-    def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-        """Returns the values by the names that settings give them; {}: it was asked to stop."""
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float] | None:
+        """Returns the values by the names that settings give them; None: it was asked to stop.
+
+        A dataset in which no row weighs has none.
+
+        Raises:
+          ConfigError: the metric that may stop training is not among them.
+        """
         use_ema = self.run_config.eval_use_ema_states
         with self.watchdog.during(f"evaluating step {step}"):
             # Not kept in a variable: averages are another copy of the weights.
@@ -208,31 +218,31 @@ class _Loop:
                 step, self.partitioner.eval_mdl_vars(state, use_ema=use_ema), self._should_stop
             )
         if results is None:
-            return {}
+            return None
         for name, one in results.items():
             self.progress.note(evaluation_line(step, name, one))
         values = watched_values(results)
         self.board.scalars(step, values)
-        if self.run_config.early_stopping is not None:
-            self.watched[step] = values[self.run_config.early_stopping.metric]
+        if (stopping := self.run_config.early_stopping) is not None:
+            self.watched[step] = stopping.watched_in(values, step)
         return values
 
-    def _reason_to_end(self, values: Mapping[str, float]) -> str | None:
+    def _reason_to_end(self, values: Mapping[str, float] | None) -> str | None:
         stopping = self.run_config.early_stopping
         return stopping.reason_to_stop(self.watched) if values and stopping is not None else None
 
     def _evaluate_late(self, step: int, state: TrainState) -> Trained | None:
         """Evaluates a step whose run was asked to stop before; returns how training ends by it."""
         values = self._evaluate(step, state)
-        if not values:
-            return Trained(step, self.stop.reason or self.agreement.wanted_by)
+        if values is None:
+            return _trained(step, state, self.stop.reason or self.agreement.wanted_by)
         if self.run_config.best_checkpoints is not None:
             # Saved again, with the values that it is judged by.
             self.stop.step_ended()
             self._save(step, state, values, is_last=True)
         if reason := self._reason_to_end(values):
             self.progress.note(f"stopped early at step {step}: {reason}")
-            return Trained(step)
+            return _trained(step, state)
         return None
 
     def _save(
@@ -248,52 +258,10 @@ class _Loop:
             )
 
 
-def lacks_evaluation(
-    run: RunConfig,
-    eval_sets: Collection[str],
-    job: JobDir,
-    saved_step: int | None,
-    step: int,
-) -> bool:
-    """Returns whether a job that goes on from its own checkpoint has yet to evaluate that step."""
-    is_due = step == run.num_train_steps or _is_due(step, run.eval_every_steps)
-    if step != saved_step or not is_due:
-        return False
-    evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
-    return _of_first("lacks evaluation", bool(eval_sets) and evaluated.isdisjoint(eval_sets))
+def _trained(step: int, state: TrainState, stopped_by: str | None = None) -> Trained:
+    return Trained(step, num_skipped_in_a_row(state), stopped_by)
 
 
-def watched_history(
-    early_stopping: EarlyStopping | None, job: JobDir, last_step: int
-) -> dict[int, float]:
-    """Returns the metric that may stop training, by step, of the evaluations to `last_step`."""
-    if early_stopping is None:
-        return {}
-    dataset, metric = early_stopping.metric.split("/", 1)
-    values: dict[int, float] = {}
-    for line in _evaluations(job):
-        if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
-            # The first of a step is training's own; --mode=eval adds others.
-            values.setdefault(line["step"], line[metric])
-    return dict(_of_first("watched history", list(values.items())))
-
-
-def _evaluations(job: JobDir) -> list[dict[str, Any]]:
-    path = job.eval_metrics_jsonl
-    return read_json_lines(path) if path.exists() else []
-
-
-def _of_first(name: str, value: Any) -> Any:
-    """Returns what the first process has found in the job's files, which are its alone."""
-    return json.loads(processes.exchange(name, json.dumps(value))[0])
-
-
-def _losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses that a spike is judged by, as the first process has them on disk."""
-    if run.loss_spike_factor is None:
-        return []
-    return _of_first("losses before", losses_of(read_json_lines(job.metrics_jsonl)))
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def num_skipped_in_a_row(state: TrainState) -> int:
+    """Returns how many steps in a row, up to the last one made, were skipped."""
+    return int(jax.device_get(state.opt_states["num_skipped_in_a_row"]))

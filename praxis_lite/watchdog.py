@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from praxis_lite.exits import end_now
+
 COMPILING = "compiling the first step"
 TRAINING = "training"
 SAVING = "saving"
@@ -30,7 +32,10 @@ class Watchdog(contextlib.AbstractContextManager):
 
     Args:
       seconds: None: never.
-      exits: end the process after the first report, status 1; but not while it saves.
+      exits: end the process after the first report, status 1; but not while it saves: not within
+        `during(SAVING)`, nor as long as `is_saving`.
+      is_saving: returns whether a save goes on in the background. One begins within
+        `during(SAVING)` only.
       stacks_txt: a file that gets the reports too. None: none.
       write: told the reports; standard error, unless tests hand in another.
     """
@@ -40,13 +45,17 @@ class Watchdog(contextlib.AbstractContextManager):
         seconds: float | None,
         *,
         exits: bool,
+        is_saving: Callable[[], bool] = lambda: False,
         stacks_txt: Path | None = None,
         write: Callable[[str], None] | None = None,
     ):
-        self._seconds, self._exits, self._stacks_txt = seconds, exits, stacks_txt
+        self._seconds, self._stacks_txt = seconds, stacks_txt
+        self._exits, self._is_saving = exits, is_saving
         self._write = write or _to_stderr
         self._step: int | None = None
         self._doing = COMPILING
+        # Held while it is decided that the process ends, until it does: no save begins meanwhile.
+        self._lock = threading.Lock()
         self._last = self._last_step = time.monotonic()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,11 +72,25 @@ class Watchdog(contextlib.AbstractContextManager):
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
         """Starts the clock anew at both ends, and says in a report what was being done."""
-        before, self._doing = self._doing, doing
-        self.alive()
+        before = self._doing
+        self._now_doing(doing)
         yield
-        self._doing = before
-        self.alive()
+        self._now_doing(before)
+
+    def _now_doing(self, doing: str) -> None:
+        with self._lock:
+            self._doing = doing
+            self.alive()
+            if self._thread is not None:
+                self._set_off()
+
+    def _ends(self) -> bool:
+        """Returns whether the process is to end where nothing goes on; the lock is held."""
+        return self._exits and self._doing != SAVING and not self._is_saving()
+
+    def _set_off(self) -> None:
+        """Lets `faulthandler` fire where the thread of this class cannot; the lock is held."""
+        faulthandler.dump_traceback_later(2 * self._seconds, exit=self._ends(), file=2)
 
     def __enter__(self) -> "Watchdog":
         if self._seconds is not None:
@@ -85,24 +108,28 @@ class Watchdog(contextlib.AbstractContextManager):
     def _watch(self) -> None:
         seen, patience = self._last, self._seconds
         while True:
-            # Set off anew each time this thread wakes up: it fires where this thread cannot.
-            faulthandler.dump_traceback_later(2 * self._seconds, exit=self._exits, file=2)
+            with self._lock:  # Anew each time this thread wakes up.
+                self._set_off()
             left = seen + patience - time.monotonic()
             if self._is_over.wait(min(max(left, 0.0), self._seconds)):
                 return
             if self._last != seen:
                 seen, patience = self._last, self._seconds
             if time.monotonic() - seen >= patience:
-                self._report()
+                with self._lock:
+                    self._report()
                 patience *= 2
 
     def _report(self) -> None:
         now, doing = time.monotonic(), self._doing
         last = "none has yet" if self._step is None else f"the last was step {self._step}"
-        ends = self._exits and doing != SAVING
+        if doing != SAVING and self._is_saving():
+            doing += ", while a checkpoint is saved"
+        ends = self._ends()
+        advice = _ADVICE.get(self._doing, _ADVICE[TRAINING])
         report = (
             f"watchdog: no step has ended for {now - self._last_step:.0f} s ({last}); for "
-            f"{now - self._last:.0f} s now: {doing}; {_ADVICE.get(doing, _ADVICE[TRAINING])}. "
+            f"{now - self._last:.0f} s now: {doing}; {advice}. "
             f"{'The process ends, status 1. ' if ends else ''}All threads:\n{_stacks()}"
         )
         self._write(report)
@@ -111,7 +138,7 @@ class Watchdog(contextlib.AbstractContextManager):
             with contextlib.suppress(OSError), self._stacks_txt.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
         if ends:
-            os._exit(1)
+            end_now(1)
 
 
 def _stacks() -> str:

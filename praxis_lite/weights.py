@@ -298,3 +298,18 @@ def require_positive(layer: object, **sizes: int) -> None:
             raise ConfigError(
                 f"{type(layer).__name__}.{name} is {size!r}; wanted is a positive integer."
             )
+
+
+def require_floating(layer: object, **dtypes: Any) -> None:
+    """Checks the dtypes that a layer computes in.
+
+    Raises:
+      ConfigError: one is not of floats, which have no gradient else; names the layer's class.
+    """
+    for name, dtype in dtypes.items():
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ConfigError(
+                f"{type(layer).__name__}.{name} is {jnp.dtype(dtype).name}; wanted is a "
+                "floating-point dtype, such as bfloat16: others have no gradient. Products in int8 "
+                "are a setting of their own (docs/training.md)."
+            )

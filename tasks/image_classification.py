@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from praxis_lite.models import NnxModel
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.weights import aux_loss
 
@@ -20,6 +21,14 @@ class ClassificationTask(Task):
     """
 
     required_inputs = ("inputs", "labels", "weights")
+
+    def num_ids(self) -> dict[str, int]:
+        """Returns how many classes the model's softmax has, if that is known, for labels."""
+        if not isinstance(self.model, NnxModel):
+            return {}
+        module = self.model.abstract_module()
+        num_classes = getattr(getattr(module, "softmax", module), "num_classes", None)
+        return {"labels": num_classes} if isinstance(num_classes, int) else {}
 
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None

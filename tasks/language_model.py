@@ -72,6 +72,11 @@ class LanguageModelTask(Task):
         if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
             jax.eval_shape(lambda: model.init_cache(1, length))
 
+    def num_ids(self) -> dict[str, int]:
+        """Returns the model's `vocab_size`, if it has one, for ids and labels."""
+        vocab_size = getattr(self.model.abstract_module(), "vocab_size", None)
+        return {"ids": vocab_size, "labels": vocab_size} if isinstance(vocab_size, int) else {}
+
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:

@@ -79,6 +79,13 @@ class SequenceToSequenceTask(Task):
             length, encoded_length = cache_length(self.decoder, length), inputs["src_ids"].shape[1]
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
 
+    def num_ids(self) -> dict[str, int]:
+        """Returns the model's `vocab_size`, if it has one, for sources, ids and labels."""
+        vocab_size = getattr(self.model.abstract_module(), "vocab_size", None)
+        if not isinstance(vocab_size, int):
+            return {}
+        return dict.fromkeys(("src_ids", "ids", "labels"), vocab_size)
+
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:

@@ -60,7 +60,11 @@ class Windows(TextWindows):
             os.kill(os.getpid(), getattr(signal, os.environ.get("JOBZOO_SIGNAL", "SIGKILL")))
         if os.environ.get("JOBZOO_RAISE_AT") == str(index):
             raise RuntimeError("the plug was pulled")
-        return super().rows(index, rows)
+        batch = super().rows(index, rows)
+        if os.environ.get("JOBZOO_FOREIGN_ID_AT") == str(index):
+            batch["labels"] = np.where(np.arange(len(batch["ids"]))[:, None] == 5, 300,
+                                       batch["labels"])
+        return batch
 
 
 @register

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.early_stopping import EarlyStopping
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
@@ -21,9 +22,9 @@ from praxis_lite.tasks.loss import LossTask
 class Lines(IndexedPipeline):
     """Points on a line with noise; a poisoned batch's are far off it, or no numbers."""
 
-    def __init__(self, batch_size, poisoned=(), without=(), nan_at=()):
+    def __init__(self, batch_size, poisoned=(), without=(), nan_at=(), weight=None):
         self.batch_size, self.poisoned, self.without = batch_size, poisoned, without
-        self.nan_at = nan_at
+        self.nan_at, self.weight = nan_at, weight
 
     @property
     def num_batches(self):
@@ -31,7 +32,8 @@ class Lines(IndexedPipeline):
 
     def element_spec(self):
         n = self.batch_size
-        return spec_of(inputs=((n, 5), np.float32), labels=((n,), np.float32))
+        weights = {} if self.weight is None else {"weights": ((n,), np.float32)}
+        return spec_of(inputs=((n, 5), np.float32), labels=((n,), np.float32), **weights)
 
     def fingerprint(self):
         return {"batch_size": self.batch_size}
@@ -49,7 +51,10 @@ class Lines(IndexedPipeline):
             labels *= 50
         if index in self.nan_at:
             labels[3] = np.nan
-        return {"inputs": inputs[rows], "labels": labels[rows]}
+        batch = {"inputs": inputs, "labels": labels}
+        if self.weight is not None:
+            batch["weights"] = np.full(self.batch_size, self.weight, np.float32)
+        return {name: leaf[rows] for name, leaf in batch.items()}
 
 
 def init(key):
@@ -79,6 +84,38 @@ class Line(Experiment):
             RunConfig, num_train_steps=29, checkpoint_every_steps=7, loss_spike_factor=20.0,
             on_loss_spike="roll_back",
         )
+
+
+@register
+class Scheduled(Line):
+    """A line learnt at a rate that a schedule gives."""
+
+    def task(self):
+        task = super().task()
+        task.learner.learning_rate = fdl.Config(optax.constant_schedule, 0.1)
+        return task
+
+
+@register
+class Weightless(Line):
+    """A line that is evaluated on rows which weigh nothing."""
+
+    def datasets(self):
+        heldout = fdl.Config(Lines, batch_size=13, weight=0.0)
+        return {**super().datasets(), "heldout": heldout}
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=7, eval_every_steps=3, max_eval_batches=2)
+
+
+@register
+class Watched(Weightless):
+    """A line that stops early."""
+
+    def run(self):
+        run = super().run()
+        run.early_stopping = fdl.Config(EarlyStopping, metric="heldout/loss")
+        return run
 '''
 LINE = "--exp=jobzoo.lines.Line"
 (home() / "jobzoo/lines.py").write_text(EXPERIMENTS)

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports what stands on a line above its own, and what is in its own package.
 ORDER = (
-    {"errors", "hlo_text", "signals", "source_scan", "watchdog"},
+    {"errors", "exits", "hlo_text", "host_memory", "source_scan"},
+    {"signals", "watchdog"},
     {"hlo_layers", "job_lock", "loss_spikes", "processes", "standard_output", "stopping"},
     {"whole_files"},
     {"sharding", "hlo", "config", "initializers", "schedules"},
@@ -28,9 +29,9 @@ ORDER = (
     {"partitioner"},
     {"non_finite", "shard_map_partitioner"},
     {"early_stopping", "inputs", "metrics", "job_dir", "layout_table"},
-    {"checkpoints", "evaluation", "explain_page", "shared_job_dir"},
+    {"checkpoints", "evaluation", "explain_page", "memory", "shared_job_dir"},
     {"experiment", "summary"},
-    {"registry", "job_checks", "step_reports"},
+    {"registry", "job_checks", "job_history", "step_reports"},
     {"trainer", "decoding", "explain", "interop", "job_on_mesh"},
     {"launch"},
     {"main"},

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init_plan import _located
+from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.tools import steps_directory
 from praxis_lite.errors import ConfigError
+from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
+from praxis_lite.shared_job_dir import open_shared
 
 CONFIG = json.dumps({"experiment": "praxis_lite.experiments.lm.PyDocs"})
 
@@ -131,3 +137,32 @@ def test_a_job_from_when_the_librarys_experiments_lay_at_the_top_goes_on(tmp_pat
         assert open_for_training(tmp_path, "experiments.mine.MyLm").path == tmp_path
     with pytest.raises(ConfigError, match=r"belongs to the experiment experiments\.mine\.MyLm,"):
         open_for_training(tmp_path, "praxis_lite.experiments.mine.MyLm")
+
+
+ADDRESSES = ["gs://bucket/job", "s3://bucket/job", "hdfs://host/job", "file:///tmp/job", "gs:/b/j"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_in_place_of_a_directory_is_refused_and_nothing_is_made(
+    address, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    calls = [
+        lambda: open_for_training(address, "zoo.MyLm"),
+        lambda: open_for_training(Path(address), "zoo.MyLm"),
+        lambda: open_for_reading(address),
+        lambda: open_shared(address, lambda: None),
+        lambda: steps_directory(address),
+        lambda: Checkpoints(address),
+        lambda: read_pax_checkpoint(address),
+        lambda: _located(address, CheckpointLoadingRules(load_rules=[("x", "x")])),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="only local directories.*gs, s3") as refused:
+            call()
+        assert address.partition(":")[0] in str(refused.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_colon_in_a_directorys_name_is_no_address(tmp_path):
+    assert open_for_training(tmp_path / "run:7" / "lm", "zoo.MyLm").path == tmp_path / "run:7/lm"

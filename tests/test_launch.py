@@ -14,7 +14,7 @@ from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import WeightedMean, read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, succeed
+from tests.job_runs import home, launch, lines_of, succeed
 from tests.line_jobs import LINE
 
 AVERAGED, TINY = "--exp=jobzoo.experiments.Averaged", "--exp=jobzoo.experiments.Tiny"
@@ -111,6 +111,83 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
     # Nothing was lost, and the weights are those of step 7: it goes on once the limit is gone.
     again = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=11")
     assert "trained to step 11" in again.out
+
+
+def test_an_evaluation_in_which_nothing_weighs_ends_no_training(tmp_path):
+    done = succeed("--exp=jobzoo.lines.Weightless", f"--job_log_dir={tmp_path}")
+    assert f"trained to step 7: {tmp_path}" in done.out and "stopped" not in done.out
+    assert "step 3  heldout: no metrics, for no row weighs" in done.out
+    assert [line["step"] for line in lines_of(JobDir(tmp_path).metrics_jsonl)] == [*range(1, 8)]
+    assert [line["step"] for line in lines_of(JobDir(tmp_path).eval_metrics_jsonl)] == [3, 6, 7]
+
+
+def test_a_watched_metric_that_an_evaluation_lacks_is_named(tmp_path):
+    done = launch("--exp=jobzoo.lines.Watched", f"--job_log_dir={tmp_path}")
+    said = " ".join(done.err.split())
+    assert done.code == 2 and "Traceback" not in said
+    assert "run.early_stopping watches heldout/loss, which the evaluation of step 3 lacks" in said
+    assert "weights above 0" in said
+
+
+# How a run ends whose last step taught it nothing: by its own end, by a limit, by nothing to do.
+UNSOUND = {
+    "a skipped step": (("datasets.train.nan_at=29,",), "The last step, 29, was skipped", 29),
+    "two skipped steps": (
+        ("datasets.train.nan_at=5,6", "run.num_train_steps=7", "run.on_loss_spike=report"),
+        "The last 2 steps, to step 7, were skipped", 7,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSOUND)
+def test_a_run_whose_last_step_was_skipped_is_kept_and_ends_with_status_3(case, tmp_path):
+    settings, words, step = UNSOUND[case]
+    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", *settings)
+    done = launch(*argv)
+    said = " ".join(done.err.split())
+    assert done.code == 3 and words in said and "Traceback" not in said, done
+    assert f"trained to step {step}" in done.out
+    assert "run.debug_nans=true" in said and "run.num_train_steps" in said
+    job = JobDir(tmp_path)
+    assert job.loss_curve_png.is_file() and str(tmp_path) in said
+    with Checkpoints(job.checkpoints) as saved:
+        assert saved.latest_step() == step
+    # A launch that has nothing to do says it again.
+    again = launch(*argv)
+    assert again.code == 3 and "has already made" in again.out and words in " ".join(
+        again.err.split()
+    )
+
+
+def test_a_run_whose_last_evaluation_is_not_finite_ends_with_status_3(tmp_path):
+    done = launch(
+        "--exp=jobzoo.lines.Weightless", f"--job_log_dir={tmp_path}", "--set",
+        "datasets.heldout.weight=1.0", "datasets.heldout.nan_at=1,",
+    )
+    said = " ".join(done.err.split())
+    assert done.code == 3, done
+    assert "The evaluation of step 7 has heldout/loss nan" in said
+
+
+def test_an_id_without_a_row_ends_training_before_its_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOBZOO_FOREIGN_ID_AT", "4")
+    done = launch(TINY, f"--job_log_dir={tmp_path}")
+    assert done.code == 2
+    assert "datasets.train, batch 4: row 5 of labels has 300" in " ".join(done.err.split())
+    job = JobDir(tmp_path)
+    assert [line["num_skipped_steps"] for line in lines_of(job.metrics_jsonl)] == [0] * 3
+    with Checkpoints(job.checkpoints) as saved:
+        assert saved.latest_step() == 3
+
+
+def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path):
+    schedule = "task.learner.learning_rate"
+    done = launch(
+        "--exp=jobzoo.lines.Scheduled", f"--job_log_dir={tmp_path}", "--set",
+        f"{schedule}.value=1e30",
+    )
+    said = " ".join(done.err.split())
+    assert done.code == 2 and "The learning_rate of step 1 is 1e+30" in said, done
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,32 @@ BAD_SETTINGS = {
     "a layer's size out of range": (
         "task.model.num_heads=0", ["num_heads is 0"], ["wanted is a positive integer"]
     ),
+    "a learning rate that is no number": (
+        "task.learner.learning_rate=nan", ["Learner.learning_rate is nan"], ["at most 1e+06"]
+    ),
+    "a learning rate without end": (
+        "task.learner.learning_rate=inf", ["Learner.learning_rate is inf"], ["at most 1e+06"]
+    ),
+    "a learning rate beyond all measure": (
+        "task.learner.learning_rate=1e30", ["Learner.learning_rate is 1e+30"], ["at most 1e+06"]
+    ),
+    "integers for activations": (
+        "task.model.fprop_dtype=int8",
+        ["TransformerLm.fprop_dtype is int8"], ["a floating-point dtype", "bfloat16"],
+    ),
+    "a state larger than the machine": (
+        "task.model.hidden_dims=10000000000",
+        [
+            "The state of training takes", "8 simulated devices", "available here",
+            "/ffn_layer1/linear/w [2, 7, 10000000000] float32",
+        ],
+        ["mesh.ici_mesh_shape", "fsdp", "bfloat16"],
+    ),
+    "a vocabulary smaller than the data's": (
+        "task.model.vocab_size=100",
+        ["datasets.train, batch 0: row 0 of ids has", "0 to 99"],
+        ["the model's vocab_size is 100", "Enlarge"],
+    ),
 }
 
 

@@ -29,16 +29,23 @@ def pair_job() -> tuple[JobDir, list[pairs.Ended], set[str], list[pairs.Ended]]:
     Returns:
       job, how both ended at first, what then lay in the folder, and how both ended at last.
     """
-    job = JobDir(home() / "pair")
+    job, temporary = JobDir(home() / "pair"), {"TMPDIR": str(pair_folder())}
     argv = (TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=400")
-    signalled = {"JOBZOO_KILL_AT": "2", "JOBZOO_SIGNAL": "SIGTERM"}
-    stopped, names = pairs.run(*argv, cwd=home(), env=({}, signalled)), names_in(job)
-    processes = pairs.start_processes(*argv, cwd=home())
+    signalled = temporary | {"JOBZOO_KILL_AT": "2", "JOBZOO_SIGNAL": "SIGTERM"}
+    stopped, names = pairs.run(*argv, cwd=home(), env=(temporary, signalled)), names_in(job)
+    processes = pairs.start_processes(*argv, cwd=home(), env=(temporary, temporary))
     pairs.wait_until(
         lambda: num_lines(job) >= 7 and any(job.checkpoints.glob("*.saving*")), processes
     )
     pairs.kill(processes[0])
     return job, stopped, names, pairs.ended(processes)
+
+
+def pair_folder() -> Path:
+    """Returns where the processes of `pair_job` make temporary files."""
+    folder = home() / "pair_tmp"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def names_in(job: JobDir) -> set[str]:
@@ -111,6 +118,11 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     assert seen["missing"].startswith("process 1 (")
     slow = [line for line in lines if line.startswith("slow: ")]
     assert len(slow) == 1 and slow[0].startswith("slow: process 1 (")
+
+
+def test_no_temporary_folder_is_left_by_a_good_end_or_by_that_of_another_process():
+    pair_job()
+    assert [path.name for path in pair_folder().glob("praxis_lite_*")] == []
 
 
 @pytest.mark.slow

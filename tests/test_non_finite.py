@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 
 import fiddle as fdl
 import jax
@@ -75,7 +76,7 @@ def loss(model, inputs, key):
 
 def line_of(mark):
     """Returns "test_non_finite.py:17" of the line with a mark."""
-    for function in (Gate, Model, Foreign, LinenGate, with_log):
+    for function in (Gate, Model, Calling, Foreign, LinenGate, with_log):
         lines, start = inspect.getsourcelines(function)
         for number, line in enumerate(lines, start):
             if line.endswith(f"# line: {mark}\n"):
@@ -298,6 +299,16 @@ class Foreign(nnx.Module):
         return x + jnp.log(self.a[...])  # line: foreign
 
 
+class Calling(nnx.Module):
+    """A module that calls a layer of the library."""
+
+    def __init__(self, rngs):
+        self.ffn = FeedForward(DIMS, DIMS, activation="identity", rngs=rngs)
+
+    def __call__(self, x):
+        return self.ffn(x)  # line: calling
+
+
 class LinenGate(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -335,6 +346,16 @@ def test_models_that_open_no_scopes_are_told_by_their_lines(
     said = Bench(partitioner, 13).report(tmp_path, {weight: ((), -1.0)})
     where = f"in the layer {layer}, " if layer else ""
     assert f"the first NaN, in the forward pass: {where}made by log, at {line_of(mark)}" in said
+
+
+def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_path):
+    task = LossTask(NnxModel(Calling), summed, Learner(optax.sgd, 0.1))
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
+    said = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
+    assert re.search(
+        r"in the layer linear, made by dot_general, at linears\.py:\d+, "
+        f"called at {line_of('calling')}", said,
+    ), said
 
 
 def bad_for_one_key(params, inputs, key):

@@ -100,8 +100,16 @@ from pathlib import Path
 from praxis_lite.watchdog import SAVING, Watchdog
 
 where, path = sys.argv[1:]
-with Watchdog(0.3, exits=True, stacks_txt=Path(path)) as dog:
+is_saving = lambda: where == "saves in the background"
+with Watchdog(0.3, exits=True, is_saving=is_saving, stacks_txt=Path(path)) as dog:
     dog.step_ended(12)
+    if where == "keeps the lock while it saves":
+        with dog.during(SAVING):
+            ctypes.PyDLL(None).sleep(2)
+        sys.exit(0)
+    if where == "saves in the background":
+        time.sleep(1.5)
+        sys.exit(0)
     if where == "keeps the lock":
         ctypes.PyDLL(None).sleep(60)
     if where == "saves":
@@ -112,17 +120,40 @@ with Watchdog(0.3, exits=True, stacks_txt=Path(path)) as dog:
 '''
 
 
-@pytest.mark.parametrize("where", ["sleeps", "keeps the lock", "saves"])
+SAVES = ["saves", "keeps the lock while it saves", "saves in the background"]
+
+
+@pytest.mark.parametrize("where", ["sleeps", "keeps the lock", *SAVES])
 def test_a_process_that_hangs_ends_if_asked_to_but_not_while_it_saves(where, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", HANG, where, tmp_path / "stacks.txt"], cwd=CHECKOUT, text=True,
         capture_output=True, timeout=50,
     )
-    assert done.returncode == (0 if where == "saves" else 1)
-    if where == "keeps the lock":
+    assert done.returncode == (0 if where in SAVES else 1)
+    if where.startswith("keeps the lock"):
         # faulthandler's own words: no Python could run.
         assert "Timeout" in done.stderr and "(most recent call first)" in done.stderr
     else:
         assert "the last was step 12" in done.stderr and "MainThread:" in done.stderr
         assert ("The process ends, status 1" in done.stderr) == (where == "sleeps")
-        assert done.stderr in (tmp_path / "stacks.txt").read_text() or where == "saves"
+        assert done.stderr in (tmp_path / "stacks.txt").read_text() or where in SAVES
+
+
+def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
+    order, is_over = [], threading.Event()
+
+    def save():
+        with dog.during(SAVING):
+            order.append("saving")
+        is_over.set()
+
+    def write(text):
+        assert "The process ends, status 1" in text
+        threading.Thread(target=save).start()
+        time.sleep(0.05)
+        order.append("reported")
+
+    monkeypatch.setattr("praxis_lite.watchdog.end_now", lambda status: order.append("ended"))
+    with Watchdog(0.1, exits=True, write=write) as dog:
+        assert is_over.wait(60)
+    assert order == ["reported", "ended", "saving"]

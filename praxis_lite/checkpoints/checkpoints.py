@@ -34,6 +34,7 @@ from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.checkpoints.saves import Saves
 from praxis_lite.checkpoints.stored_arrays import check_stored, undecodable
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.job_dir import local_directory
 from praxis_lite.train_state import LeafLayout, StateLayout, TrainState
 
 PyTree = Any
@@ -78,7 +79,7 @@ class Checkpoints:
         note: Callable[[str], None] = print,
         config_json: str = "",
     ):
-        self.directory, self._saving, self._note = Path(directory), saving, note
+        self.directory, self._saving, self._note = local_directory(directory), saving, note
         self._best = saving and saving.best
         self._steps = GoodSteps(self.directory, owned=saving is not None, note=note)
         self._config_digest = digest_of_config(config_json) if config_json else ""
@@ -101,12 +102,13 @@ class Checkpoints:
             self._note(str(failed))
 
     def raise_if_failed(self) -> None:
-        """Raises FailedSave as soon as the save in the background has failed too often in a row.
-
-        A failure that is to be tried again is noted; `retry_is_due` says when.
-        """
+        """Raises FailedSave once the save in the background has failed too often in a row."""
         if self._saves is not None:
             self._saves.raise_if_failed()
+
+    def is_saving(self) -> bool:
+        """Returns whether a save goes on in the background; from any thread."""
+        return self._saves is not None and self._saves.are_going_on()
 
     def retry_is_due(self) -> bool:
         """Returns whether a save failed that is to be tried again now, with the newest state.

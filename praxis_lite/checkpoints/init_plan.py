@@ -17,6 +17,7 @@ from praxis_lite.checkpoints.slot_paths import around_the_weight, group_of
 from praxis_lite.checkpoints.step_dirs import damaged, numbered_steps
 from praxis_lite.config.paths import join
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.job_dir import local_directory
 from praxis_lite.train_state import LeafLayout, StateLayout
 
 SETTING = "run.init_from_checkpoint_rules"
@@ -233,7 +234,7 @@ class _Planner:
 
 def _located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | str | None]:
     """Returns the directory of all steps, and which of them is meant."""
-    given = Path(rules.directory or key).expanduser().absolute()
+    given = local_directory(rules.directory or key)
     directory, step = given, rules.step
     if (given / "checkpoints").is_dir():
         directory = given / "checkpoints"

@@ -47,6 +47,11 @@ class Saves:
             time.sleep(self._settings.retry_seconds)
             self.begin(state, manifest)
 
+    def are_going_on(self) -> bool:
+        """Returns whether one is in flight; from any thread."""
+        save = self._in_flight
+        return save is not None and not save.is_done()
+
     def raise_if_failed(self) -> None:
         """Settles what is done."""
         if self._in_flight is not None and self._in_flight.is_done():

@@ -22,9 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import re
-import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,6 +33,7 @@ from praxis_lite.checkpoints import orbax_files
 from praxis_lite.checkpoints.ocdbt import stored_values
 from praxis_lite.checkpoints.zarr_checks import check_item, check_leaf, database, np_dtype
 from praxis_lite.errors import ConfigError
+from praxis_lite.host_memory import available_bytes
 
 _BLOCK_BYTES = 2**26
 
@@ -113,7 +111,7 @@ class StoredArray:
     def _read(self, index: tuple[slice, ...]) -> np.ndarray:
         part = self._array[index]
         num_bytes = math.prod(part.shape) * self.dtype.itemsize
-        if num_bytes > (free := _free_bytes()):
+        if num_bytes > (free := available_bytes()):
             raise ConfigError(
                 f"{self._step_dir}: {self.path} does not fit into memory: {num_bytes} bytes are "
                 f"to be read at once, {free} are free."
@@ -180,18 +178,6 @@ def undecodable(step_dir: Path, error: ValueError, path: str = "an array") -> Co
     """Returns the error for an array that TensorStore cannot decode, and what it says of it."""
     why = ascii(" ".join(str(error).split()))[1:500]
     return ConfigError(f"The checkpoint {step_dir}: {path} cannot be read ({why}). {_ADVICE}")
-
-
-def _free_bytes() -> float:
-    """Returns how much memory this process might still get; infinite where that is not known."""
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1])
-    except (OSError, TypeError):
-        return math.inf
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return free if limit == resource.RLIM_INFINITY else min(free, limit - mapped)
 
 
 _ADVICE = (

@@ -14,6 +14,7 @@ from praxis_lite.checkpoints.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.checkpoints.stored_arrays import check_leaves, stored_arrays
 from praxis_lite.checkpoints.zarr_checks import np_dtype
 from praxis_lite.errors import ConfigError
+from praxis_lite.job_dir import local_directory
 
 Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.
 
@@ -47,7 +48,7 @@ def steps_directory(path: str) -> Path:
     Raises:
       ConfigError: there is no such directory, or nothing in it is a step.
     """
-    given = Path(path).expanduser().absolute()
+    given = local_directory(path)
     for directory in (given / "checkpoints", given):
         if step_dirs.numbered_steps(directory) or _set_aside(directory):
             return directory

@@ -18,6 +18,7 @@ import tensorstore
 
 from praxis_lite.config.json_text import parse_json
 from praxis_lite.errors import ConfigError
+from praxis_lite.job_dir import local_directory
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
 _PREFIX = "mdl_vars."
@@ -88,7 +89,7 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
     Raises:
       ConfigError: there is no such checkpoint, or it is none of Pax's; says what is there.
     """
-    directory = Path(directory).expanduser()
+    directory = local_directory(directory)
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory. Name a Pax job's checkpoints.")
     if (directory / "state").is_dir() and (found := _STEP.fullmatch(directory.name)):

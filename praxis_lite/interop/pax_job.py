@@ -25,6 +25,7 @@ from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.job_checks import TRAIN
 from praxis_lite.job_dir import JobDir, open_for_training
+from praxis_lite.memory import check_fits
 from praxis_lite.models.model import MdlVars
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh, simulate_devices
@@ -67,6 +68,7 @@ def begin_job(
     job_dir = open_for_training(job_log_dir, name)
     simulate_devices(job.mesh.num_devices)
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
+    check_fits(partitioner.layout, partitioner.mesh, "train")
     weights = read_pax_checkpoint(pax_directory, step)
     key = jax.random.key(job.run.seed)
     mdl_vars = mdl_vars_from_pax(job.task.model, weights, ignore=ignore, new=new, key=key)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.weights import BaseLayer
+from praxis_lite.weights import BaseLayer, require_floating
 
 
 class ClassificationModel(BaseLayer):
@@ -17,6 +17,9 @@ class ClassificationModel(BaseLayer):
       network_tpl: called with (rngs=), then with inputs and `key=`; returns features [B, D].
       softmax_tpl: called with (rngs=); a FullSoftmax, or what has its calls.
       fprop_dtype: of inputs and activations; weights stay float32.
+
+    Raises:
+      ConfigError: fprop_dtype is no floating-point dtype.
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class ClassificationModel(BaseLayer):
         fprop_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_floating(self, fprop_dtype=fprop_dtype)
         self.network = network_tpl(rngs=rngs)
         self.softmax = softmax_tpl(rngs=rngs)
         self.fprop_dtype = fprop_dtype

@@ -7,7 +7,7 @@ from flax import nnx
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.sharding import SplitDims, constrain
 from praxis_lite.sharding.split_dims import DimSplit
-from praxis_lite.weights import BaseLayer, Initializer, require_positive, xavier
+from praxis_lite.weights import BaseLayer, Initializer, require_floating, require_positive, xavier
 
 # B batch, T time, D model dims, V classes.
 LOOKUP_STYLES = ("index", "matmul")
@@ -41,6 +41,7 @@ class Embedding(BaseLayer):
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
+        require_floating(self, fprop_dtype=fprop_dtype)
         check_lookup_style(self, lookup_style)
         self.emb_var = self.weight(
             (num_classes, input_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs

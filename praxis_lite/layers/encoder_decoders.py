@@ -22,7 +22,7 @@ from praxis_lite.layers.transformer_models import (
     with_total_loss,
 )
 from praxis_lite.layers.transformers import Transformer
-from praxis_lite.weights import BaseLayer, require_positive
+from praxis_lite.weights import BaseLayer, require_floating, require_positive
 
 # B batch, S time of the source, T time of the target, D model dims, V classes.
 Template = Callable[..., Any]
@@ -84,6 +84,7 @@ class TransformerEncoderDecoder(BaseLayer):
             self, vocab_size=vocab_size, model_dims=model_dims,
             num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers,
         )
+        require_floating(self, fprop_dtype=fprop_dtype)
         if position_emb_tpl is not None and (encoder_position_emb_tpl or decoder_position_emb_tpl):
             raise ConfigError(
                 "TransformerEncoderDecoder has a position_emb_tpl for inputs and targets, and an "
@@ -126,7 +127,7 @@ class TransformerEncoderDecoder(BaseLayer):
         )
         self.encoder_ln = encoder_ln_tpl(model_dims, rngs=rngs)
         self.decoder_ln = decoder_ln_tpl(model_dims, rngs=rngs)
-        self.fprop_dtype = fprop_dtype
+        self.fprop_dtype, self.vocab_size = fprop_dtype, vocab_size
 
     def __call__(
         self, inputs: jax.Array, targets: jax.Array, **kwargs: Any

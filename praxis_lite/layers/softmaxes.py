@@ -13,7 +13,14 @@ from praxis_lite.layers.cross_entropy import TokenStats, cross_entropy, stats_of
 from praxis_lite.layers.embeddings import check_lookup_style, lookup, placed
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import AuxLoss, BaseLayer, Initializer, require_positive, xavier
+from praxis_lite.weights import (
+    AuxLoss,
+    BaseLayer,
+    Initializer,
+    require_floating,
+    require_positive,
+    xavier,
+)
 
 # D input dims, V classes.
 
@@ -258,6 +265,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         )
         self.lookup_style = lookup_style
         self.emb_scale = input_dims**0.5 if scale_sqrt_depth else 1.0
+        require_floating(self, fprop_dtype=fprop_dtype)
         self.fprop_dtype = fprop_dtype
         self.lookup_split_dims_mapping = lookup_split_dims_mapping
 

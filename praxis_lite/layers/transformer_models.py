@@ -19,7 +19,13 @@ from praxis_lite.layers.repeats import Block, Repeat, StackedTransformer, num_re
 from praxis_lite.layers.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.transformer_sharding import set_sharding_params
 from praxis_lite.layers.transformers import Transformer
-from praxis_lite.weights import BaseLayer, aux_loss, broadcast_as, require_positive
+from praxis_lite.weights import (
+    BaseLayer,
+    aux_loss,
+    broadcast_as,
+    require_floating,
+    require_positive,
+)
 
 __all__ = ["MODEL_TYPES", "TransformerLm", "set_sharding_params"]
 
@@ -84,6 +90,7 @@ class TransformerLm(BaseLayer):
                 f"TransformerLm.model_type is {model_type!r}; wanted is one of {MODEL_TYPES}."
                 f"{did_you_mean(str(model_type), MODEL_TYPES)}"
             )
+        require_floating(self, fprop_dtype=fprop_dtype)
         sizes, dtype = (vocab_size, model_dims), {"fprop_dtype": fprop_dtype}
         is_shared = separate_embedding_tpl is None
         self.softmax = softmax_tpl(*sizes, **(dtype if is_shared else {}), rngs=rngs)
@@ -104,7 +111,7 @@ class TransformerLm(BaseLayer):
         )
         self.transformer = stacked_transformer_tpl(block, num_blocks, rngs=rngs)
         self.final_ln = None if final_ln_tpl is None else final_ln_tpl(model_dims, rngs=rngs)
-        self.model_type, self.fprop_dtype = model_type, fprop_dtype
+        self.model_type, self.fprop_dtype, self.vocab_size = model_type, fprop_dtype, vocab_size
         self.entropy_loss_weight = entropy_loss_weight
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from praxis_lite import accumulation
-from praxis_lite.hlo_layers import layers_of_name
+from praxis_lite.hlo_layers import PACKAGE_FOLDER, layers_of_name
 from praxis_lite.layers import pipeline_ticks
 from praxis_lite.non_finite.jaxprs import Loop, Site
 from praxis_lite.non_finite.origins import Origin, OriginSearch
@@ -23,7 +23,6 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import TrainState
 
 MAX_REPORTS = 20
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class NonFiniteSteps:
@@ -186,9 +185,10 @@ def _source_lines(tracebacks: Sequence[Any]) -> str:
     The innermost line that is neither of JAX nor of another library.
     """
     frames = _own_frames(tracebacks)
-    users = [one for one in itertools.islice(frames, 1, None) if not one[0].startswith(_PACKAGE)]
+    outer = itertools.islice(frames, 1, None)
+    users = [one for one in outer if not one[0].startswith(PACKAGE_FOLDER)]
     names = [f"{os.path.basename(file)}:{line}" for file, line in (*frames[:1], *users[:1])]
-    is_ours = frames and frames[0][0].startswith(_PACKAGE)
+    is_ours = frames and frames[0][0].startswith(PACKAGE_FOLDER)
     return ", called at ".join(names if is_ours else names[:1])
 
 
@@ -199,6 +199,6 @@ def _own_frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
         for one in traceback.frames
     ]
     frames = [one for one in frames if not re.search(r"lib/python3|(site|dist)-packages", one[0])]
-    ours = [place for place, (file, _) in enumerate(frames) if file.startswith(_PACKAGE)]
+    ours = [place for place, (file, _) in enumerate(frames) if file.startswith(PACKAGE_FOLDER)]
     # What launched the step is none of the model's.
     return frames[: ours[-1] + 1] if ours else frames

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from praxis_lite import processes
+from praxis_lite.errors import OutOfMemory
+from praxis_lite.exits import end_now
 
 BEAT_SECONDS = 2.0
 # A process may hold Python's lock for a while, and be alive.
@@ -62,7 +64,7 @@ def _on_abort(signum: int) -> None:
 
 def _first_is_gone() -> NoReturn:
     os.write(2, f"error: {_gone(0)}; so process {processes.index()} ends too\n".encode())
-    os._exit(1)
+    end_now(1)
 
 
 @contextlib.contextmanager
@@ -112,6 +114,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
     """Returns whether an exception, or one that it came of, is of the devices or of their links."""
     found: BaseException | None = error
     while found is not None:
+        if isinstance(found, OutOfMemory):
+            return False
         if type(found).__name__ == "JaxRuntimeError" or "gloo" in str(found).lower():
             return True
         found = found.__cause__ or found.__context__
@@ -132,7 +136,7 @@ def _leave(code: int) -> NoReturn:
     if processes.is_first():
         threading.Event().wait(_LINGER_SECONDS)
     # No clean-up of JAX's: it would wait for the process that is gone.
-    os._exit(code)
+    end_now(code)
 
 
 def _end(words: str, code: int) -> NoReturn:
