@@ -17,6 +17,7 @@ from praxis_lite.sharding import constrain, pad_tree, unpad_tree
 from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
 from praxis_lite.sharding.inputs import GlobalBatch, InputsSplitMapping, num_rows_of
 from praxis_lite.sharding.logical_axes import axes_of
+from praxis_lite.sharding.varying import varying_over
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.weights import WeightSpec
 
@@ -122,8 +123,6 @@ class ShardMapPartitioner(Partitioner):
             in_specs=(rows, *(specs for _, specs in others)),
             out_specs=out,
             axis_names=set(self.data_axes),
-            # What is written here sums gradients itself; tracking what varies would do it too.
-            check_vma=False,
         )
         declared = self.task.weight_sharding
         # No constraint inside may name a data axis.
@@ -168,6 +167,11 @@ class ShardMapPartitioner(Partitioner):
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
+            # As a device's own: JAX would else sum a gradient wherever a micro-batch meets a
+            # weight that all devices have. What is summed is said below, once.
+            fixed, blocks, old, key = varying_over(
+                (fixed, blocks, non_trainable, key), self.data_axes
+            )
             fixed = {**fixed, "frozen": sharded(fixed["frozen"], frozen)}
 
             def local_loss(blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array) -> Any:
@@ -179,10 +183,11 @@ class ShardMapPartitioner(Partitioner):
                 # A sum over rows, which devices and micro-batches add to: each weighs 1.
                 one = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
-                return loss * (weight / size), (metrics, new)
+                # Each device's term of a sum, be it the same number on all.
+                return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
-                local_loss, blocks, non_trainable, inputs,
+                local_loss, blocks, old, inputs,
                 jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
                 num_micro_batches=num_micro_batches,
                 inputs_split_mapping=inputs_split_mapping,
@@ -220,6 +225,7 @@ class ShardMapPartitioner(Partitioner):
     def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch) -> WeightedScalars:
         def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree) -> WeightedScalars:
             inputs, counts = _counting(inputs)
+            blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
             metrics = steps.eval_step(self.task, mdl_vars, inputs)
@@ -263,14 +269,21 @@ class ShardMapPartitioner(Partitioner):
         """Returns variables changed by the weighted mean of what devices changed them by."""
 
         def mean(old: jax.Array, new: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(new.dtype, jnp.floating):
-                return new  # A counter, a key: every device has the same.
+            if not jnp.issubdtype(new.dtype, jnp.inexact):
+                return self._greatest(new)  # A counter, a key: every device has the same.
             # Exactly what it was where nothing changed, be it infinite.
             change = jnp.where(new == old, 0.0, new - old) * weight
             change, total = jax.lax.psum((change, weight), self.data_axes)
             return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
 
         return jax.tree.map(mean, old, new)
+
+    def _greatest(self, x: jax.Array) -> jax.Array:
+        """Returns the greatest of the devices' numbers, by element; of keys that of their bits."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = jax.lax.pmax(jax.random.key_data(x), self.data_axes)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.lax.pmax(x, self.data_axes)
 
 
 def _counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:

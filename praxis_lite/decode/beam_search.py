@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows, take_hyps
 from praxis_lite.decode.decoder import Decoder, Outputs
 from praxis_lite.decode.prefill import prefill
+from praxis_lite.sharding.varying import on_any_device, varying_alike
 from praxis_lite.weights import rebuilt
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
@@ -93,7 +94,7 @@ class BeamSearch(Decoder):
 
         def goes_on(carry: dict[str, Any]) -> jax.Array:
             within = carry["step"] < jnp.max(prefix.max_steps, initial=0)
-            return within & ~jnp.all(carry["done"]) if self.early_exit else within
+            return on_any_device(within & ~jnp.all(carry["done"]) if self.early_exit else within)
 
         def step(carry: dict[str, Any]) -> dict[str, Any]:
             t = carry["step"]
@@ -126,7 +127,7 @@ class BeamSearch(Decoder):
                 "ended": ended,
             }
 
-        ended = jax.lax.while_loop(goes_on, step, carry)["ended"]
+        ended = jax.lax.while_loop(goes_on, step, varying_alike(carry, prefix_lengths))["ended"]
         if prefix.logprobs is not None:
             ended["prefix_logprobs"] = prefix.logprobs
         return ended
