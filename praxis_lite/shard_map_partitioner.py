@@ -2,9 +2,12 @@
 
 import contextlib
 import math
+import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
@@ -45,7 +48,8 @@ class ShardMapPartitioner(Partitioner):
     takes a device's own statistics, and the running ones become the mean of the devices', weighted
     as the loss; a router balances the load of a device. Each device has a key of its own.
 
-    Rows that do not divide are padded with rows of zeros, whose `weights` are 0.
+    Rows that do not divide are filled up with copies of the first, whose `weights` are 0. JAX
+    tracks in the model what differs between devices (`check_vma`).
 
     Args:
       task: see Partitioner.
@@ -102,10 +106,17 @@ class ShardMapPartitioner(Partitioner):
         num_missing = self._num_padding_rows(inputs, num_micro_batches)
         if not num_missing:
             return inputs
-        return jax.tree.map(
-            lambda x: jnp.pad(x, [(0, num_missing)] + [(0, 0)] * (x.ndim - 1)) if x.ndim else x,
-            inputs,
-        )
+
+        def filled_up(x: jax.Array) -> jax.Array:
+            # With a true row: of zeros a loss may be NaN, and so is 0 times that in a gradient.
+            filler = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:])) if x.ndim else None
+            return x if filler is None else jnp.concatenate([x, filler])
+
+        is_true_row = jnp.arange(num_rows_of(inputs) + num_missing) < num_rows_of(inputs)
+        inputs = jax.tree.map(filled_up, dict(inputs))
+        weights = inputs["weights"]
+        is_true_row = is_true_row.reshape(-1, *[1] * (weights.ndim - 1))
+        return inputs | {"weights": jnp.where(is_true_row, weights, 0)}
 
     def _on_devices(
         self, function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any
@@ -133,7 +144,9 @@ class ShardMapPartitioner(Partitioner):
         try:
             with spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext():
                 return mapped(inputs, *(tree for tree, _ in others))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            if "manual axis types do not match" in str(error):
+                raise ConfigError(self._loop_message(error)) from error
             if "sharding_constraint" not in str(error) or "Manual" not in str(error):
                 raise
             raise ConfigError(
@@ -142,6 +155,22 @@ class ShardMapPartitioner(Partitioner):
                 "the axis out of jax.lax.with_sharding_constraint (praxis_lite.sharding.constrain "
                 f"does), or use Partitioner. JAX says: {error}"
             ) from error
+
+    def _loop_message(self, error: Exception) -> str:
+        """Returns what is said of a loop or a branch that JAX refused with `error`."""
+        jax_and_flax = tuple(os.path.dirname(one.__file__) for one in (jax, flax))
+        frames = traceback.extract_tb(error.__traceback__)
+        place = [one for one in frames if not one.filename.startswith(jax_and_flax)][-1]
+        found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
+        return (
+            f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a "
+            "branch with a value that is the same on all devices in one place and differs between "
+            f"devices along data_axes {self.data_axes} in another: {' '.join(found)} A scan's or "
+            "while_loop's carry must differ from the start where it does at the end, and a cond's "
+            "branches must agree. Begin with a value made from what the loop reads, such as "
+            "jnp.zeros_like(x) in place of jnp.zeros(shape), or with "
+            f"jax.lax.pcast(value, {self.data_axes}, to='varying'); or use Partitioner."
+        )
 
     def _value_and_grad(
         self,
