@@ -43,7 +43,7 @@ class DigitsViT(Digits):
 
 def next_token_loss(model, inputs, key):
     """Returns nats per token [B, T], and whether the likeliest was right."""
-    logits, labels = model(inputs["ids"]), inputs["labels"]
+    logits, labels = model(inputs["ids"]).astype(jnp.float32), inputs["labels"]
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     correct = jnp.argmax(logits, axis=-1) == labels
     return xent, {"bits_per_byte": xent / jnp.log(2.0), "accuracy": correct}

@@ -104,7 +104,7 @@ def _in_slots(
             f"{jax.process_count()} processes. Set it to 0, or decode in one process."
         )
     task, prompt_length = partitioner.task, pipeline.element_spec()["ids"].shape[1]
-    decoder, module = task.decoder, task.model.module
+    decoder, module = task.decoder, task.module
     slots = Slots(
         decoder, module, decoder.num_cache_slots, prompt_length, wrap=partitioner.with_mdl_vars
     )

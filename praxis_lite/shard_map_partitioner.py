@@ -2,9 +2,12 @@
 
 import contextlib
 import math
+import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
@@ -17,6 +20,7 @@ from praxis_lite.sharding import constrain, pad_tree, unpad_tree
 from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
 from praxis_lite.sharding.inputs import GlobalBatch, InputsSplitMapping, num_rows_of
 from praxis_lite.sharding.logical_axes import axes_of
+from praxis_lite.sharding.varying import varying_over
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.weights import WeightSpec
 
@@ -44,7 +48,8 @@ class ShardMapPartitioner(Partitioner):
     takes a device's own statistics, and the running ones become the mean of the devices', weighted
     as the loss; a router balances the load of a device. Each device has a key of its own.
 
-    Rows that do not divide are padded with rows of zeros, whose `weights` are 0.
+    Rows that do not divide are filled up with copies of the first, whose `weights` are 0. JAX
+    tracks in the model what differs between devices (`check_vma`).
 
     Args:
       task: see Partitioner.
@@ -101,10 +106,17 @@ class ShardMapPartitioner(Partitioner):
         num_missing = self._num_padding_rows(inputs, num_micro_batches)
         if not num_missing:
             return inputs
-        return jax.tree.map(
-            lambda x: jnp.pad(x, [(0, num_missing)] + [(0, 0)] * (x.ndim - 1)) if x.ndim else x,
-            inputs,
-        )
+
+        def filled_up(x: jax.Array) -> jax.Array:
+            # With a true row: of zeros a loss may be NaN, and so is 0 times that in a gradient.
+            filler = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:])) if x.ndim else None
+            return x if filler is None else jnp.concatenate([x, filler])
+
+        is_true_row = jnp.arange(num_rows_of(inputs) + num_missing) < num_rows_of(inputs)
+        inputs = jax.tree.map(filled_up, dict(inputs))
+        weights = inputs["weights"]
+        is_true_row = is_true_row.reshape(-1, *[1] * (weights.ndim - 1))
+        return inputs | {"weights": jnp.where(is_true_row, weights, 0)}
 
     def _on_devices(
         self, function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any
@@ -122,8 +134,6 @@ class ShardMapPartitioner(Partitioner):
             in_specs=(rows, *(specs for _, specs in others)),
             out_specs=out,
             axis_names=set(self.data_axes),
-            # What is written here sums gradients itself; tracking what varies would do it too.
-            check_vma=False,
         )
         declared = self.task.weight_sharding
         # No constraint inside may name a data axis.
@@ -134,7 +144,9 @@ class ShardMapPartitioner(Partitioner):
         try:
             with spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext():
                 return mapped(inputs, *(tree for tree, _ in others))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            if "manual axis types do not match" in str(error):
+                raise ConfigError(self._loop_message(error)) from error
             if "sharding_constraint" not in str(error) or "Manual" not in str(error):
                 raise
             raise ConfigError(
@@ -143,6 +155,22 @@ class ShardMapPartitioner(Partitioner):
                 "the axis out of jax.lax.with_sharding_constraint (praxis_lite.sharding.constrain "
                 f"does), or use Partitioner. JAX says: {error}"
             ) from error
+
+    def _loop_message(self, error: Exception) -> str:
+        """Returns what is said of a loop or a branch that JAX refused with `error`."""
+        jax_and_flax = tuple(os.path.dirname(one.__file__) for one in (jax, flax))
+        frames = traceback.extract_tb(error.__traceback__)
+        place = [one for one in frames if not one.filename.startswith(jax_and_flax)][-1]
+        found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
+        return (
+            f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a "
+            "branch with a value that is the same on all devices in one place and differs between "
+            f"devices along data_axes {self.data_axes} in another: {' '.join(found)} A scan's or "
+            "while_loop's carry must differ from the start where it does at the end, and a cond's "
+            "branches must agree. Begin with a value made from what the loop reads, such as "
+            "jnp.zeros_like(x) in place of jnp.zeros(shape), or with "
+            f"jax.lax.pcast(value, {self.data_axes}, to='varying'); or use Partitioner."
+        )
 
     def _value_and_grad(
         self,
@@ -168,6 +196,11 @@ class ShardMapPartitioner(Partitioner):
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
+            # As a device's own: JAX would else sum a gradient wherever a micro-batch meets a
+            # weight that all devices have. What is summed is said below, once.
+            fixed, blocks, old, key = varying_over(
+                (fixed, blocks, non_trainable, key), self.data_axes
+            )
             fixed = {**fixed, "frozen": sharded(fixed["frozen"], frozen)}
 
             def local_loss(blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array) -> Any:
@@ -179,10 +212,11 @@ class ShardMapPartitioner(Partitioner):
                 # A sum over rows, which devices and micro-batches add to: each weighs 1.
                 one = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
-                return loss * (weight / size), (metrics, new)
+                # Each device's term of a sum, be it the same number on all.
+                return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
-                local_loss, blocks, non_trainable, inputs,
+                local_loss, blocks, old, inputs,
                 jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
                 num_micro_batches=num_micro_batches,
                 inputs_split_mapping=inputs_split_mapping,
@@ -220,6 +254,7 @@ class ShardMapPartitioner(Partitioner):
     def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch) -> WeightedScalars:
         def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree) -> WeightedScalars:
             inputs, counts = _counting(inputs)
+            blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
             metrics = steps.eval_step(self.task, mdl_vars, inputs)
@@ -263,14 +298,21 @@ class ShardMapPartitioner(Partitioner):
         """Returns variables changed by the weighted mean of what devices changed them by."""
 
         def mean(old: jax.Array, new: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(new.dtype, jnp.floating):
-                return new  # A counter, a key: every device has the same.
+            if not jnp.issubdtype(new.dtype, jnp.inexact):
+                return self._greatest(new)  # A counter, a key: every device has the same.
             # Exactly what it was where nothing changed, be it infinite.
             change = jnp.where(new == old, 0.0, new - old) * weight
             change, total = jax.lax.psum((change, weight), self.data_axes)
             return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
 
         return jax.tree.map(mean, old, new)
+
+    def _greatest(self, x: jax.Array) -> jax.Array:
+        """Returns the greatest of the devices' numbers, by element; of keys that of their bits."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = jax.lax.pmax(jax.random.key_data(x), self.data_axes)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.lax.pmax(x, self.data_axes)
 
 
 def _counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:

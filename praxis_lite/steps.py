@@ -81,8 +81,8 @@ def train_step(
         fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
-        module = task.model.module({"params": params, "non_trainable": non_trainable}, key)
-        metrics = dict(task.compute_loss(module, inputs, key))
+        module = task.module({"params": params, "non_trainable": non_trainable}, key)
+        metrics = dict(task.compute_loss(module, task.cast_inputs(inputs), key))
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
         return scaled_loss, (metrics, task.model.non_trainable(module))
@@ -113,9 +113,9 @@ def train_step(
 
 def eval_step(task: Task, mdl_vars: Any, inputs: Batch) -> dict[str, Any]:
     """Returns metrics, name -> (value, weight), without dropout."""
-    return dict(task.compute_loss(task.model.module(mdl_vars), inputs, None))
+    return dict(task.compute_loss(task.module(mdl_vars), task.cast_inputs(inputs), None))
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
     """Returns what the task decodes, a row per example."""
-    return task.decode(task.model.module(mdl_vars), inputs, key)
+    return task.decode(task.module(mdl_vars), task.cast_inputs(inputs), key)

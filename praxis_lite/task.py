@@ -1,15 +1,19 @@
 """HOW a thing is computed: a model, its loss, its metrics, its decoding, and how it learns."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learner import Learner
 from praxis_lite.models import Model, NnxModel
+from praxis_lite.models.model import MdlVars
+from praxis_lite.sharding.gather import ShardedWeight
 from praxis_lite.sharding.inputs import InputsSplitMapping
 from praxis_lite.weight_sharding import WeightSharding
 
@@ -26,6 +30,12 @@ class Task(abc.ABC):
       weight_sharding: rules for weights whose layers name no mesh axes. None: there are none.
       inputs_split_mapping: how batches are resharded by rank inside every step: `map_1d`,
         `map_2d`, ... to split dims. None: they stay split over the whole mesh.
+      fprop_dtype: float32 weights and float32 arrays of a batch, but for its `weights`, are cast to
+        it for each pass, for a model that has no such setting itself; what is stored stays float32.
+        None: nothing is cast.
+
+    Raises:
+      ConfigError: `fprop_dtype` is no float; while a step is traced, the model has its own.
     """
 
     weight_unit = "examples"  # What the weight of "loss" counts; names the metric of speed.
@@ -39,11 +49,53 @@ class Task(abc.ABC):
         *,
         weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: InputsSplitMapping = None,
+        fprop_dtype: jnp.dtype | None = None,
     ):
+        if fprop_dtype is not None and not jnp.issubdtype(fprop_dtype, jnp.floating):
+            raise ConfigError(
+                f"{type(self).__name__}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; wanted is a "
+                "float, such as bfloat16, or None to cast nothing."
+            )
+        self.fprop_dtype = fprop_dtype
         self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
         self.weight_sharding = weight_sharding
         self.inputs_split_mapping = inputs_split_mapping
+
+    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> Any:
+        """Returns `Model.module` with its float32 weights in `fprop_dtype`."""
+        if self.fprop_dtype is None:
+            return self.model.module(mdl_vars, key)
+
+        def cast(weight: Any) -> Any:
+            if isinstance(weight, ShardedWeight):
+                # What is gathered, not the block: gradients are summed in float32.
+                return dataclasses.replace(weight, gather=lambda x: self._cast(weight.gather(x)))
+            return self._cast(weight)
+
+        is_sharded = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
+        params = jax.tree.map(cast, mdl_vars["params"], is_leaf=is_sharded)
+        module = self.model.module({**mdl_vars, "params": params}, key)
+        own = getattr(module, "linen_module", module)
+        if hasattr(own, "fprop_dtype"):
+            raise ConfigError(
+                f"{type(self).__name__}.fprop_dtype is {jnp.dtype(self.fprop_dtype).name}, but "
+                f"{type(own).__name__} has an fprop_dtype of its own, {own.fprop_dtype}. Leave the "
+                "task's out, and set the model's: task.model.fprop_dtype."
+            )
+        return module
+
+    def cast_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch as a pass gets it: float32 arrays in `fprop_dtype`, but for `weights`."""
+        if self.fprop_dtype is None:
+            return dict(inputs)
+        return {
+            name: x if name == "weights" else jax.tree.map(self._cast, x)
+            for name, x in inputs.items()
+        }
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.fprop_dtype) if x.dtype == jnp.float32 else x
 
     @abc.abstractmethod
     def compute_loss(

@@ -37,6 +37,7 @@ class WeightSharding:
         `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule, or a list of both. They start from what
         the layer declares in mesh axes. Names count only where the rules say
         `logical_partitioning`; those of a weight that no pattern matches are resolved directly.
+        None: there is none.
       logical_axis_rules: (name, mesh axes) pairs, of which the first that fits wins; or several
         such lists by name.
       logical_axis_rules_name: which of several.
@@ -47,10 +48,11 @@ class WeightSharding:
         tensors sees one layer at a time.
 
     Raises:
-      ConfigError: a pattern or rule cannot be read, or `logical_axis_rules_name` names none.
+      ConfigError: a pattern or rule cannot be read, `strategy` or the rules of a pattern are
+        empty, or `logical_axis_rules_name` names none.
     """
 
-    strategy: Sequence[tuple[str, Any]] = ()
+    strategy: Sequence[tuple[str, Any]] | None = None
     logical_axis_rules: Mapping[str, AxisRules] | AxisRules = ()
     logical_axis_rules_name: str | None = None
     allow_padding: bool = True
@@ -68,13 +70,19 @@ class WeightSharding:
                 f"WeightSharding.stack_axis_names is {self.stack_axis_names!r}; wanted is a "
                 f"sequence of names, such as ({self.stack_axis_names!r},)."
             )
+        if self.strategy is not None and not len(self.strategy):
+            raise ConfigError(
+                f"WeightSharding.strategy is {self.strategy!r}, which says nothing; wanted are "
+                """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add one, or leave it """
+                "out (None) where logical_axis_rules or the layers decide."
+            )
         # Read once here, so that what is wrong is said before a model is built.
         _ = self.pairs, self.rules_in_use
 
     @functools.cached_property
     def pairs(self) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
         """The strategy with its rules parsed."""
-        return parsed_strategy(self.strategy)
+        return parsed_strategy(self.strategy or ())
 
     @functools.cached_property
     def rules_in_use(self) -> tuple[tuple[str, MeshAxes], ...]:

@@ -39,7 +39,7 @@ class LanguageModelTask(Task):
     `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
 
     Args:
-      model, learner, inputs_split_mapping: see Task.
+      model, learner, inputs_split_mapping, fprop_dtype: see Task.
       tokenizer: for the text of what is decoded; its `token_unit` names the metric bits_per_...
       decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become this
         tokenizer's tokens.
@@ -55,10 +55,13 @@ class LanguageModelTask(Task):
         learner: Learner,
         *,
         inputs_split_mapping: Mapping[str, Any] | None = None,
+        fprop_dtype: jnp.dtype | None = None,
         tokenizer: ByteTokenizer | None = None,
         decoder: Decoder | None = None,
     ):
-        super().__init__(model, learner, inputs_split_mapping=inputs_split_mapping)
+        super().__init__(
+            model, learner, inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype
+        )
         self.tokenizer = tokenizer or ByteTokenizer()
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
 
@@ -162,6 +165,7 @@ def _outputs_of(
         }
         return model.compute_loss(ids, labels, weights, key=key, **given)
     logits, _ = model(ids, key=key)
+    logits = logits.astype(jnp.float32)  # A foreign model's may be bfloat16, of three digits.
     weights = weights.astype(jnp.float32)
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     is_hit = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)

@@ -36,7 +36,7 @@ class LossTask(Task):
     A batch without "weights" has weight 1 for each row.
 
     Args:
-      model, learner, weight_sharding, inputs_split_mapping: see Task.
+      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype: see Task.
       loss: what training minimises.
       predict: returns an array [B, ...] or a dict of them, written for each row by --mode=decode.
       required_inputs: keys that batches of `datasets` must have.
@@ -55,11 +55,13 @@ class LossTask(Task):
         predict: Callable[[Any, Batch, jax.Array], Any] | None = None,
         weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: InputsSplitMapping = None,
+        fprop_dtype: jnp.dtype | None = None,
         required_inputs: tuple[str, ...] = (),
     ):
         super().__init__(
             model, learner,
             weight_sharding=weight_sharding, inputs_split_mapping=inputs_split_mapping,
+            fprop_dtype=fprop_dtype,
         )
         for setting, function in (("loss", loss), ("predict", predict)):
             if function is not None:

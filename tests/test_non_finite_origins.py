@@ -90,18 +90,21 @@ def test_what_was_not_finite_at_the_start_is_an_argument(search):
     assert found[2].site.argument == 0
 
 
-def test_outputs_of_several_devices_are_traced_to_the_one_that_made_them():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_outputs_of_several_devices_are_traced_to_the_one_that_made_them(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
 
     def on_a_device(x):
         logs = jnp.log(x)
         masked = jnp.where(x < 9, logs, -jnp.inf)
-        return lax.psum(jnp.sum(masked), "data")
+        total, _ = lax.scan(lambda total, x: (total + x, None), masked[0] * 0, masked)
+        total = lax.cond(total > 1e9, lambda total: 2 * total, lambda total: total, total)
+        return lax.psum(total, "data")
 
     mapped = jax.shard_map(
         on_a_device, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec(),
-        check_vma=False,
+        check_vma=check_vma,
     )
     x = jnp.ones(4)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -215,6 +215,29 @@ def test_each_device_and_micro_batch_has_a_key_of_its_own():
     assert found == pytest.approx((np.mean(draws), len(draws)))
 
 
+def test_rows_that_fill_up_a_batch_reach_no_gradient():
+    """Neither as a term nor as 0 x NaN: of a direction, y / |y|, a row of zeros has none."""
+
+    def loss(params, inputs, key):
+        y = inputs["x"] @ params["w"]
+        directions = y / jnp.linalg.norm(y, axis=1, keepdims=True)
+        weights = inputs["weights"]
+        return jnp.sum((directions @ jnp.array([1.0, -2.0, 3.0])) * weights) / jnp.sum(weights)
+
+    x = RNG.normal(size=(7, DIMS)).astype(np.float32)
+    model = FunctionModel(lambda key: {"w": jnp.sin(jnp.arange(DIMS * 3.0)).reshape(DIMS, 3)})
+    task = LossTask(model, loss, Learner(optax.sgd, 0.1, gradient_accumulation_steps=1))
+    norms = []
+    for devices, partitioner in ((1, Partitioner), (4, Partitioner), (4, ShardMapPartitioner)):
+        mesh = make_mesh(MeshConfig(ici_mesh_shape=(devices,), axis_names=("data",)))
+        compiled = partitioner(task, mesh)
+        key = compiled.key(0)
+        batch = compiled.global_batch({"x": x, "weights": np.ones(7, np.float32)})
+        _, outputs = compiled.train_step(compiled.init(key), batch, key)
+        norms.append(float(outputs["learner"]["grad_norm"]))
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
+
+
 # ---- Statistics.
 
 
@@ -404,6 +427,81 @@ def test_a_constraint_over_a_data_axis_is_named():
         ShardMapPartitioner(task, mesh).trace("train", structs(DATA))
 
 
+def looped_loss(params, inputs, key):
+    total, _ = jax.lax.scan(
+        lambda total, x: (total + jnp.sum(jnp.square(x @ params["w"])), None),
+        jnp.zeros(()), inputs["x"],
+    )
+    return total
+
+
+def test_a_loop_whose_carry_begins_alike_on_all_devices_is_refused_with_what_to_change():
+    task = LossTask(FunctionModel(init), looped_loss, Learner(optax.sgd, 0.1))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(4,), axis_names=("data",)))
+    spec = {"x": jax.ShapeDtypeStruct((8, DIMS), np.float32)}
+    with pytest.raises(ConfigError) as refused:
+        ShardMapPartitioner(task, mesh).trace("train", spec)
+    message = str(refused.value)
+    assert re.search(r"looped_loss \(test_shard_map_partitioner.py:\d+\)", message)
+    for words in ("total", "jnp.zeros_like(x)", "jax.lax.pcast", "or use Partitioner"):
+        assert words in message
+    assert "\n" not in message
+
+
+# ---- What crosses devices in a loss is checked by JAX.
+
+
+def test_a_loss_over_pairs_of_rows_of_all_devices_has_the_gradients_of_one_device():
+    """It gathers over both axes; unchecked, its gradient was 0.49 long and not 1.11, silently."""
+
+    def pairs(w, x, of_all):
+        y = jnp.tanh(x @ w)
+        return jnp.mean(jnp.square(y @ of_all(y).T))
+
+    def loss(params, inputs, key):
+        w, x, axes = params["w"], inputs["x"], ("data", "mdl")
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return pairs(w, x, lambda y: y)
+
+        @jax.checkpoint
+        def on_a_device(w, x):
+            gathered = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+            return jax.lax.pmean(pairs(w, x, gathered), axes)
+
+        return jax.shard_map(
+            on_a_device, in_specs=(P(), P("mdl")), out_specs=P(), axis_names={"mdl"}
+        )(w, x)
+
+    task = LossTask(
+        FunctionModel(lambda key: {"w": jnp.cos(jnp.arange(15.0).reshape(5, 3))}), loss,
+        Learner(optax.sgd, 0.1),
+    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
+    rows = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+    norms = []
+    for one in (Partitioner(task, mesh), ShardMapPartitioner(task, mesh)):
+        key = one.key(0)
+        _, outputs = one.train_step(one.init(key), one.global_batch({"x": rows}), key)
+        norms.append(float(outputs["learner"]["grad_norm"]))
+    np.testing.assert_allclose(norms, 1.1075836, rtol=1e-5)
+
+
+def test_a_sum_that_leaves_an_axis_out_is_refused():
+    """Each half of `mdl` works on the same rows: its gradient would be doubled."""
+    task = LossTask(FunctionModel(init), regression, Learner(optax.sgd, 0.1))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
+    partitioner = ShardMapPartitioner(task, mesh, data_axes=("data", "mdl"))
+
+    def on_a_device(inputs):
+        loss = jnp.mean(jax.lax.all_gather(inputs["x"], ("data", "mdl")))
+        return jax.lax.pmean(loss, "data")
+
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="varying over {mdl}"):
+        jax.eval_shape(
+            lambda x: partitioner._on_devices(on_a_device, {"x": x}, out=P()), jnp.ones((8, 3))
+        )
+
+
 # ---- Layers that place things themselves.
 
 
@@ -426,7 +524,6 @@ def test_layers_leave_the_axes_that_are_taken_by_hand_alone(mesh_of, by_hand):
     with jax.set_mesh(mesh_of(1, 4, 2)):
         mapped = jax.shard_map(
             on_a_device, in_specs=P("data"), out_specs=P("data"), axis_names=set(by_hand),
-            check_vma=False,
         )
         assert jax.eval_shape(mapped, jnp.ones((12, 5, 4, 2))).shape == (12, 5, 4, 2)
     assert seen == {

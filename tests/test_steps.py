@@ -7,15 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from praxis_lite import steps
+from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
+from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.regularization import VariationalNoise
 from praxis_lite.tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.train_state import TrainState
 from praxis_lite.weights import BaseLayer, zeros
+from tests import lm_runs
 
 ROWS, DIMS, CLASSES, RATE = 24, 5, 3, 0.7
 RNG = np.random.default_rng(1)
@@ -53,6 +59,77 @@ def stepped(task, state=None, batch=BATCH):
     """Returns (state, outputs) after a step."""
     step = jax.jit(lambda state, key: steps.train_step(task, state, batch, key))
     return jax.device_get(step(state or initial_state(), jax.random.key(3)))
+
+
+class LinenClassifier(nn.Module):
+    @nn.compact
+    def __call__(self, inputs):
+        return nn.Dense(CLASSES)(inputs)
+
+
+def seen_dtypes(model, logits_of, fprop_dtype):
+    """Returns the dtypes that a loss meets in a train step, and those of the new weights."""
+    seen = {}
+
+    def loss(model, inputs, key):
+        logits = logits_of(model, inputs["inputs"])
+        seen.update(logits=logits.dtype, weights=inputs["weights"].dtype)
+        xent = optax.softmax_cross_entropy_with_integer_labels(logits, inputs["labels"])
+        return xent
+
+    task = LossTask(model, loss, Learner(optax.sgd, RATE), fprop_dtype=fprop_dtype)
+    key = jax.random.key(3)
+    state, _ = jax.eval_shape(
+        lambda: steps.train_step(task, steps.init_state(task, key), BATCH, key)
+    )
+    jax.eval_shape(lambda: steps.eval_step(task, task.model.init(key), BATCH))
+    return seen, {x.dtype for x in jax.tree.leaves(state.mdl_vars["params"])}
+
+
+@pytest.mark.parametrize("fprop_dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("kind", ["nnx", "linen", "functions"])
+def test_models_of_others_compute_in_the_tasks_dtype_and_keep_float32_weights(kind, fprop_dtype):
+    def apply(module, x):
+        return module(x)
+
+    model, logits_of = {
+        "nnx": (functools.partial(nnx.Linear, DIMS, CLASSES), apply),
+        "linen": (LinenModel(LinenClassifier(), {"inputs": (1, DIMS)}), apply),
+        "functions": (
+            FunctionModel(lambda key: jnp.ones((DIMS, CLASSES))), lambda w, x: x @ w
+        ),
+    }[kind]
+    seen, stored = seen_dtypes(model, logits_of, fprop_dtype)
+    assert seen == {"logits": fprop_dtype or jnp.float32, "weights": jnp.float32}
+    assert stored == {jnp.dtype(jnp.float32)}
+
+
+def test_a_step_in_bfloat16_is_that_of_weights_and_inputs_cast_by_hand():
+    task = ClassificationTask(Classifier, Learner(optax.sgd, RATE), fprop_dtype=jnp.bfloat16)
+    before = initial_state().mdl_vars["params"]
+    state, _ = stepped(task)
+
+    def loss(params):
+        x, w, b = (a.astype(jnp.bfloat16) for a in (BATCH["inputs"], params["w"], params["b"]))
+        logits = (x @ w + b[None]).astype(jnp.float32)
+        labels, weights = BATCH["labels"], BATCH["weights"]
+        xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(xent * weights) / weights.sum()
+
+    grads = jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, before))
+    for name in ("w", "b"):
+        wanted = before[name] - RATE * grads[name]
+        np.testing.assert_allclose(state.mdl_vars["params"][name], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dtype_that_the_model_sets_itself_or_that_is_no_float_is_refused():
+    with pytest.raises(ConfigError, match="fprop_dtype is int8; wanted is a float.*bfloat16"):
+        ClassificationTask(Classifier, Learner(optax.sgd, RATE), fprop_dtype=jnp.int8)
+    with pytest.raises(ConfigError, match=r"has an fprop_dtype of its own.*task\.model"):
+        task = LanguageModelTask(
+            lm_runs.lm_of("uneven"), Learner(optax.sgd, RATE), fprop_dtype=jnp.bfloat16
+        )
+        jax.eval_shape(lambda: task.module(task.model.init(jax.random.key(0))))
 
 
 def gradients(params, batch=BATCH):

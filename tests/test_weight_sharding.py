@@ -259,6 +259,8 @@ def test_what_does_not_fit_is_an_error_with_the_path(changes, declared, message)
     ("declared", "message"),
     [
         (dict(strategy=[("(", "replicate")]), "no regular expression"),
+        (dict(strategy=[]), r"strategy is \[\], which says nothing.*leave it out"),
+        (dict(strategy=[("head", "replicate"), (".*", [])]), r"'\.\*' has no rules.*'replicate'"),
         (dict(strategy=[(".*", "fdsp('data')")]), "Did you mean fsdp"),
         (dict(logical_axis_rules={"a": RULES}), "logical_axis_rules_name is None.*lists are a"),
         (dict(logical_axis_rules={"one": RULES}, logical_axis_rules_name="on"), "Did you mean one"),

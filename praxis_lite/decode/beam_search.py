@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows, take_hyps
 from praxis_lite.decode.decoder import Decoder, Outputs
 from praxis_lite.decode.prefill import prefill
+from praxis_lite.sharding.varying import on_any_device, varying_alike
 from praxis_lite.weights import rebuilt
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
@@ -98,7 +99,7 @@ class BeamSearch(Decoder):
 
         def goes_on(carry: dict[str, Any]) -> jax.Array:
             within = carry["step"] < jnp.max(prefix.max_steps, initial=0)
-            return within & ~jnp.all(carry["done"]) if self.early_exit else within
+            return on_any_device(within & ~jnp.all(carry["done"]) if self.early_exit else within)
 
         def step(carry: dict[str, Any]) -> dict[str, Any]:
             t = carry["step"]
@@ -132,7 +133,7 @@ class BeamSearch(Decoder):
                 "ended": ended,
             }
 
-        last = jax.lax.while_loop(goes_on, step, carry)
+        last = jax.lax.while_loop(goes_on, step, varying_alike(carry, prefix_lengths))
         ended = {**last["ended"], "done": last["done"], "hyp_ids": last["hyp_ids"]}
         if prefix.logprobs is not None:
             ended["prefix_logprobs"] = prefix.logprobs

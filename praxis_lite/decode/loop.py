@@ -11,6 +11,7 @@ from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.decode.rows import Rows
+from praxis_lite.sharding.varying import on_any_device, varying_alike
 from praxis_lite.weights import rebuilt
 
 # B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes.
@@ -90,13 +91,13 @@ def advance(
     def goes_on(carry: tuple[Rows, jax.Array]) -> jax.Array:
         rows, t = carry
         one_ended = jnp.any(rows.done & ~before) & until_one_ends
-        return (t < num_steps) & ~jnp.all(rows.done) & ~one_ended
+        return on_any_device((t < num_steps) & ~jnp.all(rows.done) & ~one_ended)
 
     def body(carry: tuple[Rows, jax.Array]) -> tuple[Rows, jax.Array]:
         rows, t = carry
         return step(decoder, model, rows), t + 1
 
-    return jax.lax.while_loop(goes_on, body, (rows, jnp.zeros((), jnp.int32)))
+    return jax.lax.while_loop(goes_on, body, (varying_alike(rows), jnp.zeros((), jnp.int32)))
 
 
 def step(decoder: Decoder, model: Any, rows: Rows) -> Rows:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.decode.decoder import Decoder
+from praxis_lite.sharding.varying import varying_alike
 from praxis_lite.weights import rebuilt
 
 # B batch, P longest prompt, V classes.
@@ -49,6 +50,7 @@ def prefill(
     """
     num_rows, prompt_length = ids.shape
     cache = model.init_cache(num_rows, cache_length(decoder, prompt_length))
+    cache = varying_alike(cache, ids)  # A layer may carry it through a loop.
     is_padding = jnp.arange(prompt_length)[None, :] >= prefix_lengths[:, None]
     paddings = is_padding.astype(jnp.float32)
     last = jnp.maximum(prefix_lengths - 1, 0)
@@ -85,7 +87,8 @@ def _step_by_step(
         return (logits, cache), logprobs
 
     one = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
-    carry = (jnp.zeros((one.shape[0], one.shape[-1]), jnp.float32), cache)
+    logits = jnp.zeros((one.shape[0], one.shape[-1]), jnp.float32)
+    carry = varying_alike((logits, cache), ids)
     (logits, cache), logprobs = jax.lax.scan(step, carry, jnp.arange(ids.shape[1]))
     has_logprob = (paddings == 0) & (jnp.arange(ids.shape[1]) > 0)[None, :]
     return logits, cache, jnp.where(has_logprob, logprobs.T, 0.0)

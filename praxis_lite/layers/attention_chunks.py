@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.attention_einsum import LogitOptions
 from praxis_lite.layers.attention_masks import LARGE_NEGATIVE, AttentionMask
+from praxis_lite.sharding.varying import varying_alike
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head, C queries or keys of a chunk.
@@ -62,6 +63,13 @@ class _Chunks:
             kv_segments_BS=columns(mask.kv_segments_BS),
             kv_visible_BS=columns(mask.kv_visible_BS),
         )
+
+    @property
+    def arrays(self) -> tuple:
+        """All that a chunk's logits and values are computed from."""
+        mask = self.mask
+        seen = mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
+        return self.q, self.k, self.v, self.q_index, seen
 
     def padded_rows(self, x: Any, mode: str = "constant") -> Any:
         return _padded(x, self.num_q * self.q_size, mode)
@@ -153,6 +161,7 @@ def _forward(q, k, v, mask, options, chunk_size):
             jnp.full((B, G, R, Cq), 0.0 if extra is None else 1.0, jnp.float32),
             jnp.zeros((B, Cq, G, R, v.shape[-1]), jnp.float32),
         )
+        start = varying_alike(start, chunks.arrays)
         highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
         share = 1.0 / jnp.where(total > 0.0, total, 1.0)
         part = acc * share.transpose(0, 3, 1, 2)[..., None]
@@ -168,6 +177,7 @@ def _forward(q, k, v, mask, options, chunk_size):
         jnp.zeros((*chunks.q.shape[:-1], v.shape[-1]), q.dtype),
         jnp.zeros((B, G, R, chunks.q.shape[1]), jnp.float32),
     )
+    empty = varying_alike(empty, chunks.arrays)
     encoded, log_sums = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, empty)
     return encoded[:, : q.shape[1]], log_sums
 
@@ -218,7 +228,7 @@ def _backward(options, chunk_size, residuals, d_encoded):
             return dq_part, dk, dv
 
         first, end = chunks.columns_seen(i)
-        start = jnp.zeros(q_part.shape, jnp.float32), dk, dv
+        start = varying_alike((jnp.zeros(q_part.shape, jnp.float32), dk, dv))
         dq_part, dk, dv = jax.lax.fori_loop(first, end, add_keys, start)
         dq_part = dq_part.astype(dq.dtype)
         dq = jax.lax.dynamic_update_slice_in_dim(dq, dq_part, i * chunks.q_size, axis=1)
@@ -229,6 +239,7 @@ def _backward(options, chunk_size, residuals, d_encoded):
         jnp.zeros(chunks.k.shape, jnp.float32),
         jnp.zeros(chunks.v.shape, jnp.float32),
     )
+    start = varying_alike(start, (chunks.arrays, d_encoded))
     dq, dk, dv = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, start)
     dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
     if options.averages:

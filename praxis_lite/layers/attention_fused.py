@@ -12,6 +12,7 @@ from praxis_lite.layers.attention_einsum import LogitOptions
 from praxis_lite.layers.attention_masks import AttentionMask
 from praxis_lite.sharding import SplitDims, to_partition_spec
 from praxis_lite.sharding.split_dims import without_axes
+from praxis_lite.sharding.varying import varying_axes, varying_over
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
@@ -182,7 +183,7 @@ def _per_device(
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    if not auto_axes:  # No mesh, or the caller's shard_map has left none of its axes.
+    if mesh.empty:
         return attend(q_BTNK, k_BSGK, v_BSGK, *rest)
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
     spec = without_axes(spec, mesh.manual_axes)
@@ -200,14 +201,50 @@ def _per_device(
     rest = tuple(_to_multiple(x, num_row_shards, dim=0) for x in rest)
     of_heads = PartitionSpec(rows, None, heads, None)
     of_rest = tuple(PartitionSpec(rows) for _ in rest)
-    outputs = jax.shard_map(
-        attend,
-        in_specs=(of_heads, of_heads, of_heads, *of_rest),
-        out_specs=of_heads,
-        axis_names=auto_axes,
-        check_vma=False,
-    )(q, k, v, *rest)
+    outputs = _without_vma(attend, (of_heads,) * 3, of_rest, auto_axes)(q, k, v, *rest)
     return outputs[:B, :, :N]
+
+
+def _without_vma(
+    attend: Callable[..., jax.Array],
+    specs: tuple[PartitionSpec, ...],
+    of_rest: tuple[PartitionSpec, ...],
+    axes: set[str],
+) -> Callable[..., jax.Array]:
+    """Returns `attend(q, k, v, *rest)` mapped over mesh axes, or over none, in which nothing varies.
+
+    Pallas says of what it returns no varying manual axes (VMA), so that `jax.shard_map` cannot
+    check them: its `check_vma` is False. In a `shard_map` that does check them the kernel's
+    gradient then has other types than what it is the gradient of, so it is made in a mapped
+    program of its own, which runs the forward pass again.
+    """
+
+    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        def untyped(*args: Any) -> Any:
+            # What enters has the types of the program around; what is computed in here has none.
+            return function(*(jnp.expand_dims(x, 0).squeeze(0) for x in args))
+
+        return jax.shard_map(
+            untyped, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+
+    def attended(*args: jax.Array) -> jax.Array:
+        return mapped(attend, (*specs, *of_rest), specs[0])(*args)
+
+    @jax.custom_vjp
+    def attended_inside(*args: jax.Array) -> jax.Array:
+        return varying_over(attended(*args), varying_axes(args))
+
+    def backward(args: tuple[jax.Array, ...], grad: jax.Array) -> tuple:
+        def grads(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
+            return jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)[1](grad)
+
+        found = mapped(grads, (specs[0], *specs, *of_rest), specs)(grad, *args)
+        return (*varying_over(found, varying_axes((args, grad))), *[None] * len(of_rest))
+
+    attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
+    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return attended_inside if is_inside else attended
 
 
 def _num_shards(mesh: Any, axes: Any) -> int:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.cross_entropy import TokenStats
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
+from praxis_lite.sharding.varying import varying_alike
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
 # Less than any logit, and still finite after a logit is subtracted.
@@ -208,7 +209,8 @@ def _token_stats(
 
     zeros = jnp.zeros((*labels.shape, chunks.num_shards), jnp.float32)
     state = (zeros + _LEAST, zeros, zeros, zeros, zeros.astype(jnp.int32))
-    state, _ = jax.lax.scan(step, tuple(map(chunks.lay_out, state)), chunks.starts)
+    state = varying_alike(tuple(map(chunks.lay_out, state)), (inputs, weights, bias_NS, labels))
+    state, _ = jax.lax.scan(step, state, chunks.starts)
     top, z, label_logit, logit_sum, argmax = state
     greatest = jnp.max(top, axis=-1, keepdims=True)
     shards = jnp.arange(chunks.num_shards).reshape((1,) * labels.ndim + (-1,))
@@ -272,6 +274,7 @@ def _backward(chunks: _Chunks, kept: tuple, grads: TokenStats) -> tuple:
         ],
         None if bias_NS is None else jnp.zeros(bias_NS.shape, jnp.float32),
     )
+    state = varying_alike(state, (kept, grads))
     (input_grads, weight_grads, bias_grad), _ = jax.lax.scan(step, state, chunks.starts)
     return (
         [jnp.sum(grad, 0).astype(x.dtype) for grad, x in zip(input_grads, inputs, strict=True)],

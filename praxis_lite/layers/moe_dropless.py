@@ -80,6 +80,10 @@ def dropless(
     # shard_map takes what divides: rows that are no tokens, and experts that get none, fill up.
     arrays = [_filled_up(x, num_token_shards) for x in (x_BTD, experts_BTK, gates_BTK)]
     weights = {name: _filled_up(w, num_expert_shards) for name, w in weights.items()}
+    if mesh.manual_axes:
+        # Of a shard_map inside another JAX (0.10 to 0.12) cannot lower the gradient where it keeps
+        # values of the forward pass: they are computed again.
+        on_device = jax.checkpoint(on_device)
     outputs = jax.shard_map(
         on_device,
         in_specs=(batch_split,) * 3 + (expert_split,),

@@ -16,6 +16,7 @@ from praxis_lite.layers.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.pipeline_schedules import Schedule
 from praxis_lite.sharding import SplitDims, to_partition_spec
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
+from praxis_lite.sharding.varying import varying_alike
 from praxis_lite.weights import assigned_values
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
@@ -202,7 +203,7 @@ def run_ticks(
 
     # True rows for the stages that wait for their first.
     x_S = layout.constrain(jnp.broadcast_to(x_M[:1], (num_stages, *x_M.shape[1:])), row_dim=1)
-    carry = x_S, buffer.start(x_M), cache, old_values
+    carry = varying_alike((x_S, buffer.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)
     (_, stored, cache, values), _ = jax.lax.scan(tick, carry, ticks)
     return buffer.outputs(stored), cache, values

@@ -27,6 +27,7 @@ from praxis_lite.non_finite.jaxprs import (
     opened,
     scan_counts,
 )
+from praxis_lite.sharding.varying import varying_over
 
 # A tag is an int32: site * turns + turn, so that the smallest of several is the first in the
 # program.
@@ -51,6 +52,8 @@ class TaggedRun:
         # Each look at an array waits for the one before: collectives without an order between
         # them may meet in different orders on different devices, and hang.
         self._before: Any = np.bool_(False)
+        # Manual axes of the shard_maps around that check what varies: tags do, over all of them.
+        self._varying_axes: tuple[str, ...] = ()
 
     def argument_tag(self, index: int, x: Any) -> Any:
         if not _is_float(x):
@@ -175,12 +178,12 @@ class TaggedRun:
             new, ys = outs[:num_carry], outs[num_carry:]
             new_tags = _closed(out_tags[:num_carry], new)
             state = (new, new_tags, lax.add(index, np.int32(1)), self._before)
-            return state, (ys, _closed(out_tags[num_carry:], ys))
+            return self._carried(state), (ys, _closed(out_tags[num_carry:], ys))
 
         first = list(args[num_consts:num_fixed])
         state = (first, _closed(tags[num_consts:num_fixed], first), np.int32(0), self._before)
         (last, last_tags, _, self._before), (ys, ys_tags) = lax.scan(
-            body, _arrays(state), list(args[num_fixed:]), length, reverse=params["reverse"]
+            body, self._carried(state), list(args[num_fixed:]), length, reverse=params["reverse"]
         )
         return [*last, *ys], [*_opened(last_tags, last), *map(_first, _opened(ys_tags, ys))]
 
@@ -203,11 +206,11 @@ class TaggedRun:
                     [*tags[num_cond:num_fixed], *_opened(carry_tags, values)],
                 )
             index = lax.add(index, np.int32(1))
-            return values, _closed(carry_tags, values), index, self._before
+            return self._carried((values, _closed(carry_tags, values), index, self._before))
 
         first = list(args[num_fixed:])
         state = (first, _closed(tags[num_fixed:], first), np.int32(0), self._before)
-        values, carry_tags, _, self._before = lax.while_loop(cond, body, _arrays(state))
+        values, carry_tags, _, self._before = lax.while_loop(cond, body, self._carried(state))
         return values, _opened(carry_tags, values)
 
     def _cond(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
@@ -217,7 +220,7 @@ class TaggedRun:
             def run(operands: list, operand_tags: list, before: Any) -> tuple:
                 self._before = before
                 outs, out_tags = self.call(jaxpr, operands, _opened(operand_tags, operands))
-                return _arrays((outs, _closed(out_tags, outs), self._before))
+                return self._carried((outs, _closed(out_tags, outs), self._before))
 
             return run
 
@@ -227,14 +230,20 @@ class TaggedRun:
         )
         return outs, _opened(out_tags, outs)
 
+    def _carried(self, state: tuple) -> tuple:
+        """Returns values and what is known of them as a loop carries them and a branch ends."""
+        values, *known = _arrays(state)
+        return values, *varying_over(known, self._varying_axes)
+
     def _shard_map(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
         # Each device has tags of its own: none may wait for another that took another branch.
         params = one.params
         around = self._before, self._turn, self._infinities_count, self._never
-        axes = tuple(params["newly_manual_axes"])
+        axes, outer_axes = tuple(params["newly_manual_axes"]), self._varying_axes
 
         def on_a_device(values: tuple, value_tags: list, state: tuple) -> tuple:
             self._before, self._turn, self._infinities_count, self._never = state
+            self._varying_axes = outer_axes + axes if params["check_vma"] else ()
             outs, out_tags = self.call(params["jaxpr"], values, _opened(value_tags, values))
             out_tags = jax.tree.map(_row, _closed(out_tags, outs))
             return tuple(outs), out_tags, _row(self._before)
@@ -244,8 +253,9 @@ class TaggedRun:
             on_a_device, mesh=params["mesh"],
             in_specs=(tuple(params["in_specs"]), whole, whole),
             out_specs=(tuple(params["out_specs"]), per_device, per_device),
-            axis_names=set(axes), check_vma=False,
+            axis_names=set(axes), check_vma=params["check_vma"],
         )(tuple(args), _arrays(_closed(tags, args)), _arrays(around))
+        self._varying_axes = outer_axes
         _, self._turn, self._infinities_count, self._never = around
         self._before = lax.reduce(seen, np.bool_(False), lax.bitwise_or, (0,))
         return list(outs), [_first(tag) for tag in _opened(out_tags, outs)]

@@ -82,8 +82,7 @@ def gather_of(
         if by_hand and left_axes:
             # XLA gathers over all axes what it finds in an all-gather over some: these by hand too.
             all_gather = jax.shard_map(
-                all_gather, in_specs=own_left, out_specs=own_left, axis_names=left_axes,
-                check_vma=False,
+                all_gather, in_specs=own_left, out_specs=own_left, axis_names=left_axes
             )
         whole = all_gather(block) if by_hand else block
         if whole.shape != shape[num_taken:]:

@@ -114,6 +114,11 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
             raise BadPattern(
                 f"strategy: {pattern!r} is no regular expression: {error}. Mend the pattern."
             ) from error
+        if not isinstance(rules, str) and isinstance(rules, Sequence) and not rules:
+            raise ConfigError(
+                f"strategy: the pattern {pattern!r} has no rules ({rules!r}). Write 'replicate' "
+                "for weights that are to be whole, or remove the pattern."
+            )
         pairs.append((pattern, rules))
     # A pattern that cannot be read comes before a rule that cannot, as in Big Vision.
     return tuple((pattern, parsed_rules(rules)) for pattern, rules in pairs)

@@ -52,6 +52,18 @@ def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
         assert float(weight) == num_tokens
 
 
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
+    """In bfloat16 it is 11.0625."""
+    logits = np.zeros((1, 1, 37), np.float32)
+    logits[0, 0, 1] = 11.0
+    model = lambda ids, key: (jnp.asarray(logits, jnp.bfloat16), None)  # noqa: E731
+    batch = {name: np.zeros((1, 1), np.int32) for name in ("ids", "labels")}
+    batch["weights"] = np.ones((1, 1), np.float32)
+    value, _ = task().compute_loss(model, batch, None)["loss"]
+    assert value.dtype == jnp.float32
+    assert float(value) == pytest.approx(np.log(np.exp(11.0) + 36), rel=1e-6)
+
+
 def test_a_batch_of_filler_alone_weighs_nothing_and_is_finite():
     metrics = metrics_of({**BATCH, "weights": np.zeros((3, 5), np.float32)})
     assert {name: tuple(map(float, pair)) for name, pair in metrics.items()} == {

@@ -1,0 +1,48 @@
+"""What differs between the devices of a `jax.shard_map`, as JAX's types say it.
+
+Along a manual axis an array either is the same on every device or varies. JAX knows of each which
+it is, for the gradient of what is the same is a sum over devices and that of what varies is not. A
+loop's carry must vary from the start where its end does: `jnp.zeros` does not, so loops make theirs
+from the values that they meet.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+def varying_axes(tree: PyTree) -> frozenset[str]:
+    """Returns the manual axes along which at least one array of `tree` varies.
+
+    Empty outside `jax.shard_map`, and inside one whose `check_vma` is False.
+    """
+    return frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
+
+
+def varying_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
+    """Returns `tree`, each array of which varies along all of `axes`; the numbers are the same."""
+
+    def cast(x: Any) -> Any:
+        missing = frozenset(axes) - jax.typeof(x).mat.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def varying_alike(tree: PyTree, others: PyTree = ()) -> PyTree:
+    """Returns `tree`, each array of which varies wherever one of `tree` or of `others` does."""
+    return varying_over(tree, varying_axes((tree, others)))
+
+
+def on_any_device(flag: jax.Array) -> jax.Array:
+    """Returns a bool [] that is True where `flag` is on at least one device.
+
+    The condition of a loop: all devices then take as many turns, and meet in the collectives of
+    each, such as the gather of a weight.
+    """
+    axes = tuple(sorted(varying_axes(flag)))
+    return jax.lax.pmax(flag.astype(jnp.int32), axes) > 0 if axes else flag
