@@ -211,7 +211,7 @@ def _without_vma(
     of_rest: tuple[PartitionSpec, ...],
     axes: set[str],
 ) -> Callable[..., jax.Array]:
-    """Returns `attend(q, k, v, *rest)` mapped over mesh axes, or over none, in which nothing varies.
+    """Returns `attend(q, k, v, *rest)` mapped over mesh axes, or over none; nothing varies in it.
 
     Pallas says of what it returns no varying manual axes (VMA), so that `jax.shard_map` cannot
     check them: its `check_vma` is False. In a `shard_map` that does check them the kernel's
