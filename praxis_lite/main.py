@@ -191,8 +191,9 @@ def _run(args: argparse.Namespace) -> None:
 
     partitioner = partitioner_of(job, args.mode)
     from praxis_lite.memory import saying_what_is_large
+    from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
 
-    with saying_what_is_large(partitioner.layout):
+    with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
         # Imported after the checks, so that an error need not wait for Orbax.
         if args.mode == "explain":
             from praxis_lite.explain import explain

@@ -1,9 +1,10 @@
 """Which devices there are and how a mesh is laid over them. Nothing else asks JAX for devices."""
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -224,3 +225,25 @@ def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.nda
     grid = np.array(devices).reshape(dcn_mesh_shape + ici_mesh_shape)
     interleaved = [dim for axis in range(num_axes) for dim in (axis, num_axes + axis)]
     return grid.transpose(interleaved).reshape(config.shape)
+
+
+@contextlib.contextmanager
+def saying_what_this_cpu_lacks() -> Iterator[None]:
+    """Makes one paragraph of a program that XLA cannot compile for this CPU.
+
+    XLA (jax 0.10 to 0.12) has no routine of its own that converts float16, and float8 by way of
+    it, where the CPU has no instruction for that: x86 without F16C.
+
+    Raises:
+      ConfigError: in place of XLA's error, which names neither.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "Failed to materialize symbols" not in str(error):
+            raise
+        raise ConfigError(
+            "XLA cannot compile a step for this CPU, most likely for it computes in float16 or "
+            "float8, for which this CPU has no instructions (F16C). Take bfloat16 or float32 "
+            f"(fprop_dtype, quantization rules), or another machine. XLA says: {str(error)[:300]}"
+        ) from error
