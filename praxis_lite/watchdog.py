@@ -113,12 +113,12 @@ class Watchdog(contextlib.AbstractContextManager):
             left = seen + patience - time.monotonic()
             if self._is_over.wait(min(max(left, 0.0), self._seconds)):
                 return
-            if self._last != seen:
-                seen, patience = self._last, self._seconds
-            if time.monotonic() - seen >= patience:
-                with self._lock:
+            with self._lock:  # Else the end of a save, which is a sign of life, may come between.
+                if self._last != seen:
+                    seen, patience = self._last, self._seconds
+                if time.monotonic() - seen >= patience:
                     self._report()
-                patience *= 2
+                    patience *= 2
 
     def _report(self) -> None:
         now, doing = time.monotonic(), self._doing
