@@ -12,16 +12,21 @@ if TYPE_CHECKING:
     from praxis_lite.experiment import Experiment, RunConfig
     from praxis_lite.registry import register
     from praxis_lite.sharding import MeshConfig
+    from praxis_lite.trained_model import TrainedModel, load
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "Experiment", "MeshConfig", "RunConfig", "register"]
+__all__ = [
+    "ConfigError", "Experiment", "MeshConfig", "RunConfig", "TrainedModel", "load", "register",
+]  # fmt: skip
 
 _MODULE_OF = {
     "ConfigError": "praxis_lite.errors",
     "Experiment": "praxis_lite.experiment",
     "MeshConfig": "praxis_lite.sharding",
     "RunConfig": "praxis_lite.experiment",
+    "TrainedModel": "praxis_lite.trained_model",
+    "load": "praxis_lite.trained_model",
     "register": "praxis_lite.registry",
 }
 

@@ -29,7 +29,7 @@ def decode(
     mdl_vars: Any,
     step: int,
     seed: int,
-    job: JobDir,
+    job: JobDir | None,
     note: Callable[[str], None],
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns the records of each dataset, written to decode/<dataset>/<step>.jsonl.
@@ -37,6 +37,7 @@ def decode(
     Args:
       mdl_vars: weights of `step`, on the mesh.
       seed: of the sampling; the batch's index is folded in.
+      job: where; None: nothing is written.
       note: told where each file is.
     """
     base_key = partitioner.key(seed)
@@ -49,12 +50,14 @@ def decode(
         records: list[dict[str, Any]] = []
         for inputs, outputs in decoded:
             records += partitioner.task.decode_to_records(inputs, jax.device_get(outputs))
+        records_of[name] = records
+        if job is None:
+            continue
         path = job.decode_jsonl(name, step)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         write_whole(path, "".join(lines).encode())
         note(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
-        records_of[name] = records
     return records_of
 
 

@@ -16,6 +16,7 @@ class Evaluator:
 
     Args:
       pipelines: datasets by name, each one pass long, or `max_eval_batches` of it.
+      writer: of the job's file; None: nothing is written.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class Evaluator:
         partitioner: Partitioner,
         pipelines: Mapping[str, InputPipeline],
         max_eval_batches: int | None,
-        writer: JsonLinesWriter,
+        writer: JsonLinesWriter | None,
     ):
         self._partitioner = partitioner
         self._pipelines = pipelines
@@ -61,7 +62,7 @@ class Evaluator:
             if pending is not None:
                 mean.add(jax.device_get(pending))
             results[name] = {**mean.result(), **pipeline.baselines()}
-        for name, one in results.items():
+        for name, one in results.items() if self._writer is not None else ():
             self._writer.write({"step": step, "dataset": name, **one})
         return results
 

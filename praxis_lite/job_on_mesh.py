@@ -28,7 +28,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     """Returns the task on its mesh, after all that can be checked before anything compiles.
 
     Args:
-      mode: "train", "eval", "decode" or "explain": what is checked.
+      mode: "train", "eval", "decode" or "explain": what is checked; "load": no data.
 
     Raises:
       ConfigError: the mesh, the data, the task or what the run watches do not fit each other.
@@ -64,6 +64,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         "eval": ("datasets",),
         "decode": ("decode_datasets",),
         "explain": ("datasets", "decode_datasets"),
+        "load": (),
     }[mode]
     for root in wanted:
         for pipeline in getattr(job, root).values():

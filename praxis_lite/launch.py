@@ -140,7 +140,7 @@ def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | st
             'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
     _compile_together(partitioner, eval_sets, "eval")
-    step, mdl_vars = _restored(partitioner, job_dir, step, job.run.eval_use_ema_states)
+    step, mdl_vars = restored_weights(partitioner, job_dir, step, job.run.eval_use_ema_states)
     with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
         for name, results in evaluator.run(step, mdl_vars).items():
@@ -155,10 +155,23 @@ def decode(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str 
             'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
     _compile_together(partitioner, job.decode_datasets, "decode")
-    step, mdl_vars = _restored(partitioner, job_dir, step, job.run.decode_use_ema_states)
+    step, mdl_vars = restored_weights(partitioner, job_dir, step, job.run.decode_use_ema_states)
     decoding.decode(
         partitioner, job.decode_datasets, mdl_vars, step, job.run.seed, job_dir, print
     )
+
+
+def restored_weights(
+    partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
+) -> tuple[int, Any]:
+    """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
+    layout = partitioner.layout
+    read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
+    with Checkpoints(job_dir.checkpoints, note=_say) as saved:
+        restored = saved.restore_for_eval(layout, partitioner.mesh, tuple(read), step=step)
+    averages = ", averaged over the steps before it" if read else ""
+    print(f"restored the weights of step {restored.step}{averages}", flush=True)
+    return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)
 
 
 def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> tuple[int, TrainState]:
@@ -216,19 +229,6 @@ def _compile_together(
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _restored(
-    partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
-) -> tuple[int, Any]:
-    """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
-    layout = partitioner.layout
-    read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
-    with Checkpoints(job_dir.checkpoints, note=_say) as saved:
-        restored = saved.restore_for_eval(layout, partitioner.mesh, tuple(read), step=step)
-    averages = ", averaged over the steps before it" if read else ""
-    print(f"restored the weights of step {restored.step}{averages}", flush=True)
-    return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)
 
 
 def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:

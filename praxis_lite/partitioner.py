@@ -142,12 +142,14 @@ class Partitioner:
     def with_mdl_vars(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
 
-        To be compiled by `jax.jit`, for loops that need another step than the three here.
+        To be compiled by `jax.jit`, for loops that need another step than the three here. A
+        GlobalBatch among the arguments reaches `function` as its inputs.
         """
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             with self._tracing():
-                return function(self._mdl_layout.unpad(mdl_vars), *args)
+                true_args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
+                return function(self._mdl_layout.unpad(mdl_vars), *true_args)
 
         return on_the_mesh
 

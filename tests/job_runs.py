@@ -23,6 +23,7 @@ from unittest import mock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+import praxis_lite
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import read_json_lines
 
@@ -266,6 +267,15 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
         compilation_cache.reset_cache()
     seconds = time.perf_counter() - start
     return Launch(code, out.getvalue(), err.getvalue(), _num_compiled() - before, seconds)
+
+
+def loaded(job: JobDir, *args: Any, **settings: Any) -> praxis_lite.TrainedModel:
+    """Returns `praxis_lite.load` of a job; what its methods compile is not kept."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(home() / "cache")}):
+        model = praxis_lite.load(job.path, *args, packages=["jobzoo"], **settings)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    return model
 
 
 def succeed(*argv: str) -> Launch:

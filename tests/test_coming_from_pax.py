@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 import zipfile
 from pathlib import Path
@@ -20,21 +21,30 @@ from praxis_lite import (
     layers,
     learner,
     main,
+    metrics,
     optimizer_groups,
     optimizers,
     partitioner,
     registry,
     regularization,
     schedules,
+    shard_map_partitioner,
     sharding,
+    steps,
     task,
     train_state,
+    trained_model,
     trainer,
+    weight_sharding,
     weights,
 )
 from praxis_lite.checkpoints import checkpoints, loading_rules
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.inputs import numpy_data
 from praxis_lite.interop import pax_job
-from praxis_lite.tasks import image_classification, language_model, sequence_to_sequence
+from praxis_lite.sharding import gather, make_mesh, rules
+from praxis_lite.sharding import inputs as sharding_inputs
+from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
 from tests.goldens import golden
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
 
@@ -43,14 +53,21 @@ PLACES = (
     layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner, checkpoints,
     train_state, registry, sharding, weights, language_model, early_stopping, evaluation,
     image_classification, sequence_to_sequence, pax_job, optimizers, optimizer_groups, schedules,
-    regularization, loading_rules,
+    regularization, loading_rules, steps, sharding_inputs, shard_map_partitioner, gather, rules,
+    weight_sharding, trained_model, metrics, numpy_data, loss,
 )  # fmt: skip
+
+
+def block_of(name: str) -> str:
+    pattern = rf"begin {name} -->\n```python\n(.*?)```\n<!-- end {name}"
+    (block,) = re.findall(pattern, PAGE, re.DOTALL)
+    return block
 
 
 def rows() -> list[list[str]]:
     cells = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     found = [[cell.strip() for cell in row] for row in cells]
-    return [row for row in found if row[0] not in ("Pax", "---")]
+    return [row for row in found if row[0] not in ("Pax", "notebook", "Big Vision", "---")]
 
 
 NAMES = sorted({name for row in rows() for name in re.findall(r"`([^`]+)`", row[1])})
@@ -107,7 +124,7 @@ def test_a_setting_of_paxs_learner_that_is_absent_is_an_error_that_names_it():
 
 
 def test_the_pages_block_runs(tmp_path):
-    (block,) = re.findall(r"begin pax -->\n```python\n(.*?)```\n<!-- end pax", PAGE, re.DOTALL)
+    block = block_of("pax")
     with zipfile.ZipFile(MADE_BY_PAX / "scanned_gda.zip") as file:
         file.extractall(tmp_path)
     model = lm(unroll=False)
@@ -117,3 +134,33 @@ def test_the_pages_block_runs(tmp_path):
     assert names["back"].keys() == {
         path.replace("/lm/", "/") for path in names["pax_vars"]
     }
+
+
+def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    names = {"__name__": "coming_from_pax"}
+    exec(block_of("experiment"), names)
+    small = configured(names["MyLmSpmd2B"], ["NUM_LAYERS=2", "BATCH_SIZE=16"])
+    assert (small.task.model.num_layers, small.datasets["train"].batch_size) == (2, 16)
+    job = fdl.build(names["MyLmSpmd2B"]().config())
+    made = partitioner.Partitioner(job.task, make_mesh(job.mesh))
+    made.trace("train", job.datasets["train"].element_spec())
+    attention = 4 * 3072**2 + 128  # Queries, keys, values, the way out; a scale per dim of a head.
+    feed_forward = 2 * 3072 * 12288 + 12288 + 3072
+    a_layer = attention + feed_forward + 2 * 2 * 3072
+    softmax = 32000 * 3072 + 32000
+    assert sum(
+        math.prod(leaf.shape) for leaf in made.layout.select("mdl_vars").leaves()
+    ) == 18 * a_layer + softmax + 2 * 3072
+    assert not any(leaf.shape != leaf.padded_shape for leaf in made.layout.leaves())
+
+
+def test_the_words_of_paxs_experiments_and_functions_are_found():
+    words = """PERCORE_BATCH_SIZE USE_REPEATED_LAYER TransformerLmSpmdAdafactor SeqIOInput
+        TransformerLmSpmdPipelineAdafactor SyntheticDataset SyntheticLmData set_default_adam
+        shard_on_batch_dim_partition_spec infer_partition_spec_based_on_rank_fn _gather
+        get_partitioned_spmd_model_decode_fn partition_spmd_model fold_rng_over_axis init_dp loss_fn
+        train_step_dp shard_params gather_array_with_mean_grads gather_params shard_module_params
+        sync_gradients train_step_fsdp accumulate_gradients print_metrics infer_sharding"""
+    given = " ".join(row[0] for row in rows())
+    assert [word for word in words.split() if f"`{word}" not in given] == []

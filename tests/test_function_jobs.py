@@ -9,12 +9,13 @@ import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
+from praxis_lite.errors import ConfigError
 from praxis_lite.experiments.functions import SIZES, DigitsMlpFsdp
 from praxis_lite.experiments.vision import digits
 from praxis_lite.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import as_it_died, home, launch, lines_of, succeed
+from tests.job_runs import as_it_died, home, launch, lines_of, loaded, succeed
 
 NUM_STEPS, SAVED_EVERY = 31, 13
 SETTINGS = (
@@ -124,3 +125,17 @@ def test_a_stranger_on_the_command_line_hears_which_weight(tmp_path):
     assert done.code == 2 and done.num_compiled == 0
     words = " ".join(done.err.split())
     assert "params/0/w: " in words and "'modl'" in words and "Did you mean mdl" in words
+
+
+def test_a_loaded_model_predicts_as_the_task_and_as_numpy_do(jobs):
+    whole, _ = jobs
+    model = loaded(whole)
+    images, labels = (digits("heldout")[name] for name in ("inputs", "labels"))
+    found = model.predict({"inputs": images, "labels": labels})
+    np.testing.assert_array_equal(found["digit"], logits_of(whole).argmax(-1))
+    assert model.decode("heldout")[:7] == [
+        {"digit": int(digit), "label": int(label)}
+        for digit, label in zip(found["digit"][:7], labels[:7], strict=True)
+    ]
+    with pytest.raises(ConfigError, match="LossTask continues no prompts"):
+        model.generate("a digit")

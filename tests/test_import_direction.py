@@ -32,9 +32,9 @@ ORDER = (
     {"checkpoints", "evaluation", "explain_page", "memory", "shared_job_dir"},
     {"experiment", "summary"},
     {"registry", "job_checks", "job_history", "step_reports"},
-    {"trainer", "decoding", "explain", "interop", "job_on_mesh"},
+    {"trainer", "decoding", "explain", "forward_pass", "interop", "job_on_mesh", "prompts"},
     {"launch"},
-    {"main"},
+    {"main", "trained_model"},
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 # Within praxis_lite through links, at the top as they are: looked at once, there.

@@ -14,7 +14,7 @@ from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics import WeightedMean, read_json_lines
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
-from tests.job_runs import home, launch, lines_of, succeed
+from tests.job_runs import home, launch, lines_of, loaded, succeed
 from tests.line_jobs import LINE
 
 AVERAGED, TINY = "--exp=jobzoo.experiments.Averaged", "--exp=jobzoo.experiments.Tiny"
@@ -70,6 +70,21 @@ def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
     assert ", averaged" not in done.out
     step, loss = heldout_losses(job)[-1]
     assert step == max(trained_losses) and loss != trained_losses[step]
+
+
+def test_a_loaded_model_has_the_averages_where_the_run_says_so():
+    job, _ = averaged()
+    trained_losses = dict(heldout_losses(job))
+    model = loaded(job, "best")
+    assert model.evaluate("heldout")["loss"] == pytest.approx(trained_losses[model.step], abs=1e-5)
+    raw = loaded(job, "best", settings=["run.eval_use_ema_states=False"])
+    path = next(path for path in raw.weights if path.endswith("ffn_layer1/linear/w"))
+    assert np.abs(raw.weights[path] - model.weights[path]).max() > 1e-3
+    # To decode is another setting, which says averages for both.
+    assert raw.generate("1 plus", max_decode_steps=1) == model.generate(
+        "1 plus", max_decode_steps=1
+    )
+
 
 
 def test_the_averages_evaluated_are_those_of_the_checkpoint():

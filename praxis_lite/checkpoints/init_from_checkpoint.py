@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.init_plan import InitPlan
+from praxis_lite.checkpoints.init_plan import InitPlan, opened
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.train_state import LeafLayout, TrainState
 
@@ -55,7 +54,7 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
             path: source.path for path, source in plan.sources.items()
             if source[:2] == (directory, step)
         }
-        with Checkpoints(directory) as saved:
+        with opened(directory) as saved:
             while left:
                 # One array may be what several start from: each time it is read for one of them.
                 targets = {source: path for path, source in left.items()}

@@ -1,6 +1,7 @@
 """Which array of a new state comes from which checkpoint: by rules, checked, and told."""
 
 import collections
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.manifest import MANIFEST_JSON
+from praxis_lite.checkpoints.nnx_checkpoints import NnxCheckpoint, is_nnx_checkpoint
 from praxis_lite.checkpoints.slot_paths import around_the_weight, group_of
 from praxis_lite.checkpoints.step_dirs import damaged, numbered_steps
 from praxis_lite.config.paths import join
@@ -26,11 +28,12 @@ SETTING = "run.init_from_checkpoint_rules"
 class Source(NamedTuple):
     """Where an array comes from: a checkpoint, by which of its rules, and the path there.
 
-    `cast_from` is the dtype that it has there, if that is another.
+    `step` is None of a checkpoint of Flax's, which has none; `cast_from` is the dtype that the
+    array has there, if that is another.
     """
 
     directory: Path
-    step: int
+    step: int | None
     rule: str
     path: str
     cast_from: Any = None
@@ -60,7 +63,7 @@ class InitPlan:
             else:
                 loaded[item, *source[:3]].append(self._line(path))
         lines = [
-            f"{item}: {len(names)} from step {step} in {directory} by {rule}: {_few(names)}"
+            f"{item}: {len(names)} from {_words(directory, step)} by {rule}: {_few(names)}"
             for (item, directory, step, rule), names in loaded.items()
         ]
         for item, how in (("mdl_vars", "drawn"), ("opt_states", "made from these weights")):
@@ -124,7 +127,7 @@ class _Planner:
         # The weights that this checkpoint gives, by path under params, and what they are there.
         self.weights: dict[str, str] = {}
         self.directory, step = _located(key, rules)
-        with Checkpoints(self.directory) as saved:
+        with opened(self.directory) as saved:
             self.saved = saved.leaves(step)
             named = saved.best_step() if step == "best" else step
             self.step = saved.latest_step() if named is None else named
@@ -181,12 +184,14 @@ class _Planner:
                 self._take(path, path, rule)
 
     def check(self) -> None:
+        if self.rules.load_step and self.step is None:
+            self.errors.append("it has no step for load_step")
         if self.errors:
             more = f"; and {len(self.errors) - 5} more" if len(self.errors) > 5 else ""
             raise ConfigError(
-                f"{join(SETTING, self.key)}, the checkpoint of step {self.step} in "
-                f"{self.directory}: {'; '.join(self.errors[:5])}{more}. Change the rules, or name "
-                "what is to stay new in ignore_rules."
+                f"{join(SETTING, self.key)}, {_words(self.directory, self.step)}: "
+                f"{'; '.join(self.errors[:5])}{more}. Change the rules, or name what is to stay "
+                "new in ignore_rules."
             )
 
     def _rule_of(self, name: str) -> tuple[str, str] | None:
@@ -232,9 +237,20 @@ class _Planner:
         return _shown(wanted) == _shown(saved) or (is_named and _can_be_cast(saved, wanted))
 
 
+def opened(
+    directory: Path,
+) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
+    """Returns the checkpoints of a job, or one that Flax's users made, to be read."""
+    if is_nnx_checkpoint(directory):
+        return contextlib.nullcontext(NnxCheckpoint(directory))
+    return Checkpoints(directory)
+
+
 def _located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | str | None]:
     """Returns the directory of all steps, and which of them is meant."""
     given = local_directory(rules.directory or key)
+    if is_nnx_checkpoint(given):
+        return given, rules.step
     directory, step = given, rules.step
     if (given / "checkpoints").is_dir():
         directory = given / "checkpoints"
@@ -249,6 +265,10 @@ def _located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | str |
             f"{join(join(SETTING, key), 'directory')}=DIR."
         )
     return directory, step
+
+
+def _words(directory: Path, step: int | None) -> str:
+    return str(directory) if step is None else f"step {step} in {directory}"
 
 
 def _name(path: str) -> str:

@@ -44,20 +44,22 @@ def check_names(step_dir: Path) -> None:
       ConfigError: there is a symlink or another special file, at any depth; or a name that neither
         writes: those of other layouts are told.
     """
-    if step_dir.is_symlink():
-        raise ConfigError("it is a symbolic link")
-    for name, entry in _entries(step_dir):
-        if entry.is_symlink():
-            raise ConfigError(f"{name!r} is a symbolic link")
-        if entry.is_dir(follow_symlinks=False):
-            continue
-        if not entry.is_file(follow_symlinks=False):
-            raise ConfigError(f"{name!r} is no regular file")
+    for name in _regular_files(step_dir):
         if not _NAME.fullmatch(name):
             base, suffix = os.path.basename(name), os.path.splitext(name)[1]
             layout = _FOREIGN.get(base) or {".npz": "NumPy", ".npy": "NumPy"}.get(suffix)
             of = f", of another layout ({layout})" if layout else ""
             raise ConfigError(f"there is a file {name!r} that praxis_lite does not write{of}")
+
+
+def check_no_links(directory: Path) -> None:
+    """Checks that there are only regular files and folders, at any depth.
+
+    Raises:
+      ConfigError: there is a symlink or another special file.
+    """
+    for _ in _regular_files(directory):
+        pass
 
 
 def check_checkpoint_metadata(step_dir: Path) -> None:
@@ -140,6 +142,20 @@ def is_shape(found: Any) -> bool:
         and len(found) <= _MAX_RANK
         and all(type(dim) is int and 0 <= dim < 2**62 for dim in found)
     )
+
+
+def _regular_files(directory: Path) -> Iterator[str]:
+    """Yields the names of the files, with their folders, once each is seen to be a regular one."""
+    if directory.is_symlink():
+        raise ConfigError("it is a symbolic link")
+    for name, entry in _entries(directory):
+        if entry.is_symlink():
+            raise ConfigError(f"{name!r} is a symbolic link")
+        if entry.is_dir(follow_symlinks=False):
+            continue
+        if not entry.is_file(follow_symlinks=False):
+            raise ConfigError(f"{name!r} is no regular file")
+        yield name
 
 
 def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]:

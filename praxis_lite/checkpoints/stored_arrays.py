@@ -123,12 +123,15 @@ class StoredArray:
 
     @functools.cached_property
     def _array(self) -> ts.TensorStore:
-        item = self._step_dir / self.path.partition("/")[0]
         try:
-            spec = {"driver": "zarr", "kvstore": database(item, f"{self._name}/")}
+            spec = {"driver": "zarr", "kvstore": database(self._item_dir, f"{self._name}/")}
             return ts.open(spec, open=True, read=True).result()
         except ValueError as error:
             self._fail(error)
+
+    @property
+    def _item_dir(self) -> Path:
+        return self._step_dir / self.path.partition("/")[0]
 
     def _fail(self, error: ValueError) -> NoReturn:
         raise undecodable(self._step_dir, error, self.path) from None

@@ -49,6 +49,24 @@ def check_leaf(path: str, leaf: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path} has the padded shape {padded}, which no computer can hold")
 
 
+def stored_leaf(name: str, text: bytes) -> dict[str, Any]:
+    """Returns what an array's own metadata says of it, as a manifest would: nothing is padded.
+
+    Args:
+      text: of its `.zarray`.
+
+    Raises:
+      ConfigError: it has no shape, or none of the dtypes that are read.
+    """
+    zarray = orbax_files.loads(text, f"{name}/.zarray")
+    zarray = zarray if isinstance(zarray, dict) else {}
+    shape, dtype = zarray.get("shape"), zarray.get("dtype")
+    found = [own for own, theirs in _ZARR_NAMES.items() if theirs == dtype]
+    if not orbax_files.is_shape(shape) or not found:
+        raise ConfigError(f"{name} has the shape {shape!a:.80} and the dtype {dtype!a:.80}")
+    return {"shape": shape, "padded_shape": shape, "dtype": found[0]}
+
+
 def check_item(
     item_dir: Path, leaves: Mapping[str, Mapping[str, Any]], values: Mapping[str, StoredValue]
 ) -> None:

@@ -2,7 +2,14 @@
 
 from praxis_lite.sharding.inputs import global_batch, reshard_by_rank
 from praxis_lite.sharding.logical_axes import MeshRules, logical_to_mesh_axes
-from praxis_lite.sharding.mesh import MeshConfig, compiled_platform, make_mesh, simulate_devices
+from praxis_lite.sharding.mesh import (
+    MeshConfig,
+    attached_mesh,
+    compiled_platform,
+    make_mesh,
+    simulate_devices,
+)
+from praxis_lite.sharding.named_shardings import infer_sharding
 from praxis_lite.sharding.padding import pad_tree, padded_shape, unpad_tree
 from praxis_lite.sharding.rules import (
     Fsdp,
@@ -22,9 +29,11 @@ __all__ = [
     "Replicate",
     "ShardDim",
     "SplitDims",
+    "attached_mesh",
     "compiled_platform",
     "constrain",
     "global_batch",
+    "infer_sharding",
     "logical_to_mesh_axes",
     "make_mesh",
     "pad_tree",

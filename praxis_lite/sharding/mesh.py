@@ -85,7 +85,9 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
     if _SCHEDULER_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_SCHEDULER_FLAG}=false".strip()
     if not _is_chosen_by_user():
-        jax.config.update("jax_num_cpu_devices", num_simulated)
+        # Where JAX has made its devices already, as in a notebook, they stay: `make_mesh` says so.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", num_simulated)
 
 
 def _is_chosen_by_user() -> bool:
@@ -109,12 +111,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     wanted, platform = config.num_devices, devices[0].platform
     if wanted > len(devices):
         limit = f", of which at most {MAX_SIMULATED_DEVICES} are simulated"
-        environment = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
+        if _is_chosen_by_user():
+            more = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
+        elif platform == "cpu" and wanted <= MAX_SIMULATED_DEVICES:
+            more = f" For more, call simulate_devices({wanted}) before JAX makes its first array."
+        else:
+            more = ""
         raise ConfigError(
             f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} needs {wanted} "
             f"devices, but there are {len(devices)} ({platform}{limit if platform == 'cpu' else ''}"
             "). Change mesh.ici_mesh_shape (or mesh.dcn_mesh_shape) so that its product is at most "
-            f"that.{environment if _is_chosen_by_user() else ''}"
+            f"that.{more}"
         )
     if wanted < len(devices) and platform != "cpu" and not config.allow_unused_devices:
         raise ConfigError(
@@ -136,6 +143,21 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
     return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def attached_mesh(config: MeshConfig) -> MeshConfig:
+    """Returns a mesh with the axes of `config` over what is attached: all accelerators, or one CPU.
+
+    It is `config` itself where that wants as many accelerators as there are. Else they all lie
+    along its longest axis, the first of equals, so that what it splits over that axis stays split.
+    """
+    devices = jax.devices()
+    count = len(devices) if devices[0].platform != "cpu" else 1
+    if config.num_devices == count:
+        return config
+    longest = config.shape.index(max(config.shape))
+    shape = tuple(count if axis == longest else 1 for axis in range(len(config.shape)))
+    return dataclasses.replace(config, ici_mesh_shape=shape, dcn_mesh_shape=None)
 
 
 def _of_each_process(

@@ -1,6 +1,7 @@
 """Meshes from ICI and DCN shapes, with Auto axes; settings that cannot be are refused."""
 
 import os
+import types
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices
+from praxis_lite.sharding import MeshConfig, attached_mesh, make_mesh, simulate_devices
 from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
 
 
@@ -94,3 +95,22 @@ def test_a_program_that_this_cpu_has_no_instructions_for_is_one_paragraph():
         raise jax.errors.JaxRuntimeError(missing)
     with pytest.raises(jax.errors.JaxRuntimeError), saying_what_this_cpu_lacks():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_what_is_attached_is_all_accelerators_or_one_cpu_device(monkeypatch):
+    config = MeshConfig(ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(2, 1, 1))
+    assert attached_mesh(config).shape == (1, 1, 1)
+    devices = [types.SimpleNamespace(platform="gpu")] * 3
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    found = attached_mesh(config)
+    assert found.shape == (1, 3, 1) and found.axis_names == config.axis_names
+    devices *= 5
+    assert attached_mesh(MeshConfig(ici_mesh_shape=(1, 5, 3))).shape == (1, 5, 3)
+
+
+def test_a_mesh_after_jax_has_started_says_what_to_call_before(monkeypatch):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    simulate_devices(11)  # Too late: the tests have their eight.
+    with pytest.raises(ConfigError, match=r"there are 8 .* call simulate_devices\(11\) before"):
+        make_mesh(MeshConfig(ici_mesh_shape=(1, 11, 1)))

@@ -6,10 +6,13 @@ import json
 import math
 import re
 
+import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.sharding import infer_sharding
 from praxis_lite.sharding.rules import (
     Fsdp,
     JobMesh,
@@ -40,8 +43,11 @@ def case_id(case):
     return f"{case['tree']}-{case['mesh']}-{'+'.join(rules for _, rules in case['strategy'])}"
 
 
-@pytest.mark.parametrize("case", CASES or [pytest.param(None, marks=pytest.mark.skip(
+of_big_vision = pytest.mark.parametrize("case", CASES or [pytest.param(None, marks=pytest.mark.skip(
     reason=f"no golden file {GOLDENS / FILE}"))], ids=case_id if CASES else None)
+
+
+@of_big_vision
 def test_a_case_of_big_vision(case):
     tree, mesh = trees()["trees"][case["tree"]], trees()["meshes"][case["mesh"]]
     leaves = [
@@ -56,6 +62,34 @@ def test_a_case_of_big_vision(case):
         return
     splits = rule_shardings(leaves, case["strategy"], job_mesh)
     specs = {path: trimmed(split.spec) for path, split in splits.items() if split}
+    assert {path: spec for path, spec in specs.items() if spec} == case["specs"]
+
+
+@of_big_vision
+def test_infer_sharding_has_the_answer_of_big_vision(case):
+    shapes, mesh = trees()["trees"][case["tree"]], trees()["meshes"][case["mesh"]]
+    tree = {}
+    for path, x in shapes.items():
+        *parents, name = path.split("/")
+        leaf, node = jax.ShapeDtypeStruct(x["shape"], x["dtype"]), tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        names = x.get("logical_names")
+        node[name] = leaf if names is None else nn.LogicallyPartitioned(leaf, tuple(names))
+    mesh = jax.sharding.AbstractMesh(tuple(mesh["shape"]), tuple(mesh["axes"]))
+    settings = {"logical_axis_rules": case["rules"] or ()}
+    if "error" in case:
+        with pytest.raises(ConfigError):
+            infer_sharding(tree, case["strategy"], mesh, **settings)
+        return
+    found = infer_sharding(tree, case["strategy"], mesh, **settings)
+    assert all(x.mesh == mesh for x in jax.tree.leaves(found))
+    flat = jax.tree_util.tree_flatten_with_path(found)[0]
+    specs = {jax.tree_util.keystr(p, simple=True, separator="/"): x.spec for p, x in flat}
+    assert {path: len(spec) for path, spec in specs.items()} == {
+        path: len(x["shape"]) for path, x in shapes.items()
+    }
+    specs = {path: trimmed(spec) for path, spec in specs.items()}
     assert {path: spec for path, spec in specs.items() if spec} == case["specs"]
 
 

@@ -1,0 +1,63 @@
+"""A model's own call, compiled for a mesh, on whatever arrays its caller has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.leaves import narrow
+from praxis_lite.partitioner import Partitioner
+
+
+def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
+    """Returns `call(mdl_vars, *args, **named)`: what `model(*args, **named)` returns, as NumPy.
+
+    Arrays among the arguments, or in trees there, have rows first, which are split over the mesh as
+    those of batches; what is no array, such as a flag, reaches the model as it is. A model of plain
+    functions has no call; it is then `task.predict(params, *args, None)`.
+    """
+    task = partitioner.task
+
+    def forward(mdl_vars: Any, arrays: list[jax.Array], given: tuple) -> Any:
+        structure, others = given
+        leaves = iter(arrays)
+        args, named = jax.tree.unflatten(
+            structure, [next(leaves) if is_array else x for is_array, x in others]
+        )
+        model = task.model.module(mdl_vars)
+        if callable(model):
+            return model(*args, **named)
+        if not callable(getattr(task, "predict", None)):
+            raise ConfigError(
+                "A model of plain functions has no call of its own. Give its task a function "
+                "predict(params, inputs, key)."
+            )
+        return task.predict(model, *args, None, **named)
+
+    compiled = jax.jit(
+        partitioner.with_mdl_vars(forward),
+        static_argnums=2, out_shardings=partitioner.replicated,
+    )
+
+    def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, named))
+        others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
+        arrays = [
+            narrow("predict", f"of argument {place}", np.asarray(x))
+            for place, x in enumerate(leaves) if _is_array(x)
+        ]
+        if not arrays:
+            raise ConfigError(
+                "predict was given no array. Give it NumPy arrays as the model's call takes them, "
+                "rows first: predict(np.asarray(...))."
+            )
+        batch = partitioner.global_batch(arrays)
+        return jax.device_get(compiled(mdl_vars, batch, (structure, others)))
+
+    return call
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
