@@ -2,12 +2,9 @@
 
 import contextlib
 import math
-import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 from flax.core import spmd
@@ -20,7 +17,7 @@ from praxis_lite.sharding import constrain, pad_tree, unpad_tree
 from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
 from praxis_lite.sharding.inputs import GlobalBatch, InputsSplitMapping, num_rows_of
 from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.varying import varying_over
+from praxis_lite.sharding.varying import loop_refused, varying_over
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.weights import WeightSpec
 
@@ -109,14 +106,13 @@ class ShardMapPartitioner(Partitioner):
 
         def filled_up(x: jax.Array) -> jax.Array:
             # With a true row: of zeros a loss may be NaN, and so is 0 times that in a gradient.
-            filler = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:])) if x.ndim else None
-            return x if filler is None else jnp.concatenate([x, filler])
+            if x.ndim == 0:
+                return x
+            return jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))])
 
-        is_true_row = jnp.arange(num_rows_of(inputs) + num_missing) < num_rows_of(inputs)
-        inputs = jax.tree.map(filled_up, dict(inputs))
         weights = inputs["weights"]
-        is_true_row = is_true_row.reshape(-1, *[1] * (weights.ndim - 1))
-        return inputs | {"weights": jnp.where(is_true_row, weights, 0)}
+        no_weights = [(0, num_missing)] + [(0, 0)] * (weights.ndim - 1)
+        return jax.tree.map(filled_up, dict(inputs)) | {"weights": jnp.pad(weights, no_weights)}
 
     def _on_devices(
         self, function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any
@@ -146,7 +142,7 @@ class ShardMapPartitioner(Partitioner):
                 return mapped(inputs, *(tree for tree, _ in others))
         except (TypeError, ValueError) as error:
             if "manual axis types do not match" in str(error):
-                raise ConfigError(self._loop_message(error)) from error
+                raise loop_refused(error, self.data_axes) from error
             if "sharding_constraint" not in str(error) or "Manual" not in str(error):
                 raise
             raise ConfigError(
@@ -155,22 +151,6 @@ class ShardMapPartitioner(Partitioner):
                 "the axis out of jax.lax.with_sharding_constraint (praxis_lite.sharding.constrain "
                 f"does), or use Partitioner. JAX says: {error}"
             ) from error
-
-    def _loop_message(self, error: Exception) -> str:
-        """Returns what is said of a loop or a branch that JAX refused with `error`."""
-        jax_and_flax = tuple(os.path.dirname(one.__file__) for one in (jax, flax))
-        frames = traceback.extract_tb(error.__traceback__)
-        place = [one for one in frames if not one.filename.startswith(jax_and_flax)][-1]
-        found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
-        return (
-            f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a "
-            "branch with a value that is the same on all devices in one place and differs between "
-            f"devices along data_axes {self.data_axes} in another: {' '.join(found)} A scan's or "
-            "while_loop's carry must differ from the start where it does at the end, and a cond's "
-            "branches must agree. Begin with a value made from what the loop reads, such as "
-            "jnp.zeros_like(x) in place of jnp.zeros(shape), or with "
-            f"jax.lax.pcast(value, {self.data_axes}, to='varying'); or use Partitioner."
-        )
 
     def _value_and_grad(
         self,

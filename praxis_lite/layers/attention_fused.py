@@ -211,12 +211,11 @@ def _without_vma(
     of_rest: tuple[PartitionSpec, ...],
     axes: set[str],
 ) -> Callable[..., jax.Array]:
-    """Returns `attend(q, k, v, *rest)` mapped over mesh axes, or over none; nothing varies in it.
+    """Returns `attend(q, k, v, *rest)` mapped over `axes`, unchecked for what varies there.
 
-    Pallas says of what it returns no varying manual axes (VMA), so that `jax.shard_map` cannot
-    check them: its `check_vma` is False. In a `shard_map` that does check them the kernel's
-    gradient then has other types than what it is the gradient of, so it is made in a mapped
-    program of its own, which runs the forward pass again.
+    `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
+    `shard_map` that does check, a gradient through the unchecked one has types that JAX refuses.
+    So there the gradient is a mapped program of its own, which runs the forward pass again.
     """
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
