@@ -248,7 +248,7 @@ def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
     from praxis_lite.config.class_attributes import configured
 
     packages = registry.allowed_packages(args.packages)
-    return configured(experiment, args.settings, packages), registry.full_name(experiment)
+    return configured(experiment(), args.settings, packages), registry.full_name(experiment)
 
 
 def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:

@@ -16,31 +16,31 @@ class _Experiment(Protocol):
 
 
 def configured(
-    experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str] = ()
+    experiment: _Experiment, settings: Sequence[str], packages: Collection[str] = ()
 ) -> fdl.Config:
     """Returns the config of an experiment with the settings of `--set` applied.
 
     A setting whose path begins with an attribute of the class, its own or inherited, sets that one
-    first, whatever the order: of an instance, so that `self.BATCH_SIZE` is what was set. All others
-    are fields of the config that the experiment then makes.
+    first, whatever the order: of this instance, so that `self.BATCH_SIZE` is what was set. All
+    others are fields of the config that the experiment then makes.
 
     Args:
-        experiment: the class.
+        experiment: an instance, which has the attributes from then on.
         settings: `path=value` each, see `apply_overrides`.
         packages: top-level packages whose functions and classes may be named.
 
     Raises:
         ConfigError: no such path, or no value of that field's type.
     """
-    made, known = experiment(), _attributes(experiment)
+    known = _attributes(type(experiment))
     own = [one for one in settings if _first_key(one) in known]
     named = {_first_key(one) for one in own}
     # Copies: what the class holds is every instance's.
     values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
     apply_overrides(values, own, packages)
     for name in named:
-        setattr(made, name, getattr(values, name))
-    config = made.config()
+        setattr(experiment, name, getattr(values, name))
+    config = experiment.config()
     apply_overrides(config, [one for one in settings if one not in own], packages, known)
     return config
 
