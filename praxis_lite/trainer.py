@@ -128,7 +128,7 @@ class _Loop:
         self.watched = watched_history(run.early_stopping, job, first_step)
         spikes = SpikeDetector(run.loss_spike_factor, losses_before(run, job))
         self.evaluator = Evaluator(
-            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer
+            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer, seed=run.seed
         )
         self.reports = StepReports(
             partitioner, run, self.metrics_writer, self.board, progress, checkpoints, spikes,

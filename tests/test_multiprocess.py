@@ -112,6 +112,7 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     seen = json.loads(next(line for line in lines if line.startswith("{")))
     for order in ("in turn", "interleaved", "nested"):
         assert seen[order] == [True] * 5, order
+    assert seen["examples"] is True
     assert seen["agreed"] == [False, False, False, True, False, False]
     assert seen["asked by"].startswith("a signal to process 1 (")
     assert seen["exchanged"] == [[f"0.{k}", f"1.{k}"] for k in range(3)]
