@@ -156,11 +156,6 @@ def _run(args: argparse.Namespace) -> None:
             "once, without --coordinator."
         )
     if args.mode == "summary":
-        if args.packages:
-            raise ConfigError(
-                "--packages says where experiments are looked up; --mode=summary reads the job's "
-                "directory alone. Leave it out."
-            )
         from praxis_lite.summary import summary
 
         print(summary(open_for_reading(_job_log_dir(args), writes=False)))

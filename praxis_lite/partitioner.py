@@ -103,7 +103,7 @@ class Partitioner:
         Args:
           key: see `batch_key`; None: one that is always the same.
         """
-        return self._eval(mdl_vars, batch, key, False)[0]
+        return self._eval(mdl_vars, batch, key, False)
 
     def eval_examples(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
@@ -236,11 +236,11 @@ class Partitioner:
 
     def _eval_step(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None, with_examples: bool
-    ) -> tuple:
+    ) -> PyTree:
         with self._tracing():
             inputs = self._inputs(batch)
             metrics, examples = self._evaluated(self._mdl_layout.unpad(mdl_vars), inputs, key)
-            return (metrics, examples, is_true_row(inputs)) if with_examples else (metrics,)
+            return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
 
     def _evaluated(
         self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
