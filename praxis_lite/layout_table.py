@@ -69,9 +69,9 @@ def layout_warnings(layout: StateLayout) -> list[str]:
     ]
     for (dim, true, padded, axes), leaves in wasteful.items():
         warnings.append(
-            f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to split over "
-            f"{axes}: {1 - true / padded:.0%} of it is padding. Change the size, the mesh, or the "
-            "mapping."
+            f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
+            f"split over {axes}: {1 - true / padded:.0%} of it is padding. Change the size, the "
+            "mesh, or the mapping."
         )
     return warnings
 

@@ -17,8 +17,8 @@ class StopRequest(signals.SignalListener):
     The first of them is answered with one line on standard error, at once. Until `step_ended` is
     called there is nothing to save: the process ends then and there, with status 0 after a signal,
     and 2 where the time limit leaves no time for a step: started again, it would do no better. From
-    then on it only sets `reason`; whoever runs the steps asks for that, and saves. A second signal ends
-    the process at once, with status 128 + its number, whatever it is doing.
+    then on it only sets `reason`; whoever runs the steps asks for that, and saves. A second signal
+    ends the process at once, with status 128 + its number, whatever it is doing.
 
     Args:
       time_limit_seconds: from entering on. None: none.

@@ -28,7 +28,7 @@ from praxis_lite.processes.agreement import Agreement
 from praxis_lite.processes.start import start
 from praxis_lite.sharding import simulate_devices
 from praxis_lite.sharding.inputs import global_batch, process_rows
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 
 
 def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:

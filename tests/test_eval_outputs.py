@@ -20,7 +20,7 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.task import Task
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 from tests.job_runs import home, succeed
 
 ROWS, DIMS = 7, 5
@@ -223,7 +223,7 @@ from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
-from tasks.loss import LossTask
+from praxis_lite.tasks.loss import LossTask
 
 
 def arrays(num_rows=17):

@@ -82,6 +82,7 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     _, (first, second), names, _ = pair_job()
     assert (first.code, second.code) == (0, 0), (first, second)
     assert "2 processes on 1 hosts, found by --coordinator=127.0.0.1:" in first.out
+    assert "Gloo" not in first.out
     assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
     assert second.out == first.err == ""
     assert second.err.startswith("SIGTERM: ending when") and second.err.count("\n") == 1
