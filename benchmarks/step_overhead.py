@@ -6,6 +6,7 @@ host time per step. The last table compares an uneven model with the next even s
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -81,6 +82,25 @@ def random_batch(vocab_size: int) -> dict[str, np.ndarray]:
     return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
 
+def weights_of(plain: dict[str, Any]) -> dict[str, Any]:
+    """Returns the weights of `plain_jax_lm` in the library's tree, so that both begin alike."""
+    layers = plain["layers"]
+    attention = {name: {"w": layers[name]} for name in ("query", "key", "value", "post")}
+    feed_forward = {
+        f"ffn_layer{number}": {"linear": {"w": layers[f"w{number}"]}} for number in (1, 2)
+    }
+    blocks = {
+        "self_attention": attention,
+        "layer_norm": {"scale": layers["attention_norm"]},
+        "ff_layer": {**feed_forward, "layer_norm": {"scale": layers["ffn_norm"]}},
+    }
+    return {
+        "transformer": {"blocks": blocks},
+        "softmax": {"logits_ffn": {"linear": {"w": plain["embedding"]}}},
+        "final_ln": {"scale": plain["final_norm"]},
+    }
+
+
 class Step:
     """A train step with its state, timed a call at a time."""
 
@@ -126,6 +146,12 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
     plain_batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(plain_jax_lm.MESH_AXES)))
     key = ours.key(0)
     ours_state, plain_state = ours.init(key), plain_init(jax.random.key(0))
+    drawn = ours_state.mdl_vars["params"]
+    params = jax.tree.map(
+        lambda x, old: jax.device_put(np.asarray(x), old.sharding),
+        weights_of(plain_state["params"]), drawn,
+    )
+    ours_state = dataclasses.replace(ours_state, mdl_vars=ours_state.mdl_vars | {"params": params})
     ours_batch = ours.global_batch(batch)
     ours_figures = figures(ours.train_step.lower(ours_state, ours_batch, key).compile())
     plain_figures = figures(plain_step.lower(plain_state, plain_batch).compile())
@@ -138,6 +164,8 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
         if index % 20 == 0:
             print(f"  step {index}/{num_steps}", file=sys.stderr)
     print(f"last losses: library {a.losses[-1]:.4f}, plain JAX {b.losses[-1]:.4f}")
+    # From the same weights: other losses would be those of another model, and of other work.
+    np.testing.assert_allclose(a.losses[:20], b.losses[:20], rtol=1e-4)
     warm = num_steps // 10
     measured = {
         "median step time": tuple(statistics.median(s.step_times[warm:]) for s in (a, b)),

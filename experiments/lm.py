@@ -6,7 +6,7 @@ import optax
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.decode import Sample
 from praxis_lite.initializers import WeightInit
-from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, tf_data
+from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, TokenIds, tf_data
 from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
@@ -138,7 +138,7 @@ class Synthetic(Experiment):
         )
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm), learner=learner,
-            inputs_split_mapping=BATCH_OVER_DATA,
+            inputs_split_mapping=BATCH_OVER_DATA, tokenizer=fdl.Config(TokenIds),
         )
 
     def datasets(self):

@@ -1,6 +1,5 @@
 """The decode loop over datasets of prompts: restored weights in, JSON lines out."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,9 +14,8 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.job_dir import JobDir
+from praxis_lite.metrics.records import write_records
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding.inputs import replicated_key
-from praxis_lite.whole_files import write_whole
 
 # A look at the tokens waits for the devices; a row that should have ended goes on until then.
 STEPS_BETWEEN_LOOKS = 8
@@ -36,17 +34,16 @@ def decode(
 
     Args:
       mdl_vars: weights of `step`, on the mesh.
-      seed: of the sampling; the batch's index is folded in.
+      seed: of the sampling; the step and the batch's index are folded in.
       job: where; None: nothing is written.
       note: told where each file is.
     """
-    base_key = partitioner.key(seed)
     records_of = {}
     for name, pipeline in decode_datasets.items():
         if num_cache_slots(partitioner):
-            decoded = _in_slots(partitioner, pipeline, mdl_vars, base_key, name, note)
+            decoded = _in_slots(partitioner, pipeline, mdl_vars, step, seed, name, note)
         else:
-            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, seed, name)
+            decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, step, seed, name)
         records: list[dict[str, Any]] = []
         for inputs, outputs in decoded:
             records += partitioner.task.decode_to_records(inputs, jax.device_get(outputs))
@@ -54,9 +51,7 @@ def decode(
         if job is None:
             continue
         path = job.decode_jsonl(name, step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-        write_whole(path, "".join(lines).encode())
+        write_records(path, records, note)
         note(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
     return records_of
 
@@ -78,25 +73,29 @@ def _batches(
 
 
 def _batch_by_batch(
-    partitioner: Partitioner, pipeline: InputPipeline, mdl_vars: Any, seed: int, name: str
+    partitioner: Partitioner,
+    pipeline: InputPipeline,
+    mdl_vars: Any,
+    step: int,
+    seed: int,
+    name: str,
 ) -> Iterator[tuple[Any, Any]]:
     """Yields inputs and outputs of each batch, whole in every process: records need all of it."""
     num_rows = pipeline.batch_size
     rows = partitioner.process_rows(num_rows)
     for index, inputs in _batches(partitioner, pipeline, name):
-        key = jax.random.fold_in(jax.random.key(seed), index)
         own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
         batch = partitioner.global_batch(own_rows, num_rows)
-        yield inputs, partitioner.decode_step(
-            mdl_vars, batch, replicated_key(key, partitioner.mesh)
-        )
+        key = partitioner.batch_key(seed, step, index)
+        yield inputs, partitioner.decode_step(mdl_vars, batch, key)
 
 
 def _in_slots(
     partitioner: Partitioner,
     pipeline: InputPipeline,
     mdl_vars: Any,
-    base_key: jax.Array,
+    step: int,
+    seed: int,
     name: str,
     note: Callable[[str], None],
 ) -> Iterator[tuple[Any, Any]]:
@@ -125,7 +124,7 @@ def _in_slots(
             }
             batches.append((inputs, empty))
             keys = sample_keys(
-                task.row_keys(jax.random.fold_in(base_key, index), num_rows), decoder.num_hyps
+                task.row_keys(partitioner.batch_key(seed, step, index), num_rows), decoder.num_hyps
             )
             for hyp in range(num_hyps):
                 row = hyp // decoder.num_hyps

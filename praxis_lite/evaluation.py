@@ -7,7 +7,8 @@ import jax
 
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.id_checks import check_ids
-from praxis_lite.metrics import JsonLinesWriter, WeightedMean
+from praxis_lite.metrics import JsonLinesWriter, WeightedMean, WeightedScalars
+from praxis_lite.metrics.records import records_of
 from praxis_lite.partitioner import Partitioner
 
 
@@ -17,6 +18,7 @@ class Evaluator:
     Args:
       pipelines: datasets by name, each one pass long, or `max_eval_batches` of it.
       writer: of the job's file; None: nothing is written.
+      seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
     """
 
     def __init__(
@@ -25,26 +27,35 @@ class Evaluator:
         pipelines: Mapping[str, InputPipeline],
         max_eval_batches: int | None,
         writer: JsonLinesWriter | None,
+        *,
+        seed: int = 0,
     ):
         self._partitioner = partitioner
         self._pipelines = pipelines
         self._max_eval_batches = max_eval_batches
-        self._writer = writer
+        self._writer, self._seed = writer, seed
 
     def run(
-        self, step: int, mdl_vars: Any, should_stop: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        mdl_vars: Any,
+        should_stop: Callable[[], bool] = lambda: False,
+        examples: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, dict[str, float]] | None:
         """Returns metrics by dataset, weighted over all batches, and writes a line for each.
 
         Args:
+          step: of the weights.
           should_stop: asked before each batch; None is returned, and nothing written, if it is so.
+          examples: filled, by dataset, with a record for each true row that the task has
+            per-example outputs for. None: they are not worked out.
 
         Raises:
           ConfigError: a batch has ids that the model has no row for.
         """
         results, num_ids = {}, self._partitioner.task.num_ids()
         for name, pipeline in self._pipelines.items():
-            mean, pending = WeightedMean(), None
+            mean, pending, records = WeightedMean(), None, []
             num_rows = pipeline.batch_size
             rows = self._partitioner.process_rows(num_rows)
             for index, inputs in enumerate(pipeline.batches(rows=rows)):
@@ -55,16 +66,34 @@ class Evaluator:
                 where = f"datasets.{name}, batch {index}"
                 check_ids(inputs, num_ids, where, first_row=rows.start)
                 batch = self._partitioner.global_batch(inputs, num_rows)
-                scalars = self._partitioner.eval_step(mdl_vars, batch)
+                key = self._partitioner.batch_key(self._seed, step, index)
+                if examples is None:
+                    outputs = (self._partitioner.eval_step(mdl_vars, batch, key),)
+                else:
+                    outputs = self._partitioner.eval_examples(mdl_vars, batch, key)
                 if pending is not None:
-                    mean.add(jax.device_get(pending))
-                pending = scalars
+                    _add(mean, records, *jax.device_get(pending))
+                pending = outputs
             if pending is not None:
-                mean.add(jax.device_get(pending))
+                _add(mean, records, *jax.device_get(pending))
+            if examples is not None and records:
+                examples[name] = records
             results[name] = {**mean.result(), **pipeline.baselines()}
         for name, one in results.items() if self._writer is not None else ():
             self._writer.write({"step": step, "dataset": name, **one})
         return results
+
+
+def _add(
+    mean: WeightedMean,
+    records: list[dict[str, Any]],
+    metrics: WeightedScalars,
+    outputs: Mapping[str, Any] | None = None,
+    is_true_row: Any = None,
+) -> None:
+    mean.add(metrics)
+    if outputs:
+        records += records_of(outputs, is_true_row)
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -83,6 +83,10 @@ class JobDir:
         """What the checkpoint of `step` made of one dataset's prompts."""
         return self.decode_dir(dataset) / f"{step}.jsonl"
 
+    def eval_jsonl(self, dataset: str, step: int) -> Path:
+        """What --mode=eval found for each row of a dataset with the checkpoint of `step`."""
+        return self.path / "eval" / dataset / f"{step}.jsonl"
+
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`; a reader sees the old files or the new."""
         # config.json last: where it stands, the directory is complete.

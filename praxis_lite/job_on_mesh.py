@@ -85,7 +85,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 check_ids(first, task.num_ids(), f"{root}.{name}, batch 0", first_row=rows.start)
             # What a layer refuses only when it is called is heard now; the step stays traced.
             if mode == step:
-                partitioner.trace(step, spec)
+                partitioner.trace("eval_examples" if step == "eval" else step, spec)
         if processes.count() > 1:
             fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
             check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))

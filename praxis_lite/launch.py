@@ -31,6 +31,7 @@ from praxis_lite.job_lock import JobLock
 from praxis_lite.layout_table import layout_table, layout_warnings
 from praxis_lite.loss_spikes import LossSpike, RollBacks
 from praxis_lite.metrics import JsonLinesWriter, ProgressLine
+from praxis_lite.metrics.records import write_records
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.stopping import StopRequest
 from praxis_lite.train_state import TrainState
@@ -139,12 +140,21 @@ def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | st
             "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
             'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
-    _compile_together(partitioner, eval_sets, "eval")
+    _compile_together(partitioner, eval_sets, "eval_examples")
     step, mdl_vars = restored_weights(partitioner, job_dir, step, job.run.eval_use_ema_states)
     with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
-        evaluator = Evaluator(partitioner, eval_sets, job.run.max_eval_batches, writer)
-        for name, results in evaluator.run(step, mdl_vars).items():
+        evaluator = Evaluator(
+            partitioner, eval_sets, job.run.max_eval_batches, writer, seed=job.run.seed
+        )
+        examples: dict[str, list[dict[str, Any]]] = {}
+        for name, results in evaluator.run(step, mdl_vars, examples=examples).items():
             print(evaluation_line(step, name, results))
+    for name, records in examples.items():
+        path = job_dir.eval_jsonl(name, step)
+        write_records(path, records, print)
+        print(
+            f"evaluated {len(records)} examples of {name} with the weights of step {step}: {path}"
+        )
 
 
 def decode(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:

@@ -68,13 +68,24 @@ def layout_warnings(layout: StateLayout) -> list[str]:
         for leaf in replicated
     ]
     for (dim, true, padded, axes), leaves in wasteful.items():
-        others = f" (and dim {dim} of {len(leaves) - 1} like it)" if len(leaves) > 1 else ""
         warnings.append(
-            f"{leaves[0].path}: dim {dim}{others} is padded from {true} to {padded} to split over "
-            f"{axes}: {1 - true / padded:.0%} of it is padding. Change the size, the mesh, or the "
-            "mapping."
+            f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
+            f"split over {axes}: {1 - true / padded:.0%} of it is padding. Change the size, the "
+            "mesh, or the mapping."
         )
     return warnings
+
+
+def _others(leaves: Sequence[LeafLayout]) -> str:
+    """Returns how many weights and slots there are besides the first leaf, in brackets; or ""."""
+    kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
+    first, others = kinds[0], collections.Counter(kinds[1:])
+    counts = [
+        f"of {others[kind]} {'other ' * (kind == first)}{name}{'s' * (others[kind] > 1)}"
+        for kind, name in (("weights", "weight"), ("slots", "optimizer slot"))
+        if others[kind]
+    ]
+    return f" (and that {' and '.join(counts)})" if counts else ""
 
 
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:

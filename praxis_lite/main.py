@@ -18,7 +18,7 @@ from praxis_lite.processes.same_everywhere import check_same, versions
 from praxis_lite.processes.start import START_SECONDS, start
 from praxis_lite.shared_job_dir import open_shared
 from praxis_lite.signals import EndsBySignal
-from praxis_lite.standard_output import output_may_be_lost
+from praxis_lite.standard_output import output_may_be_lost, without_lines_of_gloo
 
 if TYPE_CHECKING:
     import fiddle as fdl
@@ -51,6 +51,8 @@ def _main(args: argparse.Namespace) -> None:
                 print(f"{one.name:<{width}}  {one.summary}")
             return
         start(args.coordinator, args.num_processes, args.process_id, args.start_seconds)
+        if processes.count() > 1:
+            without_lines_of_gloo()
         _run(args)
     except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
         print("ended by SIGINT", file=sys.stderr)
@@ -156,11 +158,6 @@ def _run(args: argparse.Namespace) -> None:
             "once, without --coordinator."
         )
     if args.mode == "summary":
-        if args.packages:
-            raise ConfigError(
-                "--packages says where experiments are looked up; --mode=summary reads the job's "
-                "directory alone. Leave it out."
-            )
         from praxis_lite.summary import summary
 
         print(summary(open_for_reading(_job_log_dir(args), writes=False)))

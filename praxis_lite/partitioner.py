@@ -14,6 +14,7 @@ from praxis_lite.sharding.inputs import (
     abstract_global_batch,
     check_inputs_split_mapping,
     global_batch,
+    is_true_row,
     process_rows,
     replicated_key,
     reshard_by_rank,
@@ -38,7 +39,6 @@ class Partitioner:
       layout: StateLayout of the TrainState.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
-      eval_step: (mdl_vars, GlobalBatch) -> metrics.
       decode_step: (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch.
 
     Raises:
@@ -63,8 +63,11 @@ class Partitioner:
             out_shardings=(state_shardings, self.replicated),
             donate_argnums=0,
         )
-        self.eval_step = jax.jit(
-            self._eval_step, in_shardings=(mdl_shardings, None), out_shardings=self.replicated
+        self._eval = jax.jit(
+            self._eval_step,
+            static_argnums=3,
+            in_shardings=(mdl_shardings, None, self.replicated),
+            out_shardings=self.replicated,
         )
         self.decode_step = jax.jit(
             self._decode_step,
@@ -80,6 +83,38 @@ class Partitioner:
     def key(self, seed: int) -> jax.Array:
         """Returns the run's key, on every device."""
         return replicated_key(jax.random.key(seed), self.mesh)
+
+    def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
+        """Returns the key to evaluate or decode a batch with, on every device.
+
+        Args:
+          seed: of the run.
+          step: of the weights.
+          batch: the batch's index in its dataset.
+        """
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
+        return replicated_key(key, self.mesh)
+
+    def eval_step(
+        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
+    ) -> WeightedScalars:
+        """Returns the metrics of a batch, on every device.
+
+        Args:
+          key: see `batch_key`; None: one that is always the same.
+        """
+        return self._eval(mdl_vars, batch, key, False)
+
+    def eval_examples(
+        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array], jax.Array]:
+        """Returns as `eval_step` the metrics; besides the per-example outputs, on every device.
+
+        Returns:
+          metrics; outputs by name, [B, ...] for the B rows that are no padding; and bool [B], False
+          for the pipeline's rows of filler.
+        """
+        return self._eval(mdl_vars, batch, key, True)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
         """Returns a process's NumPy rows as global arrays; see `sharding.inputs.global_batch`."""
@@ -101,11 +136,14 @@ class Partitioner:
         )
 
     def lower(self, step: str, element_spec: PyTree) -> jax.stages.Lowered:
-        """Returns a step ("train", "eval" or "decode") lowered for batches of `element_spec`."""
+        """Returns a step, named as in `trace`, lowered for batches of `element_spec`."""
         return self.trace(step, element_spec).lower()
 
     def trace(self, step: str, element_spec: PyTree) -> jax.stages.Traced:
         """Returns a step traced for batches of `element_spec`; the first call finds it traced.
+
+        Args:
+          step: "train", "eval", "eval_examples" or "decode".
 
         Raises:
           ConfigError: what a layer or the task refuses only when it is called, such as an
@@ -118,8 +156,8 @@ class Partitioner:
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
         if step == "train":
             return self.train_step.trace(state, batch, key)
-        if step == "eval":
-            return self.eval_step.trace(state.mdl_vars, batch)
+        if step.startswith("eval"):
+            return self._eval.trace(state.mdl_vars, batch, key, step == "eval_examples")
         return self.decode_step.trace(state.mdl_vars, batch, key)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
@@ -198,10 +236,18 @@ class Partitioner:
             )
             return layout.pad(params)
 
-    def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch):
+    def _eval_step(
+        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None, with_examples: bool
+    ) -> PyTree:
         with self._tracing():
-            mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            return steps.eval_step(self.task, mdl_vars, self._inputs(batch))
+            inputs = self._inputs(batch)
+            metrics, examples = self._evaluated(self._mdl_layout.unpad(mdl_vars), inputs, key)
+            return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
+
+    def _evaluated(
+        self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
+        return steps.eval_step(self.task, mdl_vars, inputs, key)
 
     def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):
         with self._tracing():

@@ -15,7 +15,7 @@ from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import constrain, pad_tree, unpad_tree
 from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
-from praxis_lite.sharding.inputs import GlobalBatch, InputsSplitMapping, num_rows_of
+from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.varying import loop_refused, varying_over
 from praxis_lite.task import Task, WeightedScalars
@@ -231,26 +231,29 @@ class ShardMapPartitioner(Partitioner):
         whole_specs = jax.tree.map(lambda weight: weight.spec, weights)
         return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
 
-    def _eval_step(self, mdl_vars: PyTree, batch: GlobalBatch) -> WeightedScalars:
-        def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree) -> WeightedScalars:
+    def _evaluated(
+        self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
+        def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
             inputs, counts = _counting(inputs)
             blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
-            metrics = steps.eval_step(self.task, mdl_vars, inputs)
-            return self._weighted_means(
-                {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
-            )
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
+            metrics, examples = steps.eval_step(self.task, mdl_vars, inputs, key)
+            metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+            return self._weighted_means(metrics), examples
 
-        with self._tracing():
-            mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            return self._on_devices(
-                on_a_device,
-                self._padded(self._inputs(batch), 1),
-                self._blocks(mdl_vars["params"], self._weights),
-                (mdl_vars["non_trainable"], WHOLE),
-                out=WHOLE,
-            )
+        metrics, examples = self._on_devices(
+            on_a_device,
+            self._padded(inputs, 1),
+            self._blocks(mdl_vars["params"], self._weights),
+            (mdl_vars["non_trainable"], WHOLE),
+            (jax.random.key(0) if key is None else key, WHOLE),
+            out=(WHOLE, PartitionSpec(self.data_axes)),
+        )
+        num_rows = num_rows_of(inputs)
+        return metrics, {name: x[:num_rows] for name, x in examples.items()}
 
     def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
         """Returns weights of true shape as they enter the devices' programs, padded; and specs."""

@@ -77,9 +77,9 @@ class StepReports:
         self._writer.write(line)
         if step % self._board_every == 0 or step == self._run.num_train_steps:
             self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
-        self._progress.update(
-            step, loss=line["loss"], tokens_per_second=line.get("tokens_per_second")
-        )
+        has_tokens = self._weight_unit == "tokens"
+        num_tokens = float(outputs["metrics"]["loss"][1]) if has_tokens else None
+        self._progress.update(step, loss=line["loss"], num_tokens=num_tokens)
         if median is not None:
             self._progress.note(
                 f"step {step}: loss spike: {line['loss']:.4f} is {line['loss'] / median:.1f} times "

@@ -82,7 +82,8 @@ def train_step(
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
         module = task.module({"params": params, "non_trainable": non_trainable}, key)
-        metrics = dict(task.compute_loss(module, task.cast_inputs(inputs), key))
+        found = task.compute_loss(module, task.cast_inputs(inputs), key)
+        metrics, _ = task.split_outputs(found, inputs)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
         return scaled_loss, (metrics, task.model.non_trainable(module))
@@ -111,11 +112,20 @@ def train_step(
     return new_state, {"metrics": metrics, "learner": learner_scalars}
 
 
-def eval_step(task: Task, mdl_vars: Any, inputs: Batch) -> dict[str, Any]:
-    """Returns metrics, name -> (value, weight), without dropout."""
-    return dict(task.compute_loss(task.module(mdl_vars), task.cast_inputs(inputs), None))
+def eval_step(
+    task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array | None = None
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Returns metrics, name -> (value, weight), without dropout; and the per-example outputs.
+
+    Args:
+      key: of the batch and the step of the weights; None: one that is always the same.
+    """
+    key = jax.random.key(0) if key is None else key
+    module = task.module(mdl_vars, eval_key=key)
+    found = task.compute_eval_loss(module, task.cast_inputs(inputs), key)
+    return task.split_outputs(found, inputs)
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
-    """Returns what the task decodes, a row per example."""
-    return task.decode(task.module(mdl_vars), task.cast_inputs(inputs), key)
+    """Returns what the task decodes, a row per example; `key` as in `eval_step`."""
+    return task.decode(task.module(mdl_vars, eval_key=key), task.cast_inputs(inputs), key)

@@ -15,9 +15,10 @@ class StopRequest(signals.SignalListener):
     """Hears SIGTERM, SIGINT, SIGHUP and a time limit while it is entered.
 
     The first of them is answered with one line on standard error, at once. Until `step_ended` is
-    called there is nothing to save: the process ends then and there, with status 0. From then on
-    it only sets `reason`; whoever runs the steps asks for that, and saves. A second signal ends
-    the process at once, with status 128 + its number, whatever it is doing.
+    called there is nothing to save: the process ends then and there, with status 0 after a signal,
+    and 2 where the time limit leaves no time for a step: started again, it would do no better. From
+    then on it only sets `reason`; whoever runs the steps asks for that, and saves. A second signal
+    ends the process at once, with status 128 + its number, whatever it is doing.
 
     Args:
       time_limit_seconds: from entering on. None: none.
@@ -35,6 +36,7 @@ class StopRequest(signals.SignalListener):
         # Reentrant: the handler runs in the main thread, wherever that is.
         self._lock = threading.RLock()
         self._has_stepped = self._leaves = False
+        self._status = 0  # Of an end before any step.
         self.reason: str | None = None
 
     def __enter__(self) -> "StopRequest":
@@ -56,7 +58,7 @@ class StopRequest(signals.SignalListener):
         if not self._has_stepped:
             with self._lock:
                 if self._leaves:
-                    raise self._raised or SystemExit(0)
+                    raise self._raised or SystemExit(self._status)
                 self._has_stepped = True
 
     def _in_main(self, signum: int) -> None:
@@ -75,6 +77,7 @@ class StopRequest(signals.SignalListener):
 
     def _time_is_up(self) -> None:
         if self.reason is None:
+            self._status = 2
             self._ask(f"the time limit of {self._time_limit_seconds} s")
             if not self._leaves:
                 self._wakes_at = time.monotonic() + PEERS_SECONDS
@@ -83,7 +86,7 @@ class StopRequest(signals.SignalListener):
             if not self._has_stepped:
                 if not self._leaves:
                     self._say_nothing_is_lost()
-                end_now(0)
+                end_now(self._status)
 
     def _ask(self, reason: str) -> None:
         """Answers the first request, in whichever thread is there first."""
@@ -101,4 +104,10 @@ class StopRequest(signals.SignalListener):
                 )
 
     def _say_nothing_is_lost(self) -> None:
+        if self._status:
+            signals.say(
+                f"error: {self.reason} is over before a step was made, and {self._newest}. It has "
+                "to be longer than restoring and compiling take: raise run.time_limit_seconds."
+            )
+            return
         signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest}")

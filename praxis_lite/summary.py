@@ -75,9 +75,14 @@ def _places(job: JobDir) -> str:
         "metrics of each step": job.metrics_jsonl,
         "evaluations": job.eval_metrics_jsonl,
         "loss curve": job.loss_curve_png,
-        "TensorBoard": job.tensorboard,
         "checkpoints": job.checkpoints,
         "decoded": job.path / "decode",
+        "evaluated, row by row": job.path / "eval",
     }
     there = [f"  {name:<22}{place}" for name, place in places.items() if place.exists()]
+    if job.tensorboard.exists():
+        there.append(
+            f"  {'drawn by TensorBoard':<22}tensorboard --logdir={job.tensorboard} "
+            "(after: pip install tensorboard)"
+        )
     return "\n".join(["Where everything lies", *there])

@@ -14,11 +14,14 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import Model, NnxModel
 from praxis_lite.models.model import MdlVars
 from praxis_lite.sharding.gather import ShardedWeight
-from praxis_lite.sharding.inputs import InputsSplitMapping
+from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.weight_sharding import WeightSharding
 
 # A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
+# An array [B, ...] per name, a row for each example of the batch.
+PerExampleOut = Mapping[str, jax.Array]
+LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
 
 
 class Task(abc.ABC):
@@ -62,10 +65,15 @@ class Task(abc.ABC):
         self.weight_sharding = weight_sharding
         self.inputs_split_mapping = inputs_split_mapping
 
-    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> Any:
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> Any:
         """Returns `Model.module` with its float32 weights in `fprop_dtype`."""
         if self.fprop_dtype is None:
-            return self.model.module(mdl_vars, key)
+            return self.model.module(mdl_vars, key, eval_key)
 
         def cast(weight: Any) -> Any:
             if isinstance(weight, ShardedWeight):
@@ -75,7 +83,7 @@ class Task(abc.ABC):
 
         is_sharded = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
         params = jax.tree.map(cast, mdl_vars["params"], is_leaf=is_sharded)
-        module = self.model.module({**mdl_vars, "params": params}, key)
+        module = self.model.module({**mdl_vars, "params": params}, key, eval_key)
         own = getattr(module, "linen_module", module)
         if hasattr(own, "fprop_dtype"):
             raise ConfigError(
@@ -100,8 +108,11 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def compute_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
-    ) -> WeightedScalars:
+    ) -> LossOutputs:
         """Returns metrics, among them "loss": what training minimises and how much it weighs.
+
+        A pair (metrics, per-example outputs) may be returned as well: `--mode=eval` writes the
+        outputs, arrays [B, ...] by name, a line for each true row. Training drops them.
 
         Args:
           model: the module with its weights: of `Model.module`.
@@ -109,10 +120,24 @@ class Task(abc.ABC):
           key: for dropout and the like; None in evaluation.
         """
 
+    def compute_eval_loss(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
+    ) -> LossOutputs:
+        """Returns what an evaluation reports of a batch: `compute_loss` without a key.
+
+        Override it where an evaluation draws random numbers, such as a diffusion's time steps.
+
+        Args:
+          key: of the run's seed, the step of the weights and the batch, so that evaluating the
+            same weights again draws the same numbers. `model` is in evaluation all the same:
+            without dropout, with the moving averages.
+        """
+        return self.compute_loss(model, inputs, None)
+
     def decode(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns arrays with a row per example."""
+        """Returns arrays with a row per example; `key` is as in `compute_eval_loss`."""
         raise ConfigError(f"{type(self).__name__} does not decode: it has no method `decode`.")
 
     def decode_to_records(
@@ -127,6 +152,51 @@ class Task(abc.ABC):
         Batches with others are refused, see `check_ids`. {}: nothing is known, unless overridden.
         """
         return {}
+
+    def split_outputs(
+        self, outputs: LossOutputs, inputs: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+        """Returns what `compute_loss` returned for `inputs` as (metrics, per-example outputs).
+
+        Raises:
+          ConfigError: a metric is not a pair of scalars, or a per-example output has not the
+            batch's rows; names it.
+        """
+        examples: PerExampleOut = {}
+        if isinstance(outputs, tuple) and len(outputs) == 2:
+            outputs, examples = outputs
+        returns = f"{type(self).__name__}.compute_loss returns"
+        if not (isinstance(outputs, Mapping) and isinstance(examples, Mapping)):
+            found = outputs if isinstance(examples, Mapping) else examples
+            size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+            raise ConfigError(
+                f"{returns} a {type(found).__name__}{size}; wanted is a dict of metrics, "
+                '{"loss": (value, weight), ...}, or a pair of dicts (metrics, per-example outputs).'
+            )
+        for name, pair in outputs.items():
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise ConfigError(
+                    f"{returns} the metric {name!r} as a {type(pair).__name__}; wanted is a pair "
+                    "of scalars (value, weight): a mean and what it weighs, such as the sum of "
+                    'inputs["weights"].'
+                )
+            for role, x in zip(("value", "weight"), pair, strict=True):
+                if jnp.shape(x):
+                    raise ConfigError(
+                        f"{returns} the metric {name!r} with a {role} of shape {jnp.shape(x)}; "
+                        "wanted are two scalars, the mean sum(x * weights) / sum(weights) and the "
+                        "weight sum(weights). What is to be written for each row is a per-example "
+                        f"output: return (metrics, {{{name!r}: ...}})."
+                    )
+        num_rows = num_rows_of(inputs)
+        for name, x in examples.items():
+            if jnp.shape(x)[:1] != (num_rows,):
+                raise ConfigError(
+                    f"{returns} the per-example output {name!r} as {jnp.result_type(x)}"
+                    f"{jnp.shape(x)}; wanted is an array with the {num_rows} rows of the batch "
+                    "first. A mean over rows is a metric."
+                )
+        return dict(outputs), dict(examples)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Checks that a batch has what the task reads.

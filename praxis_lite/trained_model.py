@@ -159,7 +159,9 @@ class TrainedModel:
                 f"{name} has no end, so no evaluation on it would end. Load the job with "
                 "settings=['run.max_eval_batches=NUMBER'], or give batches."
             )
-        evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, writer=None)
+        evaluator = Evaluator(
+            self.partitioner, {name: pipeline}, limit, writer=None, seed=self.job.run.seed
+        )
         return evaluator.run(self.step, self.mdl_vars)[name]
 
     def decode(

@@ -1,5 +1,6 @@
 """The training loop: when a step runs, when it is saved, evaluated and reported."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ import jax
 
 from praxis_lite import processes
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.compiler_warnings import explained_warnings
 from praxis_lite.errors import ConfigError
 from praxis_lite.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.experiment import RunConfig
@@ -128,7 +130,7 @@ class _Loop:
         self.watched = watched_history(run.early_stopping, job, first_step)
         spikes = SpikeDetector(run.loss_spike_factor, losses_before(run, job))
         self.evaluator = Evaluator(
-            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer
+            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer, seed=run.seed
         )
         self.reports = StepReports(
             partitioner, run, self.metrics_writer, self.board, progress, checkpoints, spikes,
@@ -159,7 +161,8 @@ class _Loop:
             check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
             batch = self.partitioner.global_batch(inputs, num_rows)
             self.agreement.host_worked(time.perf_counter() - began)
-            state, outputs = self.partitioner.train_step(state, batch, key)
+            with self._compiling(step == first_step + 1):
+                state, outputs = self.partitioner.train_step(state, batch, key)
             if run.debug_nans:
                 with self.watchdog.during(f"looking for a NaN in step {step}"):
                     self.non_finite.look(step, state, batch, key, outputs)
@@ -192,6 +195,11 @@ class _Loop:
         with self.watchdog.during(SAVING):
             checkpoints.wait()
         return _trained(step, state, stopped_by)
+
+    def _compiling(self, is_first: bool) -> contextlib.AbstractContextManager[None]:
+        if is_first and self.partitioner.mesh.size > 1:
+            return explained_warnings(self.progress.note)
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         self.progress.close()

@@ -273,7 +273,7 @@ def _declared_by(spec: WeightSpec) -> str:
     if spec.split_dims_mapping is not None:
         return "weight_split_dims_mapping"
     is_stack = any(spec.stack_split_dims_mapping)
-    return "the stack's split" if is_stack else "the layer declares nothing"
+    return "the stack's split" if is_stack else "default: no split declared"
 
 
 def _check_axes(rules: AxisRules, axis_sizes: Mapping[str, int]) -> None:

@@ -10,10 +10,11 @@ from flax import nnx
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
+from praxis_lite.metrics.records import records_of
 from praxis_lite.models import Model
 from praxis_lite.models.function_model import check_takes, name_of
-from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
-from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.sharding.inputs import InputsSplitMapping, is_true_row, num_rows_of
+from praxis_lite.task import LossOutputs, Task, WeightedScalars
 from praxis_lite.weight_sharding import WeightSharding
 
 # B batch.
@@ -35,9 +36,13 @@ class LossTask(Task):
       - a pair of scalars (value, weight): a mean over something else than rows.
     A batch without "weights" has weight 1 for each row.
 
+    What has a value for each weight is also written by --mode=eval, a line per row.
+
     Args:
       model, learner, weight_sharding, inputs_split_mapping, fprop_dtype: see Task.
       loss: what training minimises.
+      eval_loss: what evaluation reports instead, where it draws random numbers: it returns what a
+        loss may, and its `key` is that of `Task.compute_eval_loss`. None: `loss`, without a key.
       predict: returns an array [B, ...] or a dict of them, written for each row by --mode=decode.
       required_inputs: keys that batches of `datasets` must have.
 
@@ -52,6 +57,7 @@ class LossTask(Task):
         loss: Callable[[Any, Batch, jax.Array | None], Any],
         learner: Learner,
         *,
+        eval_loss: Callable[[Any, Batch, jax.Array], Any] | None = None,
         predict: Callable[[Any, Batch, jax.Array], Any] | None = None,
         weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: InputsSplitMapping = None,
@@ -63,15 +69,29 @@ class LossTask(Task):
             weight_sharding=weight_sharding, inputs_split_mapping=inputs_split_mapping,
             fprop_dtype=fprop_dtype,
         )
-        for setting, function in (("loss", loss), ("predict", predict)):
+        functions = {"loss": loss, "eval_loss": eval_loss, "predict": predict}
+        for setting, function in functions.items():
             if function is not None:
                 check_takes(f"LossTask.{setting}", function, "model", "inputs", "key")
-        self.loss, self.predict = loss, predict
+        self.loss, self.eval_loss, self.predict = loss, eval_loss, predict
         self.required_inputs = tuple(required_inputs)
 
     def compute_loss(self, model: Any, inputs: Batch, key: jax.Array | None) -> WeightedScalars:
         """Returns what the loss does, each as (mean, weight): "loss", and metrics by name."""
-        loss, metrics = self.loss(model, inputs, key), {}
+        return self._outputs(self.loss, model, inputs, key)[0]
+
+    def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
+        """Returns the means as `compute_loss`; and of what has a value for each weight, these."""
+        if self.eval_loss is not None:
+            return self._outputs(self.eval_loss, model, inputs, key)
+        if type(self).compute_loss is not LossTask.compute_loss:
+            return super().compute_eval_loss(model, inputs, key)  # By the subclass's own.
+        return self._outputs(self.loss, model, inputs, None)
+
+    def _outputs(
+        self, function: Callable[..., Any], model: Any, inputs: Batch, key: jax.Array | None
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+        loss, metrics = function(model, inputs, key), {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
             loss, metrics = loss
         weights = inputs.get("weights")
@@ -79,26 +99,28 @@ class LossTask(Task):
             weights = jnp.ones(num_rows_of(inputs), jnp.float32)
         if "loss" in metrics:
             raise ConfigError(
-                f"{name_of(self.loss)} returns a metric called 'loss', which is the name of the "
+                f"{name_of(function)} returns a metric called 'loss', which is the name of the "
                 "loss itself. Give it another."
             )
-        scalars = {}
+        scalars, examples = {}, {}
         for name, found in {"loss": loss, **metrics}.items():
             scalars[name] = _weighted(found, weights)
             if scalars[name] is None:
                 raise ConfigError(
-                    f"{name_of(self.loss)} returns {_described(found)} as {name!r}; wanted is a "
+                    f"{name_of(function)} returns {_described(found)} as {name!r}; wanted is a "
                     f"scalar, a value for each of the weights {weights.shape}, or a pair of "
                     "scalars (value, weight). Take the mean over other dims. Metrics come second, "
                     "in a dict: (loss, {name: metric})."
                 )
+            if getattr(found, "shape", ()) == weights.shape:
+                examples[name] = jnp.asarray(found)
         value = loss[0] if isinstance(loss, tuple | list) else loss
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise ConfigError(
-                f"{name_of(self.loss)} returns {_described(value)} as the loss, which has no "
+                f"{name_of(function)} returns {_described(value)} as the loss, which has no "
                 "gradient; wanted are floats. Counts can be metrics."
             )
-        return scalars
+        return scalars, examples
 
     def decode(self, model: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
         """Returns what `predict` does, by name; an array by itself is called "prediction"."""
@@ -122,14 +144,7 @@ class LossTask(Task):
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
         """Returns a record per true row, what was predicted by name: numbers, or lists of them."""
-        outputs = {name: _json_able(np.asarray(x)) for name, x in outputs.items()}
-        num_rows = num_rows_of(inputs)
-        weights = inputs.get("weights", np.ones(num_rows))
-        is_true_row = np.asarray(weights).reshape(num_rows, -1).any(axis=1)
-        return [
-            {name: rows[row].tolist() for name, rows in outputs.items()}
-            for row in np.flatnonzero(is_true_row)
-        ]
+        return records_of(outputs, is_true_row(inputs))
 
 
 def _weighted(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
@@ -165,8 +180,3 @@ def _described(x: Any) -> str:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}{tuple(x.shape)}"
     return f"a value of type {type(x).__name__}"
-
-
-def _json_able(x: np.ndarray) -> np.ndarray:
-    # NumPy's own kinds print as numbers; bfloat16 and its like, of ml_dtypes, do not.
-    return x if x.dtype.kind in "biuf" else x.astype(np.float32)

@@ -10,17 +10,25 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite import processes
 from praxis_lite.errors import ConfigError
+from praxis_lite.evaluation import Evaluator
+from praxis_lite.inputs import InMemory
+from praxis_lite.learner import Learner
 from praxis_lite.main import _print_log
+from praxis_lite.models import FunctionModel
+from praxis_lite.partitioner import Partitioner
 from praxis_lite.processes import peers
 from praxis_lite.processes.agreement import Agreement
 from praxis_lite.processes.start import start
 from praxis_lite.sharding import simulate_devices
 from praxis_lite.sharding.inputs import global_batch, process_rows
+from praxis_lite.tasks.loss import LossTask
 
 
 def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
@@ -36,6 +44,33 @@ def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
     wanted = np.zeros((-(-num_rows // mesh.size) * mesh.size, 5), np.int32)
     wanted[:num_rows] = inputs["ids"]
     return bool(np.array_equal(ids, wanted) and whole["scale"] == inputs["scale"])
+
+
+class Silent:
+    """A writer of metrics that writes none."""
+
+    def write(self, line):
+        pass
+
+
+def examples_are_those_of_one_process(mesh: Mesh) -> bool:
+    """Returns whether an evaluation's examples, 13 in batches of 5, come whole and in order."""
+    x = np.arange(13.0, dtype=np.float32)
+
+    def loss(params, inputs, key):
+        return jnp.square(inputs["x"] * params["w"])
+
+    model = FunctionModel(lambda key: {"w": jnp.full((4,), 3.0)[0]})
+    partitioner = Partitioner(LossTask(model, loss, Learner(optax.sgd, 0.1)), mesh)
+    data = InMemory({"x": x}, batch_size=5, shuffle=False)
+    mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
+    examples = {}
+    means = Evaluator(partitioner, {"all": data}, None, Silent()).run(
+        1, mdl_vars, examples=examples
+    )
+    wanted = np.square(3 * x)
+    found = np.array([one["loss"] for one in examples["all"]])
+    return bool(np.array_equal(found, wanted) and np.isclose(means["all"]["loss"], wanted.mean()))
 
 
 def mesh_of(order: list[int]) -> Mesh:
@@ -54,6 +89,7 @@ def main() -> None:
     for name, order in orders.items():
         mesh = mesh_of(list(order))
         seen[name] = [rows_that_arrived(mesh, num_rows) for num_rows in (1, 2, 5, 6, 13)]
+    seen["examples"] = examples_are_those_of_one_process(mesh)
     agreement, me = Agreement(mesh), processes.index()
     # The second process asks in its third call: both hear of it in their fourth.
     seen["agreed"] = [agreement.any(me == 1 and call == 2) for call in range(6)]

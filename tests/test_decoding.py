@@ -99,6 +99,22 @@ def test_sampling_is_set_on_the_command_line(decoded, sampled):
     assert "temperature=1.5" not in job.config_txt.read_text()
 
 
+def test_records_of_other_settings_are_kept_beside_and_said(decoded, tmp_path):
+    job = JobDir(Path(shutil.copytree(decoded[0].path, tmp_path / "job")))
+    path = job.decode_jsonl("prompts", 7)
+    before = path.read_bytes()
+    lines, out = decode(job, ONE_DEVICE, "task.decoder.max_decode_steps=2")
+    assert max(line["decode_length"] for line in lines) == 2
+    former = path.with_name(f"{path.name}.{len(os.listdir(path.parent)) - 1}")
+    assert former.read_bytes() == before
+    assert f"{path} had other records; they are in {former.name} now" in out
+    # The same records again are no others.
+    names = sorted(os.listdir(path.parent))
+    again, out = decode(job, ONE_DEVICE, "task.decoder.max_decode_steps=2")
+    assert again == lines and sorted(os.listdir(path.parent)) == names
+    assert "other records" not in out
+
+
 def test_slots_on_a_mesh_give_the_tokens_of_batches_and_say_how_many_steps_they_took(
     decoded, sampled
 ):

@@ -5,6 +5,7 @@ import pytest
 
 from praxis_lite import registry
 from praxis_lite.config.overrides import check_required
+from praxis_lite.inputs import SyntheticLm
 from praxis_lite.job_checks import TRAIN, check_num_batches
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
@@ -19,6 +20,8 @@ def test_its_steps_can_be_traced(name):
     check_required(config)
     job = fdl.build(config)
     check_num_batches(job.datasets, job.run)
+    if any(isinstance(one, SyntheticLm) for one in job.datasets.values()):
+        assert job.task.tokenizer.token_unit == "token", "made-up tokens are no bytes"
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
     is_split = any(leaf.num_shards > 1 for leaf in partitioner.layout.leaves())
     assert is_split != (name in DATA_PARALLEL), "no weight is split"

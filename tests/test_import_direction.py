@@ -16,7 +16,7 @@ ORDER = (
     {"signals", "watchdog"},
     {"hlo_layers", "job_lock", "loss_spikes", "processes", "standard_output", "stopping"},
     {"whole_files"},
-    {"sharding", "hlo", "config", "initializers", "schedules"},
+    {"sharding", "hlo", "config", "initializers", "schedules", "compiler_warnings"},
     {"weights"},
     {"weight_sharding"},
     {"layers", "models", "decode", "optimizers"},

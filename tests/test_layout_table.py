@@ -239,6 +239,19 @@ def test_a_large_replicated_slot_is_warned_of_with_the_setting_that_splits_it():
     assert "set Learner.slot_mesh_axes" in warning
 
 
+def test_a_wasteful_dim_counts_the_weights_that_share_it_and_their_slots_apart():
+    struct, spec = jax.ShapeDtypeStruct((35,), "float32"), PartitionSpec("data")
+    others = {name: struct for name in "abc"}
+    shapes = {"mdl_vars": others, "opt_states": {"mu": others, "ema": {}}}
+    specs = jax.tree.map(lambda _: spec, shapes)
+    (warning,) = layout_warnings(StateLayout(shapes, specs, {"data": 8}))
+    assert warning.startswith(
+        "mdl_vars/a: dim 0 (and that of 2 other weights and of 3 optimizer slots) is padded from"
+    )
+    (warning,) = layout_warnings(layout_of((35,), PartitionSpec("data"), data=8))
+    assert warning.startswith("mdl_vars/w: dim 0 is padded")
+
+
 @pytest.mark.parametrize(("dim", "is_waste"), [(37, False), (36, False), (35, True), (8, False)])
 def test_a_dim_that_wastes_more_than_a_tenth_is_warned_of(dim, is_waste):
     # Over 8: 37 -> 40 wastes 7.5%, 36 -> 40 exactly 10%, 35 -> 40 12.5%.

@@ -82,6 +82,7 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     _, (first, second), names, _ = pair_job()
     assert (first.code, second.code) == (0, 0), (first, second)
     assert "2 processes on 1 hosts, found by --coordinator=127.0.0.1:" in first.out
+    assert "Gloo" not in first.out
     assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
     assert second.out == first.err == ""
     assert second.err.startswith("SIGTERM: ending when") and second.err.count("\n") == 1
@@ -112,6 +113,7 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     seen = json.loads(next(line for line in lines if line.startswith("{")))
     for order in ("in turn", "interleaved", "nested"):
         assert seen[order] == [True] * 5, order
+    assert seen["examples"] is True
     assert seen["agreed"] == [False, False, False, True, False, False]
     assert seen["asked by"].startswith("a signal to process 1 (")
     assert seen["exchanged"] == [[f"0.{k}", f"1.{k}"] for k in range(3)]

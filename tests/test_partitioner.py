@@ -120,11 +120,13 @@ def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
     compiled = partitioner.lower("eval", structs(inputs)).compile()
     assert hlo.num_donated(compiled) == 0
-    num_arguments = len(jax.tree.leaves((mdl_vars, inputs)))
+    # Weights, batch, key.
+    num_arguments = len(jax.tree.leaves((mdl_vars, inputs))) + 1
     assert len(jax.tree.leaves(compiled.in_avals)) == num_arguments
-    for one in (inputs, inputs):
-        metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(one))
-    assert partitioner.eval_step._cache_size() == 1
+    for index, one in enumerate((inputs, inputs)):
+        key = partitioner.batch_key(0, 5, index)
+        metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(one), key)
+    assert partitioner._eval._cache_size() == 1
     assert not any(x.is_deleted() for x in jax.tree.leaves(mdl_vars))
     assert float(metrics["loss"][0]) == pytest.approx(plain_eval(), abs=1e-5)
     assert float(metrics["loss"][1]) == inputs["weights"].sum()

@@ -65,3 +65,25 @@ def test_main_in_a_pipe_that_is_closed_ends_quietly():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_gloos_lines_are_kept_off_the_output_and_no_others():
+    program = """
+import os
+from praxis_lite.standard_output import output_may_be_lost, without_lines_of_gloo
+
+with output_may_be_lost(goes_on=True):
+    print("before")
+    without_lines_of_gloo()
+    os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\\nof another")
+    print("of Python")
+    os.write(1, b" library\\n[Gloo] Rank 1 is connected to 1 peer ranks.\\n")
+print("after")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, text=True, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert sorted(lines) == ["after", "before", "of Python", "of another library"]
+    assert lines[0] == "before" and lines[-1] == "after"

@@ -25,6 +25,7 @@ TINY = "--exp=jobzoo.experiments.Tiny"
 # other threads run and never comes back to Python, as a compiler does not for long.
 LOOP = '''
 import hashlib, os, signal, sys, threading, time
+from praxis_lite import stopping
 from praxis_lite.stopping import StopRequest
 
 where, limit, num_processes = sys.argv[1], float(sys.argv[2]) or None, int(sys.argv[3])
@@ -33,6 +34,7 @@ def stuck():
     threading.Timer(0.2, print, ("there",), {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
 
+stopping.PEERS_SECONDS = 3.0
 with StopRequest(limit, num_processes=num_processes) as stop:
     if where == "a restore":
         stuck()
@@ -147,11 +149,14 @@ def test_the_time_limit_is_as_a_first_signal_and_one_after_it_no_second():
     assert ended(process)[0] == 130
 
 
-def test_the_time_limit_ends_a_compiler():
-    process = start("the first step", limit=0.3)
-    code, _, (line,) = ended(process)
-    assert code == 0
-    assert line.startswith("the time limit of 0.3 s: ended; nothing is lost, for the newest check")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_time_limit_that_leaves_no_time_for_a_step_ends_a_compiler_with_an_error(num_processes):
+    # With status 0 whoever starts unfinished jobs again would do so for ever.
+    process = start("the first step", 0.3, num_processes)
+    code, _, err = ended(process)
+    assert code == 2
+    assert err[-1].startswith("error: the time limit of 0.3 s is over before a step was made")
+    assert "run.time_limit_seconds" in err[-1] and "the newest checkpoint is of step 40" in err[-1]
 
 
 def test_one_of_several_processes_makes_the_first_step_with_the_others():

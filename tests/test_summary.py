@@ -49,6 +49,18 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
     assert "old" not in continuations
     # What is there, and nothing else.
     assert str(job.metrics_jsonl) in places and "loss curve" not in places
+    assert "TensorBoard" not in places
+
+
+def test_it_says_how_tensorboard_is_had_and_takes_packages_as_the_other_modes_do(tmp_path):
+    job = JobDir(tmp_path / "job")
+    job.tensorboard.mkdir(parents=True)
+    job.config_json.touch()
+    done = launch("--mode=summary", f"--job_log_dir={job.path}", "--packages=jobzoo")
+    assert (done.code, done.err) == (0, "")
+    (line,) = [line for line in done.out.splitlines() if "TensorBoard" in line]
+    assert f"tensorboard --logdir={job.tensorboard}" in line
+    assert "pip install tensorboard" in line
 
 
 def test_a_long_line_is_wrapped_and_an_empty_continuation_shown(tmp_path):

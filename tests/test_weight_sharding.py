@@ -87,7 +87,7 @@ def test_what_layers_declare_in_mesh_axes_stays_and_says_so():
         "params/blocks/up": "weight_split_dims_mapping",
         "params/blocks/bias": "the stack's split",
         "params/head": "specs ('mdl', None)",
-        "params/scale": "the layer declares nothing",
+        "params/scale": "default: no split declared",
     }
 
 

@@ -11,6 +11,7 @@ _HOMES = {
     "InputPipeline": "base",
     "IndexedPipeline": "base",
     "ByteTokenizer": "text",
+    "TokenIds": "text",
     "TextCorpus": "text",
     "InMemory": "numpy_data",
     "SyntheticLm": "numpy_data",

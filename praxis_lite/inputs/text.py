@@ -41,6 +41,21 @@ class ByteTokenizer:
         return data.decode(errors="replace")
 
 
+class TokenIds:
+    """Tokens that stand for no text, such as made-up ones; as text they are numbers with blanks."""
+
+    token_unit = "token"  # Names the metric bits_per_token.
+    eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text.
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32[num_tokens] of '3 17 5'."""
+        return np.array([int(word) for word in text.split()], np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns '3 17 5'."""
+        return " ".join(map(str, ids))
+
+
 class TextCorpus:
     """Documents, read when first asked for, of which a fixed rule holds some out.
 

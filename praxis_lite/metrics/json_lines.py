@@ -124,18 +124,25 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _as_text(line: Mapping[str, Any]) -> str:
     keys = [key for key in _LEADING_KEYS if key in line]
     keys += sorted(line.keys() - set(keys))
-    plain = {key: _plain(line[key], key) for key in keys}
+    plain = {key: strict_json(line[key], key) for key in keys}
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _plain(value: Any, key: str) -> Any:
-    """Returns `value` as what strict JSON can hold."""
+def strict_json(value: Any, key: str) -> Any:
+    """Returns `value` as what strict JSON can hold: NaN and the infinities become words.
+
+    Args:
+        value: numbers, texts, scalar arrays, and mappings and lists of them.
+        key: what an error names.
+    Raises:
+        ValueError: another kind of value is in it.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(entry, f"{key}.{name}") for name, entry in value.items()}
+        return {str(name): strict_json(entry, f"{key}.{name}") for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry, key) for entry in value]
+        return [strict_json(entry, key) for entry in value]
     if not isinstance(value, float):
         array = np.asarray(value)
         # ml_dtypes' bfloat16 is of kind 'V', which NumPy uses for raw bytes too: ask for a number.

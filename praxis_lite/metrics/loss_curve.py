@@ -100,18 +100,29 @@ def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, n
 def _smoothed(values: np.ndarray) -> np.ndarray:
     """Returns the mean of each value's neighbours, 2% of the run on each side; skips non-finite.
 
-    Centred, unlike the usual running average, which lags behind while the loss falls fast. The
-    window narrows towards the first step, where the loss is steepest; at the last it loses only
-    the side that does not exist yet, for one noisy step is no result.
+    Centred, unlike the usual running average, which lags behind while the loss falls fast. Near the
+    first step, where neighbours before it are missing and the loss is steepest, it is a straight
+    line through them; at the last step it loses only the side that does not exist yet, for one
+    noisy step is no result.
     """
     num_values = len(values)
-    is_finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(is_finite)])
-    index = np.arange(num_values)
-    half = np.minimum(max(1, round(num_values * 0.02)), index)
-    low, high = index - half, np.minimum(index + half + 1, num_values)
-    num_finite = counts[high] - counts[low]
-    means = np.full(num_values, np.nan)
-    np.divide(sums[high] - sums[low], num_finite, out=means, where=num_finite > 0)
-    return means
+    is_finite, index = np.isfinite(values), np.arange(num_values)
+    half = max(1, round(num_values * 0.02))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, num_values)
+
+    def sums(terms: np.ndarray) -> np.ndarray:
+        total = np.concatenate([[0.0], np.cumsum(np.where(is_finite, terms, 0.0))])
+        return total[high] - total[low]
+
+    def means(terms: np.ndarray) -> np.ndarray:
+        counts = sums(np.ones(num_values))
+        return np.divide(sums(terms), counts, out=np.full(num_values, np.nan), where=counts > 0)
+
+    values = np.where(is_finite, values, 0.0)
+    smooth, center = means(values), means(index)
+    spread = means(index**2) - center**2
+    is_start = (index < half) & (spread > 0)
+    slope = np.divide(
+        means(index * values) - center * smooth, spread, out=np.zeros(num_values), where=is_start
+    )
+    return smooth + slope * np.where(is_start, index - center, 0.0)

@@ -39,25 +39,28 @@ class ProgressLine:
             log_every_steps = max(1, math.ceil((num_steps - first_step) / _LINES_PER_RUN))
         self._every = log_every_steps
         self._clock = clock
-        self._marks = collections.deque(maxlen=_SPEED_STEPS + 1)  # (step, seconds)
+        # (step, seconds, tokens of all steps so far)
+        self._marks = collections.deque(maxlen=_SPEED_STEPS + 1)
+        self._num_tokens = 0.0
         self._next_redraw = -math.inf
         self._text = ""             # the newest state
         self._is_shown = True       # whether it stands in the output
         self._drawn_width = 0       # columns of the live line on the screen
         self._is_closed = False
 
-    def update(self, step: int, *, loss: Any = None, tokens_per_second: Any = None) -> None:
+    def update(self, step: int, *, loss: Any = None, num_tokens: Any = None) -> None:
         """Takes the newest state and shows it if its turn has come.
 
         Args:
             step: steps done.
             loss: the step's loss; None leaves it out.
-            tokens_per_second: as measured by the caller; None leaves it out.
+            num_tokens: that the step trained on; None leaves the speed in tokens out.
         """
         now = self._clock()
-        self._marks.append((step, now))
+        self._num_tokens += float(num_tokens or 0.0)
+        self._marks.append((step, now, self._num_tokens))
         # Formatting waits for nothing on the device: the caller's values are on the host.
-        self._text = self._describe(step, loss, tokens_per_second)
+        self._text = self._describe(step, loss, has_tokens=num_tokens is not None)
         self._is_shown = False
         is_last = step >= self._num_steps
         if self._is_live:
@@ -96,18 +99,18 @@ class ProgressLine:
                  traceback: TracebackType | None) -> None:
         self.close()
 
-    def _describe(self, step: int, loss: Any, tokens_per_second: Any) -> str:
+    def _describe(self, step: int, loss: Any, *, has_tokens: bool) -> str:
         width = len(str(self._num_steps))
         parts = [f"step {step:{width}d}/{self._num_steps}"]
         if loss is not None:
             parts.append(f"loss {float(loss):.4f}")
-        (old_step, old_seconds), (_, seconds) = self._marks[0], self._marks[-1]
+        (old_step, old_seconds, old_tokens), (_, seconds, tokens) = self._marks[0], self._marks[-1]
         steps_per_second = None
         if step > old_step and seconds > old_seconds:
             steps_per_second = (step - old_step) / (seconds - old_seconds)
             parts.append(f"{_count(steps_per_second)} steps/s")
-        if tokens_per_second is not None:
-            parts.append(f"{_count(float(tokens_per_second))} tokens/s")
+            if has_tokens:
+                parts.append(f"{_count((tokens - old_tokens) / (seconds - old_seconds))} tokens/s")
         if steps_per_second is not None and step < self._num_steps:
             parts.append(f"{_duration((self._num_steps - step) / steps_per_second)} left")
         return "  ".join(parts)

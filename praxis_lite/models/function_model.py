@@ -98,8 +98,13 @@ class FunctionModel(Model):
         ]
         return {"params": _nested(paths, specs), "non_trainable": {}}
 
-    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> PyTree:
-        """Returns the params, in the tree that `init` makes."""
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> PyTree:
+        """Returns the params, in the tree that `init` makes; functions get keys from the task."""
         paths, _, structure = self._abstract
         leaves = [_at(mdl_vars["params"], path) for path in paths]
         return jax.tree.unflatten(

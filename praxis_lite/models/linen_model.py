@@ -76,7 +76,15 @@ class LinenModel(Model):
     def weight_specs(self) -> MdlVars:
         return self._weight_specs
 
-    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> "BoundLinen":
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> "BoundLinen":
+        # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told of
+        # evaluation is an error then, where any key at hand would let it drop.
+        del eval_key
         module = self.linen_module if key is not None else self.eval_module
         whole = jax.tree.map(
             lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,

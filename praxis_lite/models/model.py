@@ -26,12 +26,19 @@ class Model(abc.ABC):
         """Returns the tree of `init` with a WeightSpec at each leaf; no array is made."""
 
     @abc.abstractmethod
-    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> Any:
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> Any:
         """Returns what a task calls, with `mdl_vars` in it, for one pass of a traced step.
 
         Args:
           mdl_vars: arrays of true shapes, or `ShardedWeight`s, which are gathered when used.
           key: for dropout and the like in training; None: evaluation or decoding.
+          eval_key: of what the module draws in evaluation or decoding all the same, by streams of
+            its own; None: the same numbers in every pass.
         """
 
     @abc.abstractmethod

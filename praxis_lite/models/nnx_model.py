@@ -81,9 +81,15 @@ class NnxModel(Model):
             lambda path, leaf: declared_spec(name_of((collection(leaf), *path)), leaf),
         )
 
-    def module(self, mdl_vars: MdlVars, key: jax.Array | None = None) -> nnx.Module:
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> nnx.Module:
         split = self._split
-        streams = jax.random.key(0) if key is None else key
+        streams = eval_key if key is None else key
+        streams = jax.random.key(0) if streams is None else streams
         flat = [
             (
                 path,

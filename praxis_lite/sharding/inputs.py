@@ -55,6 +55,18 @@ def num_rows_of(inputs: PyTree) -> int:
     return next(iter(rows.values()))[0] if rows else 0
 
 
+def is_true_row(inputs: Mapping[str, Any]) -> Any:
+    """Returns bool [B]: True for rows that have a weight in `inputs["weights"]`, filler has none.
+
+    Args:
+      inputs: arrays of NumPy or JAX; without "weights" every row is true.
+    """
+    num_rows = num_rows_of(inputs)
+    if "weights" not in inputs:
+        return np.ones(num_rows, bool)
+    return (inputs["weights"].reshape(num_rows, -1) != 0).any(axis=1)
+
+
 def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
     """Returns which rows of a batch of `num_rows` a process feeds: those that its devices hold.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs import ByteTokenizer, TextCorpus
+from praxis_lite.inputs import ByteTokenizer, TextCorpus, TokenIds
 
 EOS = 256
 
@@ -176,3 +176,9 @@ def test_empty_split_and_bad_settings_are_refused(tmp_path):
     for percent in -1, 101, 0.1, "ten":
         with pytest.raises(ConfigError, match="heldout_percent is"):
             TextCorpus(heldout_percent=percent).tokens("train")
+
+
+def test_tokens_that_are_no_text_are_numbers():
+    assert TokenIds().decode([3, 17, 5]) == "3 17 5"
+    assert TokenIds().encode("3 17 5").tolist() == [3, 17, 5]
+    assert TokenIds().encode("").dtype == np.int32

@@ -23,15 +23,25 @@ def pixels_of(path):
     return image.imread(path)[..., :3]
 
 
-def test_smoothing_is_the_mean_of_the_neighbours():
+def test_smoothing_is_the_mean_of_the_neighbours_and_a_line_through_them_at_the_start():
     values = np.random.default_rng(7).normal(size=257)
-    values[[0, 101, 102]] = [9.0, math.nan, math.inf]
+    values[[0, 3, 101, 102]] = [9.0, math.nan, math.nan, math.inf]
     want = []
     for index in range(257):
-        half = min(5, index)               # 2% of 257; narrower at the start, cut off at the end
-        near = values[index - half:index + half + 1]
-        want.append(near[np.isfinite(near)].mean())
-    np.testing.assert_allclose(_smoothed(values), want, rtol=1e-12)
+        low, high = max(index - 5, 0), index + 6          # 2% of 257; cut off at both ends
+        near, steps = values[low:high], np.arange(low, 257)[:high - low]
+        finite = np.isfinite(near)
+        line = np.polyfit(steps[finite], near[finite], 1 if index < 5 else 0)
+        want.append(np.polyval(line, index))
+    np.testing.assert_allclose(_smoothed(values), want, rtol=1e-9)
+
+
+def test_a_first_step_off_the_curve_makes_no_kink_and_a_steep_start_is_no_plateau():
+    descent = 5 - 0.01 * np.arange(1013)
+    np.testing.assert_allclose(_smoothed(descent)[:993], descent[:993], rtol=1e-12)
+    noisy = descent + np.where(np.arange(1013) == 0, 0.5, 0.0)
+    drops = -np.diff(_smoothed(noisy)[:40])
+    assert np.all(drops > 0) and drops[0] < 0.05
 
 
 def test_nothing_finite_stays_nan():

@@ -40,7 +40,8 @@ def run(stream, num_steps, log_every_steps=None, first_step=0, step_seconds=0.01
     with ProgressLine(num_steps, stream, log_every_steps, first_step, clock=clock) as progress:
         for step in range(first_step + 1, num_steps + 1):
             clock.seconds += step_seconds
-            progress.update(step, loss=5.0 / step, tokens_per_second=25_230.0)
+            # Seven of eight steps have few tokens: their mean is 252.3.
+            progress.update(step, loss=5.0 / step, num_tokens=504.6 * 4 if step % 8 == 0 else 0.0)
     return stream
 
 
@@ -85,8 +86,10 @@ def test_a_run_that_stops_early_shows_its_last_step_once(stream_class):
 def test_a_terminal_shows_one_line_redrawn_at_most_five_times_a_second():
     terminal = run(Terminal(), 1000)       # ten seconds
     assert 40 <= terminal.getvalue().count("\r") <= 55
-    # The speed is of the last 50 steps of 10 ms.
-    assert terminal.screen() == ["step 1000/1000  loss 0.0050  100 steps/s  25.2k tokens/s", ""]
+    # Both speeds are of the last 50 steps of 10 ms: seven of them with tokens.
+    num_tokens = 7 * 504.6 * 4 / 0.5
+    assert f"{num_tokens / 1e3:.1f}k" == "28.3k"
+    assert terminal.screen() == ["step 1000/1000  loss 0.0050  100 steps/s  28.3k tokens/s", ""]
 
 
 def test_time_left_follows_the_speed_from_where_the_run_resumed():
@@ -122,7 +125,7 @@ def test_a_note_in_a_file_is_a_plain_line():
 def test_a_shorter_line_leaves_nothing_of_a_longer_one():
     terminal, clock = Terminal(), Clock()
     progress = ProgressLine(200, terminal, None, 0, clock=clock)
-    progress.update(1, loss=123456.0, tokens_per_second=7.0)
+    progress.update(1, loss=123456.0, num_tokens=7.0)
     clock.seconds += 1
     progress.update(2)
     assert terminal.screen() == ["step   2/200  1.0 steps/s  3m18s left"]

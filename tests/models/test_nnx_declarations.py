@@ -84,7 +84,7 @@ def test_a_spelling_ends_in_the_spec_that_flax_reads(spelling):
     weight = decided(SPELLINGS[spelling])
     assert trimmed(weight.partition_spec(tuple(AXES), "w")) == flax_spec(SPELLINGS[spelling])
     assert (weight.shape, weight.logical_axes) == ((ROWS, COLUMNS), None)
-    declares = "the layer declares nothing" if spelling == "none" else "nnx out_sharding"
+    declares = "default: no split declared" if spelling == "none" else "nnx out_sharding"
     assert weight.declared_by.startswith(declares)
 
 
