@@ -20,6 +20,7 @@ from praxis_lite.sharding.inputs import (
     reshard_by_rank,
     true_rows,
 )
+from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.train_state import TrainState, state_layout
 from praxis_lite.weight_sharding import flax_axis_rules
@@ -58,19 +59,19 @@ class Partitioner:
             self._init, out_shardings=state_shardings, compiler_options=_init_options(mesh)
         )
         self.train_step = jax.jit(
-            self._train_step,
+            without_xla_errors(self._train_step),
             in_shardings=(state_shardings, None, self.replicated),
             out_shardings=(state_shardings, self.replicated),
             donate_argnums=0,
         )
         self._eval = jax.jit(
-            self._eval_step,
+            without_xla_errors(self._eval_step, static_argnums=3),
             static_argnums=3,
             in_shardings=(mdl_shardings, None, self.replicated),
             out_shardings=self.replicated,
         )
         self.decode_step = jax.jit(
-            self._decode_step,
+            without_xla_errors(self._decode_step),
             in_shardings=(mdl_shardings, None, self.replicated),
             out_shardings=self.replicated,
         )
@@ -184,6 +185,7 @@ class Partitioner:
         GlobalBatch among the arguments reaches `function` as its inputs.
         """
 
+        @without_xla_errors
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             with self._tracing():
                 true_args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
