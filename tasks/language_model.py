@@ -1,5 +1,6 @@
 """Next-token prediction and continuation of prompts."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -154,6 +155,26 @@ class LanguageModelTask(Task):
         return records
 
 
+def reports_of_batches(model: Any) -> bool:
+    """Returns True if layers of a model report of a batch, as experts do of their load."""
+    return isinstance(model, nnx.Module) and bool(intermediates(model, Summary))
+
+
+def paddings_with_filler(
+    weights: jax.Array, paddings: jax.Array | None, segment_ids: jax.Array | None
+) -> jax.Array:
+    """Returns float32 paddings of the shape [B, T] in which rows without any weight are padding.
+
+    For experts: what fills a batch up must not enter their load and their loss, nor take places.
+
+    Args:
+      weights: [B, any], of the tokens of a row; 0 in all of a row that fills the batch up.
+      paddings, segment_ids: [B, T], of the batch; at least one of them.
+    """
+    is_padding = (segment_ids == 0) if paddings is None else (paddings >= 0.5)
+    return (is_padding | jnp.all(weights == 0, axis=1, keepdims=True)).astype(jnp.float32)
+
+
 def _outputs_of(
     model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
 ) -> dict[str, jax.Array]:
@@ -163,6 +184,10 @@ def _outputs_of(
         given = {
             setting: inputs[name] for name, setting in OPTIONAL_INPUTS.items() if name in inputs
         }
+        takes_paddings = "paddings" in inspect.signature(model.compute_loss).parameters
+        if takes_paddings and reports_of_batches(model):
+            segment_ids = given.get("segment_ids", jnp.ones_like(ids))
+            given["paddings"] = paddings_with_filler(weights, given.get("paddings"), segment_ids)
         return model.compute_loss(ids, labels, weights, key=key, **given)
     logits, _ = model(ids, key=key)
     logits = logits.astype(jnp.float32)  # A foreign model's may be bfloat16, of three digits.

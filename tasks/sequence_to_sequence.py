@@ -16,6 +16,7 @@ from praxis_lite.inputs.text import ByteTokenizer
 from praxis_lite.learner import Learner
 from praxis_lite.task import Task, WeightedScalars
 from praxis_lite.weights import aux_loss
+from tasks.language_model import paddings_with_filler, reports_of_batches
 
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 
@@ -97,9 +98,13 @@ class SequenceToSequenceTask(Task):
         """
         given = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
+        given["input_paddings"] = inputs["src_paddings"]
+        if reports_of_batches(model):
+            segment_ids = inputs.get("segment_ids", jnp.ones_like(labels))
+            for name, segments in (("input_paddings", None), ("target_paddings", segment_ids)):
+                given[name] = paddings_with_filler(weights, given.get(name), segments)
         outputs = model.compute_loss(
-            inputs["src_ids"], inputs["ids"], labels, weights,
-            input_paddings=inputs["src_paddings"], key=key, **given,
+            inputs["src_ids"], inputs["ids"], labels, weights, key=key, **given
         )
         num_tokens = outputs["total_weight"]
         is_wrong = (outputs["per_example_argmax"] != labels) & (weights > 0)

@@ -34,7 +34,7 @@ def revealing(outputs: jax.Array) -> jax.Array:
     Filler must enter no gradient. Weights that are an array would be 0 there, and hide that it did.
     """
     weights = jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
-    return jnp.sum(outputs * weights + jax.nn.softplus(outputs))
+    return jnp.sum(outputs * weights + 0.02 * jax.nn.softplus(outputs))
 
 
 def run_layers(

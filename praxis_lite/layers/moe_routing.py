@@ -128,18 +128,28 @@ def tokens_by_expert_choice(scores_GSE: jax.Array, capacity: int) -> tuple[jax.A
 
 
 def load_balance_loss(
-    probs_GSE: jax.Array, first_expert_GS: jax.Array, is_token_GS: jax.Array
+    probs_GSE: jax.Array,
+    first_expert_GS: jax.Array,
+    is_token_GS: jax.Array,
+    is_in_row_GS: jax.Array,
 ) -> jax.Array:
     """Returns E x sum over experts of (share of first choices x mean probability), of the groups.
 
-    1 where both are uniform (arXiv:2101.03961, eq. 4); means are over a group's S, padding too, as
-    in Pax.
+    1 where both are uniform (arXiv:2101.03961, eq. 4). Means are over all places of rows, padding
+    too, as in Pax; but not over the rows that only fill a batch up, on which the loss would depend.
+
+    Args:
+      is_in_row_GS: False in rows that are nothing but padding.
     """
     num_experts = probs_GSE.shape[-1]
     is_token = is_token_GS[..., None].astype(jnp.float32)
-    share_GE = jnp.mean(jax.nn.one_hot(first_expert_GS, num_experts) * is_token, axis=1)
-    prob_GE = jnp.mean(probs_GSE * is_token, axis=1)
-    return jnp.mean(share_GE * prob_GE) * num_experts**2
+    num_places_G = jnp.sum(is_in_row_GS.astype(jnp.float32), axis=1)
+    places_G1 = jnp.maximum(num_places_G, 1.0)[:, None]
+    choices_GSE = jax.nn.one_hot(first_expert_GS, num_experts) * is_token
+    share_GE = jnp.sum(choices_GSE, axis=1) / places_G1
+    prob_GE = jnp.sum(probs_GSE * is_token, axis=1) / places_G1
+    of_group_G = jnp.mean(share_GE * prob_GE, axis=1) * num_experts**2
+    return jnp.sum(of_group_G * num_places_G) / jnp.maximum(jnp.sum(num_places_G), 1.0)
 
 
 def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:

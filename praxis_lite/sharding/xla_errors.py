@@ -72,7 +72,7 @@ def _neutral(primitive: core.Primitive, dtype: Any) -> jax.Array:
     if primitive is primitives.scatter_add_p or primitive is primitives.scatter_mul_p:
         return jnp.asarray(int(primitive is primitives.scatter_mul_p), dtype)
     is_min = primitive is primitives.scatter_min_p
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool):
         return jnp.asarray(is_min)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.asarray(jnp.inf if is_min else -jnp.inf, dtype)

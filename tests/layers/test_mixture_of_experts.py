@@ -307,6 +307,14 @@ def test_a_token_by_itself_gets_what_it_gets_among_others():
         np.testing.assert_allclose(one, whole[:, 4:5], atol=1e-6)
 
 
+def test_decode_steps_drop_nothing_though_rows_share_a_group_and_all_want_one_expert():
+    tight = {"num_groups": 1, "unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 1}
+    same = np.repeat(X[:1, :1], 4, axis=0)
+    (found,) = outputs_of(functools.partial(MOE, **tight), x=same)
+    (wanted,) = outputs_of(functools.partial(MOE, dropless=True), x=same)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
 def test_the_second_expert_is_drawn_in_training_only():
     build = functools.partial(
         TransformerFeedForwardMoe, D, F, num_experts=E, second_expert_policy="sampling", **ENOUGH

@@ -113,13 +113,31 @@ def test_load_balance_loss_is_that_of_a_loop_and_1_when_balanced():
         for g in range(G)
     ])
     found = moe_routing.load_balance_loss(
-        jnp.asarray(PROBS), jnp.asarray(first), jnp.asarray(IS_TOKEN)
+        jnp.asarray(PROBS), jnp.asarray(first), jnp.asarray(IS_TOKEN), jnp.ones((G, S), bool)
     )
     assert float(found) == pytest.approx(wanted, rel=1e-5)
     balanced = moe_routing.load_balance_loss(
-        jnp.full((1, E, E), 1 / E), jnp.arange(E)[None], jnp.ones((1, E), bool)
+        jnp.full((1, E, E), 1 / E), jnp.arange(E)[None], *[jnp.ones((1, E), bool)] * 2
     )
     assert float(balanced) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4], ids=["groups_of_rows", "a_group_per_row"])
+def test_rows_of_padding_alone_leave_the_load_balance_loss_as_it_is(num_groups):
+    rng = np.random.default_rng(7)
+    probs = rng.dirichlet(np.ones(E), (4, 6)).astype(np.float32)
+    is_token = np.ones((4, 6), bool)
+    is_token[0, 4:] = False
+
+    def loss(num_rows, num_groups):
+        in_row = np.broadcast_to(is_token[:num_rows].any(1, keepdims=True), (num_rows, 6))
+        arrays = probs[:num_rows], probs[:num_rows].argmax(-1), is_token[:num_rows], in_row
+        grouped = (x.reshape(num_groups, -1, *x.shape[2:]) for x in arrays)
+        return float(moe_routing.load_balance_loss(*map(jnp.asarray, grouped)))
+
+    wanted = loss(2, max(num_groups // 2, 1))
+    is_token[2:] = False
+    assert loss(4, num_groups) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_router_z_loss_is_the_mean_over_tokens():

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from praxis_lite import layers
 from praxis_lite.decode import Sample
 from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
@@ -52,6 +54,7 @@ def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
         assert float(weight) == num_tokens
 
 
+<<<<<<< HEAD
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
     """In bfloat16 it is 11.0625."""
     logits = np.zeros((1, 1, 37), np.float32)
@@ -62,6 +65,41 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
     value, _ = task().compute_loss(model, batch, None)["loss"]
     assert value.dtype == jnp.float32
     assert float(value) == pytest.approx(np.log(np.exp(11.0) + 36), rel=1e-6)
+=======
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_filler_rows_enter_neither_the_load_nor_the_losses_of_experts(num_groups):
+    """Whatever is in them; and in one group they take no places from true tokens."""
+    experts = functools.partial(
+        layers.TransformerFeedForwardMoe, num_experts=3, num_groups=num_groups,
+        unadjusted_expert_capacity_factor=0.0, expert_capacity_dim=4, moe_router_z_loss_weight=0.1,
+    )
+    model = layers.TransformerLm(
+        7, 6, 8, 2, 1, transformer_layer_tpl=functools.partial(
+            layers.Transformer, tr_fflayer_tpl=experts
+        ), rngs=nnx.Rngs(3),
+    )
+    ids = np.random.default_rng(2).integers(0, 7, (2, 6)).astype(np.int32)
+    ids[1, :5] = ids[1, 0]  # So that the busiest expert is full.
+    weights = np.ones((2, 5), np.float32)
+    weights[0, :2] = 0.0  # A prompt: tokens like others.
+    batch = {"ids": ids[:, :-1], "labels": ids[:, 1:], "weights": weights}
+
+    def padded(value):
+        # First, where their tokens would be served first.
+        return {
+            name: np.concatenate([np.full((2, 5), 0 if name == "weights" else value, x.dtype), x])
+            for name, x in batch.items()
+        }
+
+    wanted, *found = (
+        task().compute_loss(model, one, None) for one in (batch, padded(0), padded(4))
+    )
+    assert {"aux_loss", "max_expert_load", "over_capacity_ratio"} < set(wanted)
+    assert wanted["over_capacity_ratio"][0] > 0.05
+    for one in found:
+        for name, pair in wanted.items():
+            np.testing.assert_allclose(one[name], pair, rtol=2e-6, err_msg=name)
+>>>>>>> 530356a (Rows that fill a batch up enter nothing of the experts; a decoding step drops nothing; reports for XLA)
 
 
 def test_a_batch_of_filler_alone_weighs_nothing_and_is_finite():
