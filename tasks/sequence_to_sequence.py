@@ -15,8 +15,8 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.text import ByteTokenizer
 from praxis_lite.learner import Learner
 from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
 from praxis_lite.weights import aux_loss
-from tasks.language_model import paddings_with_filler, reports_of_batches
 
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 

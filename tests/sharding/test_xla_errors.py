@@ -16,8 +16,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import constrain
 from praxis_lite.sharding.xla_errors import without_xla_errors
+from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weight_sharding import WeightSharding
-from tasks.loss import LossTask
 
 IDS = np.array([1, 2, 3, 1], np.int32)  # Four, on three devices; none is 0.
 UPDATES = np.array([2.0, 0.5, -3.0, 4.0], np.float32)

@@ -54,7 +54,6 @@ def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
         assert float(weight) == num_tokens
 
 
-<<<<<<< HEAD
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
     """In bfloat16 it is 11.0625."""
     logits = np.zeros((1, 1, 37), np.float32)
@@ -65,7 +64,8 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
     value, _ = task().compute_loss(model, batch, None)["loss"]
     assert value.dtype == jnp.float32
     assert float(value) == pytest.approx(np.log(np.exp(11.0) + 36), rel=1e-6)
-=======
+
+
 @pytest.mark.parametrize("num_groups", [0, 1])
 def test_filler_rows_enter_neither_the_load_nor_the_losses_of_experts(num_groups):
     """Whatever is in them; and in one group they take no places from true tokens."""
@@ -99,7 +99,6 @@ def test_filler_rows_enter_neither_the_load_nor_the_losses_of_experts(num_groups
     for one in found:
         for name, pair in wanted.items():
             np.testing.assert_allclose(one[name], pair, rtol=2e-6, err_msg=name)
->>>>>>> 530356a (Rows that fill a batch up enter nothing of the experts; a decoding step drops nothing; reports for XLA)
 
 
 def test_a_batch_of_filler_alone_weighs_nothing_and_is_finite():
