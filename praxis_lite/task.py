@@ -88,8 +88,8 @@ class Task(abc.ABC):
         if hasattr(own, "fprop_dtype"):
             raise ConfigError(
                 f"{type(self).__name__}.fprop_dtype is {jnp.dtype(self.fprop_dtype).name}, but "
-                f"{type(own).__name__} has an fprop_dtype of its own, {own.fprop_dtype}. Leave the "
-                "task's out, and set the model's: task.model.fprop_dtype."
+                f"{type(own).__name__} has an fprop_dtype of its own. Leave the task's out, and "
+                "set the model's: task.model.fprop_dtype."
             )
         return module
 
