@@ -57,7 +57,7 @@ class RunConfig:
         on_loss_spike: "report" it, or "roll_back": go back to the newest checkpoint from before,
             or else to the start, and leave out the batch.
         time_limit_seconds: training stops, as on SIGTERM, after as long; set it below the
-            scheduler's limit. None: never.
+            scheduler's limit, and above what restoring and compiling take. None: never.
         watchdog_seconds: the stack traces of all threads are reported when no step ends for as
             long. None: never.
         watchdog_exits: end the process then.
