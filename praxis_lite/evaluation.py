@@ -1,11 +1,14 @@
 """Means of a task's metrics over datasets: when and over what they are taken, and their lines."""
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.metrics import JsonLinesWriter, WeightedMean
 from praxis_lite.partitioner import Partitioner
@@ -16,6 +19,7 @@ class Evaluator:
 
     Args:
       pipelines: datasets by name, each one pass long, or `max_eval_batches` of it.
+      note: told of NaN in a dataset whose metrics are not finite.
     """
 
     def __init__(
@@ -24,11 +28,13 @@ class Evaluator:
         pipelines: Mapping[str, InputPipeline],
         max_eval_batches: int | None,
         writer: JsonLinesWriter,
+        note: Callable[[str], None] = print,
     ):
         self._partitioner = partitioner
         self._pipelines = pipelines
         self._max_eval_batches = max_eval_batches
         self._writer = writer
+        self._note = note
 
     def run(
         self, step: int, mdl_vars: Any, should_stop: Callable[[], bool] = lambda: False
@@ -46,7 +52,7 @@ class Evaluator:
             mean, pending = WeightedMean(), None
             num_rows = pipeline.batch_size
             rows = self._partitioner.process_rows(num_rows)
-            for index, inputs in enumerate(pipeline.batches(rows=rows)):
+            for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
                 if index == self._max_eval_batches:
                     break
                 if should_stop():
@@ -61,9 +67,19 @@ class Evaluator:
             if pending is not None:
                 mean.add(jax.device_get(pending))
             results[name] = {**mean.result(), **pipeline.baselines()}
+            if not all(map(math.isfinite, mean.result().values())):
+                self._note_non_finite(name, rows)
         for name, one in results.items():
             self._writer.write({"step": step, "dataset": name, **one})
         return results
+
+    def _note_non_finite(self, name: str, rows: slice) -> None:
+        """Says which batch's numbers are not finite; reads the data again up to the first."""
+        batches = self._pipelines[name].batches(rows=rows)
+        for index, inputs in enumerate(itertools.islice(batches, self._max_eval_batches)):
+            if found := non_finite_rows(inputs, rows.start):
+                self._note(f"datasets.{name}: batch {index} (counted from 0) has {found}")
+                return
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -82,7 +82,7 @@ def train_step(
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
         module = task.module({"params": params, "non_trainable": non_trainable}, key)
-        metrics = dict(task.compute_loss(module, task.cast_inputs(inputs), key))
+        metrics = task.weighted_scalars(module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
         return scaled_loss, (metrics, task.model.non_trainable(module))
@@ -113,7 +113,7 @@ def train_step(
 
 def eval_step(task: Task, mdl_vars: Any, inputs: Batch) -> dict[str, Any]:
     """Returns metrics, name -> (value, weight), without dropout."""
-    return dict(task.compute_loss(task.module(mdl_vars), task.cast_inputs(inputs), None))
+    return task.weighted_scalars(task.module(mdl_vars), task.cast_inputs(inputs), None)
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ from flax import nnx
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learner import Learner
 from praxis_lite.models import Model, NnxModel
+from praxis_lite.models.function_model import check_takes
 from praxis_lite.models.model import MdlVars
 from praxis_lite.sharding.gather import ShardedWeight
 from praxis_lite.sharding.inputs import InputsSplitMapping
@@ -57,6 +58,20 @@ class Task(abc.ABC):
                 "float, such as bfloat16, or None to cast nothing."
             )
         self.fprop_dtype = fprop_dtype
+        if not isinstance(learner, Learner):
+            raise ConfigError(
+                f"{type(self).__name__}.learner is a {type(learner).__name__}; wanted is a Learner:"
+                " fdl.Config(Learner, optimizer=..., learning_rate=...)."
+            )
+        for setting, found, wanted, example in (
+            ("weight_sharding", weight_sharding, WeightSharding, "fdl.Config(WeightSharding, ...)"),
+            ("inputs_split_mapping", inputs_split_mapping, Mapping, '{"map_2d": ("data", None)}'),
+        ):
+            if found is not None and not isinstance(found, wanted):
+                raise ConfigError(
+                    f"{type(self).__name__}.{setting} is {found!r}; wanted is None, or a "
+                    f"{wanted.__name__}, such as {example}."
+                )
         self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
         self.weight_sharding = weight_sharding
@@ -109,6 +124,20 @@ class Task(abc.ABC):
           key: for dropout and the like; None in evaluation.
         """
 
+    def weighted_scalars(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Returns what `compute_loss` does, once it is what a step needs.
+
+        Raises:
+          ConfigError: `compute_loss` takes other arguments, or returns something else than pairs
+            (value, weight), "loss" among them; names what was found.
+        """
+        name = f"{type(self).__name__}.compute_loss"
+        check_takes(name, self.compute_loss, "model", "inputs", "key")
+        found = self.compute_loss(model, inputs, key)
+        return _checked_scalars(name, found)
+
     def decode(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
@@ -141,3 +170,38 @@ class Task(abc.ABC):
                     f"{sorted(inputs)}.{did_you_mean(name, inputs)} Rename it in the input "
                     "pipeline, or use a pipeline made for this task."
                 )
+
+
+_WANTED = (
+    'wanted is a pair (value, weight) of scalars for each name, "loss" among them: return '
+    '{"loss": (loss, weight)}, where the weight is what the loss is a mean over, such as '
+    'jnp.sum(inputs["weights"]) or the number of rows'
+)
+
+
+def _checked_scalars(name: str, found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    if not isinstance(found, Mapping) or "loss" not in found:
+        names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else _kind(found)
+        raise ConfigError(f"{name} returns {names}; {_WANTED}.")
+    for metric, pair in found.items():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(map(_is_scalar, pair)):
+            raise ConfigError(f"{name} returns {_kind(pair)} as {metric!r}; {_WANTED}.")
+    if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
+        raise ConfigError(
+            f"{name} returns {_kind(found['loss'][0])} as the loss, which has no gradient; wanted "
+            "is a float. Counts can be other metrics."
+        )
+    return dict(found)
+
+
+def _is_scalar(found: Any) -> bool:
+    return isinstance(found, int | float) or getattr(found, "shape", None) == ()
+
+
+def _kind(found: Any) -> str:
+    if isinstance(found, tuple | list):
+        return f"a {type(found).__name__} of ({', '.join(map(_kind, found))})"
+    if hasattr(found, "dtype") and hasattr(found, "shape"):
+        return f"{found.dtype}{list(found.shape)}"
+    return "None" if found is None else f"a {type(found).__name__}"

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import fiddle as fdl
 
 from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.paths import callable_name
+from praxis_lite.errors import ConfigError
+from praxis_lite.user_lines import user_line
 
 
 class _Experiment(Protocol):
@@ -30,9 +33,10 @@ def configured(
         packages: top-level packages whose functions and classes may be named.
 
     Raises:
-        ConfigError: no such path, or no value of that field's type.
+        ConfigError: no such path, or no value of that field's type; or the class's constructor
+            requires arguments.
     """
-    made, known = experiment(), _attributes(experiment)
+    made, known = _made(experiment), _attributes(experiment)
     own = [one for one in settings if _first_key(one) in known]
     named = {_first_key(one) for one in own}
     # Copies: what the class holds is every instance's.
@@ -43,6 +47,18 @@ def configured(
     config = made.config()
     apply_overrides(config, [one for one in settings if one not in own], packages, known)
     return config
+
+
+def _made(experiment: type[_Experiment]) -> _Experiment:
+    try:
+        return experiment()
+    except TypeError as error:
+        if user_line(error) is not None:
+            raise
+        raise ConfigError(
+            f"{callable_name(experiment)} is made without arguments: {error}. Give __init__ "
+            "defaults, or leave it out: an experiment's settings are its configs."
+        ) from error
 
 
 def _attributes(experiment: type) -> dict[str, Any]:
