@@ -12,6 +12,7 @@ from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.job_dir import JobDir
 from praxis_lite.metrics.records import write_records
@@ -67,7 +68,7 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     """Yields the index and the rows of each batch, its ids checked."""
     num_ids = partitioner.task.num_ids()
-    for index, inputs in enumerate(pipeline.batches()):
+    for index, inputs in checked_batches(pipeline, f"decode_datasets.{name}"):
         check_ids(inputs, num_ids, f"decode_datasets.{name}, batch {index}")
         yield index, inputs
 

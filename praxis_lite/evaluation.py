@@ -1,11 +1,14 @@
 """Means of a task's metrics over datasets: when and over what they are taken, and their lines."""
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.metrics import JsonLinesWriter, WeightedMean, WeightedScalars
 from praxis_lite.metrics.records import records_of
@@ -18,6 +21,7 @@ class Evaluator:
     Args:
       pipelines: datasets by name, each one pass long, or `max_eval_batches` of it.
       writer: of the job's file; None: nothing is written.
+      note: told of NaN in a dataset whose metrics are not finite.
       seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
     """
 
@@ -27,6 +31,7 @@ class Evaluator:
         pipelines: Mapping[str, InputPipeline],
         max_eval_batches: int | None,
         writer: JsonLinesWriter | None,
+        note: Callable[[str], None] = print,
         *,
         seed: int = 0,
     ):
@@ -34,6 +39,7 @@ class Evaluator:
         self._pipelines = pipelines
         self._max_eval_batches = max_eval_batches
         self._writer, self._seed = writer, seed
+        self._note = note
 
     def run(
         self,
@@ -58,7 +64,7 @@ class Evaluator:
             mean, pending, records = WeightedMean(), None, []
             num_rows = pipeline.batch_size
             rows = self._partitioner.process_rows(num_rows)
-            for index, inputs in enumerate(pipeline.batches(rows=rows)):
+            for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
                 if index == self._max_eval_batches:
                     break
                 if should_stop():
@@ -79,9 +85,19 @@ class Evaluator:
             if examples is not None and records:
                 examples[name] = records
             results[name] = {**mean.result(), **pipeline.baselines()}
+            if not all(map(math.isfinite, mean.result().values())):
+                self._note_non_finite(name, rows)
         for name, one in results.items() if self._writer is not None else ():
             self._writer.write({"step": step, "dataset": name, **one})
         return results
+
+    def _note_non_finite(self, name: str, rows: slice) -> None:
+        """Says which batch's numbers are not finite; reads the data again up to the first."""
+        batches = self._pipelines[name].batches(rows=rows)
+        for index, inputs in enumerate(itertools.islice(batches, self._max_eval_batches)):
+            if found := non_finite_rows(inputs, rows.start):
+                self._note(f"datasets.{name}: batch {index} (counted from 0) has {found}")
+                return
 
 
 def _add(

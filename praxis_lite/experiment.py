@@ -168,6 +168,15 @@ class Job:
     partitioner: "Callable[[Task, jax.sharding.Mesh], Partitioner] | None" = None
 
 
+# What a method of an experiment returns, for the errors.
+_EXAMPLES = {
+    "mesh": "fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))",
+    "task": "fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...), learner=...)",
+    "datasets": '{"train": fdl.Config(MyPipeline, batch_size=32)}',
+    "run": "fdl.Config(RunConfig, num_train_steps=1_000)",
+}
+
+
 class Experiment:
     """One thing to run: subclass it, say `@register`, launch it by name.
 
@@ -187,17 +196,15 @@ class Experiment:
 
     def mesh(self) -> fdl.Config:
         """Returns the config of the `MeshConfig`."""
-        raise self._missing("mesh", "return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))")
+        raise self._missing("mesh")
 
     def task(self) -> fdl.Config:
         """Returns the config of the task: model, loss, learner."""
-        raise self._missing(
-            "task", "return fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...))"
-        )
+        raise self._missing("task")
 
     def datasets(self) -> dict[str, fdl.Config]:
         """Returns configs of pipelines by name: `train`, and those to evaluate on."""
-        raise self._missing("datasets", 'return {"train": fdl.Config(MyPipeline, batch_size=32)}')
+        raise self._missing("datasets")
 
     def decode_datasets(self) -> dict[str, fdl.Config]:
         """Returns configs of pipelines of prompts by name; none, unless overridden."""
@@ -205,7 +212,7 @@ class Experiment:
 
     def run(self) -> fdl.Config:
         """Returns the config of the `RunConfig`."""
-        raise self._missing("run", "return fdl.Config(RunConfig, num_train_steps=1_000)")
+        raise self._missing("run")
 
     def partitioner(self) -> fdl.Partial | None:
         """Returns the config of another partitioner than `Partitioner`; none, unless overridden."""
@@ -217,6 +224,10 @@ class Experiment:
         Raises:
             ConfigError: a method is missing, or returns something else than it should.
         """
+        found = {one: getattr(type(self), one) for one in _EXAMPLES}
+        base = vars(Experiment).values()
+        if missing := [one for one, own in found.items() if own in base or not callable(own)]:
+            raise self._missing(*missing)
         run = self._checked("run", self.run())
         if not _is_subclass(fdl.get_callable(run), RunConfig):
             raise ConfigError(
@@ -263,6 +274,9 @@ class Experiment:
                 f"fdl.Config({found.__name__}, ...)."
             )
         name = type(found).__name__
+        if type(found).__module__ == "builtins":
+            example = "" if what else f", such as {_EXAMPLES[method]}"
+            raise ConfigError(f"{where} returns a {name}, wanted an fdl.Config{example}.")
         raise ConfigError(
             f"{where} returns a built {name}, wanted its config, so that --set can reach its "
             f"fields: write fdl.Config({name}, ...) in place of {name}(...)."
@@ -278,11 +292,11 @@ class Experiment:
             check_dataset_name(name, f"{self._name()}.{method}()")
         return {name: self._checked(method, one, f"[{name!r}]") for name, one in found.items()}
 
-    def _missing(self, method: str, example: str) -> ConfigError:
-        return ConfigError(
-            f"{self._name()} has no method {method}(). Add it to the class, for instance: "
-            f"def {method}(self): {example}"
-        )
+    def _missing(self, *methods: str) -> ConfigError:
+        examples = "; ".join(f"def {one}(self): return {_EXAMPLES[one]}" for one in methods)
+        named = ", ".join(f"{one}()" for one in methods)
+        said = f"no methods {named}. Add them" if methods[1:] else f"no method {named}. Add it"
+        return ConfigError(f"{self._name()} has {said} to the class, for instance: {examples}")
 
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, shown
 from praxis_lite.experiment import Job, RunConfig, check_dataset_name
 from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.inputs.position import step_of
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig
@@ -29,6 +30,12 @@ def check_parts(job: Any) -> None:
     }
     for path, (found, wanted) in parts.items():
         _check_part(path, found, wanted)
+    if not hasattr(job.task, "weight_sharding"):
+        name = type(job.task).__name__
+        raise ConfigError(
+            f"{name} was built without Task's own constructor: let {name}.__init__ call "
+            "super().__init__(model, learner)."
+        )
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
             check_dataset_name(name, root)
@@ -37,9 +44,10 @@ def check_parts(job: Any) -> None:
 
 def _check_part(path: str, found: Any, wanted: type) -> None:
     if not isinstance(found, wanted):
+        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
         raise ConfigError(
-            f"{path} is built as a {type(found).__name__}, wanted a {wanted.__name__}. Mend it in "
-            "the experiment, or start a new job if config.json was changed."
+            f"{path} is built as a {type(found).__name__}, wanted {article} {wanted.__name__}. "
+            "Mend it in the experiment, or start a new job if config.json was changed."
         )
 
 
@@ -155,6 +163,33 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"other numbers: --set 'run.accept_changed_data={RUN_SEED},'."
         )
     return [f"{said} (run.accept_changed_data)"]
+
+
+def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
+    """Checks a batch of each dataset but `train`, whose own is read before any step is made.
+
+    And that the fingerprint of `train` can be saved with a checkpoint.
+
+    Raises:
+      ConfigError: as `checked_batches`; or the fingerprint is no JSON.
+    """
+    fingerprint = datasets[TRAIN].fingerprint()
+    try:
+        json.dumps(fingerprint)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"datasets.{TRAIN}: {datasets[TRAIN].class_name()}.fingerprint returns "
+            f"{shown(repr(fingerprint))}, which is no JSON: {error}. Return a dict of numbers, "
+            "texts and lists of them."
+        ) from None
+    if not isinstance(fingerprint, Mapping):
+        raise ConfigError(
+            f"datasets.{TRAIN}: {datasets[TRAIN].class_name()}.fingerprint returns "
+            f"{shown(repr(fingerprint))}; wanted is a dict of all that determines the batches."
+        )
+    for name, pipeline in datasets.items():
+        if name != TRAIN:
+            next(checked_batches(pipeline, f"datasets.{name}"), None)
 
 
 def nondeterministic_data(datasets: Mapping[str, InputPipeline]) -> list[str]:

@@ -66,6 +66,11 @@ class JobDir:
         return self.path / "stacks.txt"
 
     @property
+    def traceback_txt(self) -> Path:
+        """The traceback of the exception that ended the last launch, if one did."""
+        return self.path / "traceback.txt"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's summaries."""
         return self.path / "tensorboard"
@@ -128,11 +133,15 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
         ConfigError: it is an address, cannot be made or written, is a file, holds other things
             than a job, or the job of another experiment.
     """
-    job = JobDir(local_directory(path))
+    job = _named(path)
     if job.path.exists():
         _check_is_directory(job)
-        # Hidden files are the desktop's and the network file system's, no one's work.
+        # Hidden files are the desktop's and the network file system's, no one's work. A traceback
+        # is of a launch that failed before it began the job.
         visible = sorted(name for name in os.listdir(job.path) if not name.startswith("."))
+        visible = [name for name in visible if name != job.traceback_txt.name]
+        if job.config_json.is_dir():
+            _refuse(job, "has a directory config.json, so it is no job's. Name another")
         if visible and not job.config_json.is_file():
             _refuse(
                 job,
@@ -168,7 +177,7 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
     Raises:
         ConfigError: it is an address, absent, a file, no job's, or cannot be written.
     """
-    job = JobDir(local_directory(path))
+    job = _named(path)
     if not job.path.exists():
         near = _nearest_existing(job.path)
         _refuse(
@@ -208,6 +217,22 @@ def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
             "directory",
         )
     return found
+
+
+def _named(path: str | os.PathLike[str]) -> JobDir:
+    if not os.fspath(path):
+        raise ConfigError(
+            "--job_log_dir is empty, as where a variable of the shell is not set. Name a directory."
+        )
+    job = JobDir(local_directory(path))
+    try:
+        job.path.exists()
+    except (OSError, ValueError) as error:  # Too long, or of characters that no path has.
+        raise ConfigError(
+            f"--job_log_dir={shown(os.fspath(path))} is no path "
+            f"({getattr(error, 'strerror', error)}). Name another directory."
+        ) from None
+    return job
 
 
 def _check_is_directory(job: JobDir) -> None:

@@ -9,6 +9,7 @@ from praxis_lite import processes
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job
 from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.batches import check_members, checked_batches, checked_spec
 from praxis_lite.inputs.id_checks import check_ids
 from praxis_lite.job_checks import (
     TRAIN,
@@ -67,13 +68,15 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         "load": (),
     }[mode]
     for root in wanted:
-        for pipeline in getattr(job, root).values():
+        specs = {}
+        for name, pipeline in getattr(job, root).items():
+            check_members(pipeline, f"{root}.{name}")
             pipeline.check()
+            specs[name] = checked_spec(pipeline, f"{root}.{name}")
         if root == "datasets" and mode != "explain":
             check_num_batches(job.datasets, job.run)
         for name, pipeline in getattr(job, root).items():
-            spec = pipeline.element_spec()
-            task = job.task
+            spec, task = specs[name], job.task
             required = task.required_inputs if root == "datasets" else task.required_decode_inputs
             task.check_inputs(spec, required, f"{root}.{name}")
             step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
@@ -81,11 +84,13 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             if mode != "explain" and isinstance(pipeline, IndexedPipeline):
                 # The first batch before anything compiles, the others before their steps.
                 rows = partitioner.process_rows(pipeline.batch_size)
-                first = pipeline.rows(0, rows) if rows.start < rows.stop else {}
+                batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
+                first = next(batches)[1] if rows.start < rows.stop else {}
                 check_ids(first, task.num_ids(), f"{root}.{name}, batch 0", first_row=rows.start)
             # What a layer refuses only when it is called is heard now; the step stays traced.
-            if mode == step:
-                partitioner.trace("eval_examples" if step == "eval" else step, spec)
+            # Training evaluates, too.
+            if mode == step or (mode == "train" and step == "eval"):
+                partitioner.trace("eval_examples" if mode == "eval" else step, spec)
         if processes.count() > 1:
             fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
             check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))

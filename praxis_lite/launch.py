@@ -21,6 +21,7 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.job_checks import (
     TRAIN,
     check_batches_left,
+    check_first_batches,
     check_resumable,
     check_same_seed,
     nondeterministic_data,
@@ -90,6 +91,7 @@ def train(
             trainer.draw_loss_curve(job_dir, first_step, print)
             check_last_step(job_dir, first_step, trainer.num_skipped_in_a_row(state))
             return
+        check_first_batches(job.datasets)
         for line in nondeterministic_data(job.datasets):
             print(line)
         stop.training_begins(saved.latest_step())

@@ -16,11 +16,10 @@ from praxis_lite.gradients import (
     norms_by_optimizer,
 )
 from praxis_lite.loss_scaling import DynamicLossScale
+from praxis_lite.optimizer_factories import OptimizerFactory, Schedule, made
 from praxis_lite.optimizer_groups import (
     AuxiliaryOptimizer,
     Group,
-    OptimizerFactory,
-    Schedule,
     check_choices,
     check_mask_patterns,
     checked_rate,
@@ -131,10 +130,10 @@ class Learner:
         self.loss_scale, self.variational_noise = loss_scale, variational_noise
         self.slot_mesh_axes = tuple(slot_mesh_axes)
         self.learning_rate = checked_rate("Learner.learning_rate", learning_rate)
-        self.optimizer = optimizer(learning_rate=learning_rate)
+        self.optimizer = made(optimizer, learning_rate, "Learner")
         # The main optimizer has no name.
         self._optimizers = {"": self.optimizer} | {
-            aux.name: aux.optimizer(learning_rate=aux.learning_rate)
+            aux.name: made(aux.optimizer, aux.learning_rate, f"AuxiliaryOptimizer '{aux.name}'")
             for aux in self.auxiliary_optimizers
         }
 

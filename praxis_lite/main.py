@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite import processes, registry
+from praxis_lite.command_line import Parser
 from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable
 from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
 from praxis_lite.processes.peers import ending_together
@@ -19,6 +20,7 @@ from praxis_lite.processes.start import START_SECONDS, start
 from praxis_lite.shared_job_dir import open_shared
 from praxis_lite.signals import EndsBySignal
 from praxis_lite.standard_output import output_may_be_lost, without_lines_of_gloo
+from praxis_lite.user_lines import explained
 
 if TYPE_CHECKING:
     import fiddle as fdl
@@ -34,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     A signal ends it with one line, status 128 + its number; what training does: `StopRequest`.
     """
-    args = _parser().parse_args(argv)
+    try:
+        args = _parser().parse_args(argv)
+    except ConfigError as error:
+        _print_error(error)
+        sys.exit(2)
+    args.opened = None  # The job's directory, once it is known to be this job's.
     goes_on = args.mode in ("train", "eval", "decode") and not args.list
     with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
         _main(args)
@@ -57,15 +64,25 @@ def _main(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
         print("ended by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except (ConfigError, OSError) as error:
-        if isinstance(error, OSError):
-            if error.errno not in DISK_FULL:
-                raise
-            error = not_written(error.filename or "A file", error)
-        words = printable(f"error: {_own_words(error)}")
-        print(textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False),
-              file=sys.stderr)
+    except ConfigError as error:
+        _print_error(_own_words(error))
         sys.exit(error.exit_status)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            _print_error(not_written(error.filename or "A file", error))
+            sys.exit(2)
+        is_open = args.opened is not None and processes.is_first()
+        said = explained(error, args.opened.traceback_txt if is_open else None)
+        if said is None:
+            raise
+        _print_error(said.words)
+        sys.exit(said.status)
+
+
+def _print_error(words: object) -> None:
+    text = printable(f"error: {words}")
+    print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False),
+          file=sys.stderr)
 
 
 def _put_users_packages_first() -> None:
@@ -100,7 +117,7 @@ def _print_log() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="main.py", description="Trains, evaluates, decodes or explains an experiment."
     )
     parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
@@ -138,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _step(word: str) -> int | str:
+    if word != "best" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no checkpoint: wanted is a step's number, or best; without --step it is "
+            "the newest"
+        )
     return word if word == "best" else int(word)
 
 
@@ -174,15 +196,15 @@ def _run(args: argparse.Namespace) -> None:
         if args.mode == "train":
             path = _job_log_dir(args)
             job_dir = open_shared(path, lambda: open_for_training(path, experiment))
+    args.opened = job_dir
     print(f"{experiment}, {args.mode}" + (f", in {job_dir.path}" if job_dir else ""), flush=True)
 
-    import fiddle as fdl
-
+    from praxis_lite.config.build import build
     from praxis_lite.config.overrides import check_required
 
     check_required(config)
     _check_same_command(args, experiment, config)
-    job = fdl.build(config)
+    job = build(config)
 
     from praxis_lite.job_on_mesh import partitioner_of
 
@@ -245,7 +267,7 @@ def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
     from praxis_lite.config.class_attributes import configured
 
     packages = registry.allowed_packages(args.packages)
-    return configured(experiment(), args.settings, packages), registry.full_name(experiment)
+    return configured(experiment, args.settings, packages), registry.full_name(experiment)
 
 
 def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.optimizer_factories import OptimizerFactory, Schedule
 from praxis_lite.weights import WeightSpec
 
 PyTree = Any
 Path = tuple[str, ...]
-Schedule = Callable[[jax.Array], jax.Array]
-OptimizerFactory = Callable[..., optax.GradientTransformation]
 # No loss is learnt at a larger rate: its own scale would have to be below 1e-6.
 MAX_LEARNING_RATE = 1e6
 

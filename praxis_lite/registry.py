@@ -181,7 +181,7 @@ def _imported(full: str, place: source_scan.Place) -> "type[Experiment]":
             "praxis_lite import register) on the line above the class."
         )
     module, _, class_name = full.rpartition(".")
-    # Whatever the user's module raises keeps its traceback: it is no question of names.
+    # Whatever the user's module raises is no question of names.
     experiment = getattr(importlib.import_module(module), class_name, None)
     if experiment not in _registered.values():
         raise ConfigError(

@@ -11,6 +11,7 @@ import numpy as np
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import RunConfig
+from praxis_lite.inputs.batches import non_finite_rows
 from praxis_lite.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter
 from praxis_lite.optimizer_groups import MAX_LEARNING_RATE
@@ -20,11 +21,18 @@ from praxis_lite.train_state import TrainState
 
 @dataclasses.dataclass
 class PendingStep:
-    """A step whose outputs are still on the devices; `batch` is the index of its batch."""
+    """A step whose outputs are still on the devices.
+
+    Attributes:
+      batch: the index of its batch.
+      inputs: this process's rows of the batch, on the host, from `first_row` on.
+    """
 
     step: int
     batch: int
     outputs: Any
+    inputs: Any
+    first_row: int
 
 
 class StepReports:
@@ -63,7 +71,7 @@ class StepReports:
         """Reads the pending step, if there is one, and says it."""
         if self.pending is None:
             return
-        step, batch = self.pending.step, self.pending.batch
+        pending, step, batch = self.pending, self.pending.step, self.pending.batch
         outputs = jax.device_get(self.pending.outputs)
         self.pending = None
         now = time.perf_counter()
@@ -88,14 +96,18 @@ class StepReports:
             )
             if self._run.on_loss_spike == "roll_back":
                 raise LossSpike(step, batch)
-        self._report_skipped(step, outputs["learner"])
+        self._report_skipped(pending, outputs["learner"])
 
-    def _report_skipped(self, step: int, learner: Mapping[str, Any]) -> None:
-        num_skipped = int(learner["num_skipped_steps"])
+    def _report_skipped(self, pending: PendingStep, learner: Mapping[str, Any]) -> None:
+        step, num_skipped = pending.step, int(learner["num_skipped_steps"])
+        data = ""
         if num_skipped > self._num_skipped:
+            if found := non_finite_rows(pending.inputs, pending.first_row):
+                data = f"datasets.train: batch {pending.batch} (counted from 0) has {found}"
             self._progress.note(
                 f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
                 f"gradient too large ({num_skipped} skipped so far); weights and slots stay"
+                + (f". {data}" if data else "")
             )
         self._num_skipped = num_skipped
         in_a_row, most = int(learner["num_skipped_in_a_row"]), self._run.max_skipped_steps_in_a_row
@@ -108,13 +120,14 @@ class StepReports:
                 if kept
                 else "There is no checkpoint from before"
             )
+            mend_data = f"{data}: mend the data. " if data else ""
             raise ConfigError(
                 f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
                 "gradient or learning rate was not finite, or their gradient too large; step "
-                f"{last_good} was the last good one. "
-                f"{checkpoint}. Look at grad_norm and learning_rate in metrics.jsonl, lower the "
-                "learning rate, clip, or take bfloat16 in place of float16; to go on skipping, "
-                "raise run.max_skipped_steps_in_a_row (None: no limit)."
+                f"{last_good} was the last good one. {checkpoint}. {mend_data}Look at grad_norm "
+                "and learning_rate in metrics.jsonl, lower the learning rate, clip, or take "
+                "bfloat16 in place of float16; to go on skipping, raise "
+                "run.max_skipped_steps_in_a_row (None: no limit)."
             )
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.learner import Learner
 from praxis_lite.models import Model, NnxModel
+from praxis_lite.models.function_model import check_takes
 from praxis_lite.models.model import MdlVars
 from praxis_lite.sharding.gather import ShardedWeight
 from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
@@ -60,6 +61,20 @@ class Task(abc.ABC):
                 "float, such as bfloat16, or None to cast nothing."
             )
         self.fprop_dtype = fprop_dtype
+        if not isinstance(learner, Learner):
+            raise ConfigError(
+                f"{type(self).__name__}.learner is a {type(learner).__name__}; wanted is a Learner:"
+                " fdl.Config(Learner, optimizer=..., learning_rate=...)."
+            )
+        for setting, found, wanted, example in (
+            ("weight_sharding", weight_sharding, WeightSharding, "fdl.Config(WeightSharding, ...)"),
+            ("inputs_split_mapping", inputs_split_mapping, Mapping, '{"map_2d": ("data", None)}'),
+        ):
+            if found is not None and not isinstance(found, wanted):
+                raise ConfigError(
+                    f"{type(self).__name__}.{setting} is {found!r}; wanted is None, or a "
+                    f"{wanted.__name__}, such as {example}."
+                )
         self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
         self.weight_sharding = weight_sharding
@@ -134,6 +149,45 @@ class Task(abc.ABC):
         """
         return self.compute_loss(model, inputs, None)
 
+    def loss_outputs(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+        """Returns what `compute_loss` does, once it is what a step needs, as two dicts.
+
+        Returns:
+          metrics, name -> (value, weight); per-example outputs, name -> [B, ...].
+
+        Raises:
+          ConfigError: `compute_loss` takes other arguments, or returns something else than pairs
+            of scalars (value, weight), "loss" among them, and outputs with the batch's rows; names
+            what was found.
+        """
+        return self._checked_outputs("compute_loss", model, inputs, key)
+
+    def eval_outputs(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+        """Returns what `compute_eval_loss` does; as `loss_outputs`."""
+        return self._checked_outputs("compute_eval_loss", model, inputs, key)
+
+    def _checked_outputs(
+        self, method: str, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+        name = f"{type(self).__name__}.{method}"
+        check_takes(name, getattr(self, method), "model", "inputs", "key")
+        found, examples = getattr(self, method)(model, inputs, key), {}
+        if isinstance(found, tuple) and [isinstance(x, Mapping) for x in found] == [True, True]:
+            found, examples = found
+        num_rows = num_rows_of(inputs)
+        for output, x in examples.items():
+            if jnp.shape(x)[:1] != (num_rows,):
+                raise ConfigError(
+                    f"{name} returns the per-example output {output!r} as {_kind(x)}; wanted is an "
+                    f"array with the {num_rows} rows of the batch first. A mean over rows is a "
+                    "metric."
+                )
+        return _checked_scalars(name, found), dict(examples)
+
     def decode(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
@@ -153,51 +207,6 @@ class Task(abc.ABC):
         """
         return {}
 
-    def split_outputs(
-        self, outputs: LossOutputs, inputs: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-        """Returns what `compute_loss` returned for `inputs` as (metrics, per-example outputs).
-
-        Raises:
-          ConfigError: a metric is not a pair of scalars, or a per-example output has not the
-            batch's rows; names it.
-        """
-        examples: PerExampleOut = {}
-        if isinstance(outputs, tuple) and len(outputs) == 2:
-            outputs, examples = outputs
-        returns = f"{type(self).__name__}.compute_loss returns"
-        if not (isinstance(outputs, Mapping) and isinstance(examples, Mapping)):
-            found = outputs if isinstance(examples, Mapping) else examples
-            size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-            raise ConfigError(
-                f"{returns} a {type(found).__name__}{size}; wanted is a dict of metrics, "
-                '{"loss": (value, weight), ...}, or a pair of dicts (metrics, per-example outputs).'
-            )
-        for name, pair in outputs.items():
-            if not (isinstance(pair, tuple | list) and len(pair) == 2):
-                raise ConfigError(
-                    f"{returns} the metric {name!r} as a {type(pair).__name__}; wanted is a pair "
-                    "of scalars (value, weight): a mean and what it weighs, such as the sum of "
-                    'inputs["weights"].'
-                )
-            for role, x in zip(("value", "weight"), pair, strict=True):
-                if jnp.shape(x):
-                    raise ConfigError(
-                        f"{returns} the metric {name!r} with a {role} of shape {jnp.shape(x)}; "
-                        "wanted are two scalars, the mean sum(x * weights) / sum(weights) and the "
-                        "weight sum(weights). What is to be written for each row is a per-example "
-                        f"output: return (metrics, {{{name!r}: ...}})."
-                    )
-        num_rows = num_rows_of(inputs)
-        for name, x in examples.items():
-            if jnp.shape(x)[:1] != (num_rows,):
-                raise ConfigError(
-                    f"{returns} the per-example output {name!r} as {jnp.result_type(x)}"
-                    f"{jnp.shape(x)}; wanted is an array with the {num_rows} rows of the batch "
-                    "first. A mean over rows is a metric."
-                )
-        return dict(outputs), dict(examples)
-
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Checks that a batch has what the task reads.
 
@@ -211,3 +220,41 @@ class Task(abc.ABC):
                     f"{sorted(inputs)}.{did_you_mean(name, inputs)} Rename it in the input "
                     "pipeline, or use a pipeline made for this task."
                 )
+
+
+_WANTED = (
+    'wanted is a pair (value, weight) of scalars for each name, "loss" among them: return '
+    '{"loss": (loss, weight)}, where the weight is what the loss is a mean over, such as '
+    'jnp.sum(inputs["weights"]) or the number of rows'
+)
+
+
+def _checked_scalars(name: str, found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    if not isinstance(found, Mapping) or "loss" not in found:
+        names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else _kind(found)
+        raise ConfigError(f"{name} returns {names}; {_WANTED}.")
+    for metric, pair in found.items():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(map(_is_scalar, pair)):
+            raise ConfigError(
+                f"{name} returns {_kind(pair)} as {metric!r}; {_WANTED}. What is to be written for "
+                f"each row is a per-example output: return (metrics, {{{metric!r}: ...}})."
+            )
+    if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
+        raise ConfigError(
+            f"{name} returns {_kind(found['loss'][0])} as the loss, which has no gradient; wanted "
+            "is a float. Counts can be other metrics."
+        )
+    return dict(found)
+
+
+def _is_scalar(found: Any) -> bool:
+    return isinstance(found, int | float) or getattr(found, "shape", None) == ()
+
+
+def _kind(found: Any) -> str:
+    if isinstance(found, tuple | list):
+        return f"a {type(found).__name__} of ({', '.join(map(_kind, found))})"
+    if hasattr(found, "dtype") and hasattr(found, "shape"):
+        return f"{found.dtype}{list(found.shape)}"
+    return "None" if found is None else f"a {type(found).__name__}"

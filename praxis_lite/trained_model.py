@@ -19,6 +19,7 @@ from praxis_lite.evaluation import Evaluator
 from praxis_lite.experiment import Job
 from praxis_lite.forward_pass import forward_pass
 from praxis_lite.inputs import InMemory, InputPipeline
+from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.job_checks import check_parts
 from praxis_lite.job_dir import JobDir, open_for_reading
 from praxis_lite.job_on_mesh import partitioner_of
@@ -259,7 +260,7 @@ def _check_batches(
     partitioner: Partitioner, pipeline: InputPipeline, step: str, name: str
 ) -> None:
     """Checks before anything compiles that the task reads what the batches have."""
-    task, spec = partitioner.task, pipeline.element_spec()
+    task, spec = partitioner.task, checked_spec(pipeline, name)
     required = task.required_decode_inputs if step == "decode" else task.required_inputs
     task.check_inputs(spec, required, name)
     partitioner.check_batch(spec, step)

@@ -130,7 +130,8 @@ class _Loop:
         self.watched = watched_history(run.early_stopping, job, first_step)
         spikes = SpikeDetector(run.loss_spike_factor, losses_before(run, job))
         self.evaluator = Evaluator(
-            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer, seed=run.seed
+            partitioner, self.eval_sets, run.max_eval_batches, self.eval_writer, progress.note,
+            seed=run.seed,
         )
         self.reports = StepReports(
             partitioner, run, self.metrics_writer, self.board, progress, checkpoints, spikes,
@@ -169,7 +170,7 @@ class _Loop:
             stop.step_ended()
             stops, ends_by = self._should_stop(), None
             self.reports.report()
-            self.reports.pending = PendingStep(step, index, outputs)
+            self.reports.pending = PendingStep(step, index, outputs, inputs, rows.start)
             is_last = step == run.num_train_steps
             evaluates = bool(self.eval_sets) and (is_last or is_due(step, run.eval_every_steps))
             values: dict[str, float] | None = {}

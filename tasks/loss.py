@@ -73,6 +73,11 @@ class LossTask(Task):
         for setting, function in functions.items():
             if function is not None:
                 check_takes(f"LossTask.{setting}", function, "model", "inputs", "key")
+        if isinstance(required_inputs, str):
+            raise ConfigError(
+                f"LossTask.required_inputs is {required_inputs!r}; wanted are keys in brackets: "
+                f"({required_inputs!r},)."
+            )
         self.loss, self.eval_loss, self.predict = loss, eval_loss, predict
         self.required_inputs = tuple(required_inputs)
 

@@ -132,7 +132,9 @@ BAD_SETTINGS = {
         ["wanted int", "It is now 3"],
     ),
     "--set without a value": (
-        "run.num_train_steps", ["run.num_train_steps"], ["wanted path=value, such as run.seed=7"]
+        "run.num_train_steps",
+        ["run.num_train_steps has no '='"],
+        ["wanted is path=value, such as run.seed=7"],
     ),
     "a number out of range": (
         "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["whole number from 1 to"]

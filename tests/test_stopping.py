@@ -333,11 +333,7 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
     monkeypatch.setattr(lines, "rows", rows)
     monkeypatch.setattr(step_dirs, "publish", slow)
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoint_every_steps=3")
-    if kind == "raise":
-        with pytest.raises(RuntimeError, match="the plug was pulled"):
-            launch(*argv)
-    else:
-        assert launch(*argv).code == code
+    assert launch(*argv).code == code
     steps = ["3", "4"] if kind == "signal" else ["3"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == steps
     assert [step_dirs.verify(tmp_path / "checkpoints" / one) for one in steps] == [[]] * len(steps)

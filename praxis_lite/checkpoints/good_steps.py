@@ -109,7 +109,8 @@ class GoodSteps:
                 what = "no best checkpoint, for none was saved with the metric to judge it by,"
             raise ConfigError(
                 f"There is {what} in {self.directory}; it has the steps "
-                f"{', '.join(map(str, steps))}. Name one of them, or None for the newest."
+                f"{', '.join(map(str, steps))}. Name one of them, or leave the step out for "
+                "the newest."
             )
         self.check(found)
         return found

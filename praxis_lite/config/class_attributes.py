@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import fiddle as fdl
 
 from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.paths import callable_name
+from praxis_lite.errors import ConfigError
+from praxis_lite.user_lines import user_line
 
 
 class _Experiment(Protocol):
@@ -16,33 +19,46 @@ class _Experiment(Protocol):
 
 
 def configured(
-    experiment: _Experiment, settings: Sequence[str], packages: Collection[str] = ()
+    experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str] = ()
 ) -> fdl.Config:
     """Returns the config of an experiment with the settings of `--set` applied.
 
     A setting whose path begins with an attribute of the class, its own or inherited, sets that one
-    first, whatever the order: of this instance, so that `self.BATCH_SIZE` is what was set. All
-    others are fields of the config that the experiment then makes.
+    first, whatever the order: of an instance, so that `self.BATCH_SIZE` is what was set. All others
+    are fields of the config that the experiment then makes.
 
     Args:
-        experiment: an instance, which has the attributes from then on.
+        experiment: the class.
         settings: `path=value` each, see `apply_overrides`.
         packages: top-level packages whose functions and classes may be named.
 
     Raises:
-        ConfigError: no such path, or no value of that field's type.
+        ConfigError: no such path, or no value of that field's type; or the class's constructor
+            requires arguments.
     """
-    known = _attributes(type(experiment))
+    made, known = _made(experiment), _attributes(experiment)
     own = [one for one in settings if _first_key(one) in known]
     named = {_first_key(one) for one in own}
     # Copies: what the class holds is every instance's.
     values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
     apply_overrides(values, own, packages)
     for name in named:
-        setattr(experiment, name, getattr(values, name))
-    config = experiment.config()
+        setattr(made, name, getattr(values, name))
+    config = made.config()
     apply_overrides(config, [one for one in settings if one not in own], packages, known)
     return config
+
+
+def _made(experiment: type[_Experiment]) -> _Experiment:
+    try:
+        return experiment()
+    except TypeError as error:
+        if user_line(error) is not None:
+            raise
+        raise ConfigError(
+            f"{callable_name(experiment)} is made without arguments: {error}. Give __init__ "
+            "defaults, or leave it out: an experiment's settings are its configs."
+        ) from error
 
 
 def _attributes(experiment: type) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`--set path=value`: one field of any config, checked before anything is built."""
 
+import contextlib
 import difflib
 import functools
 import re
@@ -21,7 +22,14 @@ from praxis_lite.config.paths import (
     takes_any_name,
 )
 from praxis_lite.config.text_forms import shown_value, text_of_value
-from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
+from praxis_lite.config.values import (
+    UNKNOWN,
+    WrongType,
+    is_plain,
+    parse_value,
+    type_name,
+    union_parts,
+)
 from praxis_lite.errors import ConfigError, did_you_mean, shown
 
 # Far beyond what anyone means; likenesses of longer paths take long to compute.
@@ -54,6 +62,8 @@ def apply_overrides(
     Raises:
         ConfigError: no such path, or no value of that field's type. Settings before it are applied.
     """
+    for number, setting in enumerate(settings, start=1):
+        _check_form(setting, settings[number:])
     return [_apply(config, setting, packages, attributes) for setting in settings]
 
 
@@ -88,16 +98,38 @@ def _unset_paths(node: Any, path: str) -> list[str]:
     return missing
 
 
+def _check_form(setting: str, following: Sequence[str]) -> None:
+    """Checks that a setting is `path=value`; `following` are those behind it."""
+    path, equals, text = setting.partition("=")
+    path, said = path.strip(), f"--set {shown(setting)}"
+    if not equals:
+        # `a.b 20`, `a.b = 20` and `a.b:20`, as other programs take them.
+        value = next((one.removeprefix("=") for one in following if one != "="), "")
+        if ":" in path:
+            path, _, value = path.partition(":")
+        is_meant = value and "=" not in value
+        meant = f"{path}={value}" if is_meant else f"{path}=VALUE"
+        raise ConfigError(
+            f"{said} has no '='; wanted is path=value, such as run.seed=7. Write --set "
+            f"{shown(meant)}, without blanks around the '='."
+        )
+    if not path:
+        raise ConfigError(
+            f"{said} names no field before the '='; wanted is path=value, such as run.seed=7, "
+            "without blanks around the '='."
+        )
+    for part, what, most in ((path, "path", _LONGEST_PATH), (text, "value", _LONGEST_VALUE)):
+        if len(part) > most:
+            raise ConfigError(
+                f"{said}: the {what} has {len(part)} characters, wanted are at most {most}."
+            )
+
+
 def _apply(
     config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
 ) -> str:
-    path, equals, text = setting.partition("=")
+    path, _, text = setting.partition("=")
     path = path.strip()
-    if not equals or not path or len(path) > _LONGEST_PATH or len(text) > _LONGEST_VALUE:
-        raise ConfigError(
-            f"--set {shown(setting)}: wanted path=value, such as run.seed=7, with at most "
-            f"{_LONGEST_PATH} characters and {_LONGEST_VALUE}."
-        )
     trail = _resolve(config, path)
     if trail is None:
         raise ConfigError(_no_such_path(config, path, attributes))
@@ -201,21 +233,39 @@ def _checked_value(
         hint = suggestion(text, present, annotation) if may_be_named else ""
         raise ConfigError(
             f"{path}: found {shown(repr(text), 200)}, wanted "
-            f"{_wanted(wrong, text, may_be_named)}. It is now "
+            f"{_wanted(wrong, annotation, text, may_be_named)}. It is now "
             f"{shown_value(present, annotation)}.{hint}"
         ) from None
 
 
-def _wanted(wrong: WrongType, text: str, may_be_named: bool) -> str:
-    wanted = str(wrong)
+def _wanted(wrong: WrongType, annotation: Any, text: str, may_be_named: bool) -> str:
+    wanted, parts = str(wrong), union_parts(annotation)
+    plain = [type_name(part) for part in parts if is_plain(part)]
+    others = [_kind(part) for part in parts if not is_plain(part)]
     if may_be_named:
+        wanted = " or ".join([*plain, *others]) if plain and others else wanted
         return (
             f"{wanted}; a function or class is said by its name, such as optax.lion (of your own: "
             "--packages), and what it returns with (), such as optax.constant_schedule()"
         )
     if "Sequence[" in wanted and "," not in text:
-        return f"{wanted}; a sequence of one is written {shown(text)},"
+        with contextlib.suppress(WrongType):
+            parse_value(f"{text},", annotation)
+            return f"{wanted}; a sequence of one is written {shown(text)},"
+        return f"{wanted}, its items with commas between them"
+    if plain and others:
+        return (
+            f"{' or '.join(plain)}; {' or '.join(others)} in its place is set in the experiment's "
+            "code"
+        )
     return wanted
+
+
+def _kind(annotation: Any) -> str:
+    if "Callable" in str(annotation):
+        return "a function"
+    name = type_name(annotation).rpartition(".")[2]
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
 def _is_single(present: Any) -> bool:
@@ -237,6 +287,11 @@ def _no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str])
         hint = (
             "An attribute of the experiment's class is set where that makes its config, in "
             "training and --mode=explain; eval and decode take the job's as it is: set the fields."
+        )
+    if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):
+        hint = (
+            f"In Pax a mapping is a field below {_last(below[1])}; here {_last(below[1])} is the "
+            f"mapping itself, a plain sequence: --set {shown(below[1])}=data,mdl."
         )
     return f"--set {shown(path)}: the config has no such field. {hint}"
 

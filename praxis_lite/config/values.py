@@ -97,6 +97,10 @@ def type_name(annotation: Any) -> str:
         return "any literal"
     if annotation is None or annotation is types.NoneType:
         return "None"
+    if annotation is bool:
+        return "true or false"
+    if typing.get_origin(annotation) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(annotation)))}"
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
     text = str(annotation).replace("NoneType", "None")

@@ -119,6 +119,8 @@ def difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
     """Returns what differs between two makings of one batch."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return None  # No batch at all, which is said where it is read.
     for name, leaf in first.items():
         if name not in second or np.asarray(leaf).tobytes() != np.asarray(second[name]).tobytes():
             return f"the first batch, made twice, differs in {name!r}"

@@ -5,13 +5,15 @@ import hashlib
 import itertools
 import logging
 import os
+import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.base import InputPipeline, difference, spec_of
 from praxis_lite.inputs.leaves import narrow, narrow_dtype, with_weights
 from praxis_lite.inputs.tensorflow_import import tensorflow
@@ -20,6 +22,9 @@ from praxis_lite.inputs.tf_determinism import why_nondeterministic
 if TYPE_CHECKING:
     import jax
 
+# What saves the counting, and ends it where there is no end.
+_INSTEAD = "num_batches=NUMBER saves this, and .repeat() makes it endless for training"
+_SECONDS_BETWEEN_COUNTS = 10.0
 _NUM_COMPARED = 2  # Batches: the first with a full shuffle buffer, and the order after it.
 
 
@@ -47,6 +52,9 @@ class FromDataset(InputPipeline):
         batch_size: rows of the global batch.
         seed: of all that is random in the dataset.
         is_batched: the dataset's elements are not examples but whole global batches.
+        num_batches: of one pass, where it is not to be all of the dataset. None: as many as the
+            dataset has. Where it cannot tell (TFRecord files, filters) they are counted, which
+            reads it once at each launch.
     """
 
     def __init__(
@@ -56,23 +64,35 @@ class FromDataset(InputPipeline):
         seed: int = 0,
         *,
         is_batched: bool = False,
+        num_batches: int | None = None,
     ):
         self.make_dataset = make_dataset
         self.batch_size = batch_size
         self.seed = seed
         self.is_batched = is_batched
+        self._wanted_batches = num_batches
 
     def check(self) -> None:
         super().check()
         self.require_at_least(0, "seed")
+        if self._wanted_batches is not None:
+            self.require_at_least(1, "num_batches")
+            told = int(self._dataset.cardinality())  # Below 0: without end, or not known.
+            if told >= 0 and self._batches_of(told) < self._wanted_batches:
+                raise self._has_fewer("has", self._batches_of(told))
         _ = self.num_batches
         self.element_spec()
 
     @property
     def num_batches(self) -> int | None:
-        if self._num_elements is None or self.is_batched:
-            return self._num_elements
-        return -(-self._num_elements // self.batch_size)
+        if self._wanted_batches is not None:
+            return self._wanted_batches
+        return self._batches_of(self._num_elements)
+
+    def _batches_of(self, num_elements: int | None) -> int | None:
+        if num_elements is None or self.is_batched:
+            return num_elements
+        return -(-num_elements // self.batch_size)
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         rows = (self.batch_size,)
@@ -104,14 +124,38 @@ class FromDataset(InputPipeline):
         dataset = self._made()
         if not self.is_batched:
             dataset = dataset.batch(self.batch_size)
+        if self._wanted_batches is not None:
+            dataset = dataset.take(self._wanted_batches)
         dataset = dataset.skip(start).prefetch(2)
         if not dataset.options().threading.private_threadpool_size:
             # Else parallel calls share the two threads that tensorflow is kept to.
             options = type(dataset.options())()
             options.threading.private_threadpool_size = os.cpu_count()
             dataset = dataset.with_options(options)
-        for batch in dataset.as_numpy_iterator():
+        num_made = start
+        num_made = start
+        for batch in self._read(dataset.as_numpy_iterator()):
+            num_made += 1
             yield {name: leaf[rows] for name, leaf in self._filled(batch).items()}
+        if self._wanted_batches is not None and num_made < self._wanted_batches:
+            raise self._has_fewer("ended after", num_made)
+
+    def _read(self, elements: Iterator[Any]) -> Iterator[Any]:
+        """Yields the elements; what tensorflow cannot read is a ConfigError."""
+        try:
+            yield from elements
+        except self._tf.errors.OpError as error:
+            words = re.sub(r"\{\{.*?\}\}", "", error.message or str(error)).strip()
+            words = shown(words.splitlines()[0], 500).rstrip(".")
+            raise ConfigError(
+                f"FromDataset: {self._name} cannot be read: {words}. Mend the dataset."
+            ) from error
+
+    def _has_fewer(self, verb: str, num_found: int) -> ConfigError:
+        return ConfigError(
+            f"FromDataset: {self._name} {verb} {num_found} batches, but num_batches is "
+            f"{self._wanted_batches}. Lower it, or leave it out: then they are counted."
+        )
 
     def _filled(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the batch with weights and filler rows."""
@@ -138,9 +182,15 @@ class FromDataset(InputPipeline):
             "batch_size": self.batch_size,
             "seed": self.seed,
             "is_batched": self.is_batched,
-            "num_elements": self._num_elements,
+            **self._size,
             "first_batches_sha256": "not deterministic" if reason else digest,
         }
+
+    @property
+    def _size(self) -> dict[str, int | None]:
+        if self._wanted_batches is not None:
+            return {"num_batches": self._wanted_batches}
+        return {"num_elements": self._num_elements}
 
     def nondeterminism(self) -> str | None:
         return self._examined[0]
@@ -183,14 +233,21 @@ class FromDataset(InputPipeline):
         """The dataset's elements; None: without end."""
         found = int(self._dataset.cardinality())
         if found == self._tf.data.UNKNOWN_CARDINALITY:
-            raise ConfigError(
-                f"FromDataset: tf.data cannot tell how many elements {self._name} has (after a "
-                "filter, or from a generator). End it with .repeat() for training, or with "
-                ".apply(tf.data.experimental.assert_cardinality(NUMBER))."
-            )
+            found = self._counted()
         if found == 0:
             raise ConfigError(f"FromDataset: {self._name} has no elements.")
         return None if found == self._tf.data.INFINITE_CARDINALITY else found
+
+    def _counted(self) -> int:
+        """Returns the elements of one pass, which tf.data cannot tell without reading them."""
+        _log.info("counting the elements of %s, once through: %s", self._name, _INSTEAD)
+        found, said_at = 0, time.monotonic()
+        for _ in self._read(iter(self._dataset)):
+            found += 1
+            if time.monotonic() - said_at > _SECONDS_BETWEEN_COUNTS:
+                _log.info("counted %s elements of %s so far", f"{found:,}", self._name)
+                said_at = time.monotonic()
+        return found
 
     @functools.cached_property
     def _element(self) -> dict[str, tuple[tuple[int | None, ...], Any]]:

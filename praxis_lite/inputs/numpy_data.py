@@ -148,7 +148,21 @@ class InMemory(IndexedPipeline):
     def leaves(self) -> dict[str, np.ndarray]:
         """The arrays with their weights. Raises ConfigError where the leaves disagree."""
         given = self.arrays() if callable(self.arrays) else self.arrays
-        leaves = {name: narrow("InMemory", name, np.asarray(leaf)) for name, leaf in given.items()}
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"InMemory: the arrays are a {type(given).__name__}; wanted is a dict of arrays by "
+                "name, such as {'ids': ..., 'labels': ...}."
+            )
+        leaves = {}
+        for name, leaf in given.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"InMemory: the array {name!r} has no name; wanted is a str.")
+            try:
+                leaves[name] = narrow("InMemory", name, np.asarray(leaf))
+            except ValueError as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(f"InMemory: the array {name!r} is none: {error}") from None
         num_rows = {len(leaf) if leaf.ndim else None for leaf in leaves.values()}
         if len(num_rows) != 1 or num_rows & {None, 0}:
             shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves.items())

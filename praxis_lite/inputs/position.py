@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.inputs.batches import checked_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,21 @@ class DataPosition:
     def batches(
         self, pipeline: InputPipeline, rows: slice
     ) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        """Yields (index, these rows of the batch) from here on."""
-        for index, batch in enumerate(
-            pipeline.batches(start=self.next_batch, rows=rows), start=self.next_batch
-        ):
+        """Yields (index, these rows of the batch) from here on, of the training data.
+
+        Raises:
+          ConfigError: as `checked_batches`, or the pipeline ends.
+        """
+        num_made = self.next_batch
+        for index, batch in checked_batches(pipeline, "datasets.train", self.next_batch, rows):
+            num_made = index + 1
             if index not in self.skipped:
                 yield index, batch
+        raise ConfigError(
+            f"datasets.train ended after {num_made} batches, but training needs more; its "
+            f"num_batches says {pipeline.num_batches} (None: without end). Mend the pipeline, or "
+            "make fewer steps (run.num_train_steps)."
+        )
 
     def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
         """Returns what a checkpoint keeps of it."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.user_lines import ElsewhereError, described
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -87,7 +88,9 @@ class WorkerProcess:
             if "error" in header:
                 if header["is_users"]:
                     raise ConfigError(header["error"])
-                raise RuntimeError(f"{self._name} failed at batch {index}:\n{header['error']}")
+                where = f"{self._name} failed at batch {index}"
+                in_short = header["line"] and f"{where}: {header['line']}"
+                raise ElsewhereError(f"{where}:\n{header['error']}", in_short)
             batch = {name: np.empty(shape, dtype) for name, shape, dtype in header["leaves"]}
             for leaf in batch.values():
                 self._read_into(leaf)
@@ -145,7 +148,8 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
     except BaseException as error:
         is_users = isinstance(error, ConfigError)
         text = str(error) if is_users else traceback.format_exc()
-        finished.put((json.dumps({"error": text, "is_users": is_users}).encode(), ()))
+        header = {"error": text, "is_users": is_users, "line": described(error)}
+        finished.put((json.dumps(header).encode(), ()))
     finished.put(None)
 
 

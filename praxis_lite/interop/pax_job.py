@@ -61,7 +61,7 @@ def begin_job(
     """
     experiment_class = registry.get_experiment(experiment, packages)
     allowed = registry.allowed_packages(packages)
-    config = configured(experiment_class(), settings, allowed)
+    config = configured(experiment_class, settings, allowed)
     check_required(config)
     job = fdl.build(config)
     name = registry.full_name(experiment_class)

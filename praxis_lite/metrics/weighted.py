@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.errors import ConfigError
+
 # Value and weight are scalars: Python numbers, NumPy or JAX arrays of shape ().
 WeightedScalars = Mapping[str, tuple[Any, Any]]
 
@@ -25,12 +27,12 @@ class WeightedMean:
         """Adds one batch's metrics.
 
         Raises:
-            ValueError: a value or weight is not a scalar, or a weight is negative or not finite.
+            ConfigError: a value or weight is not a scalar, or a weight is negative or not finite.
         """
         for name, (value, weight) in scalars.items():
             value, weight = _scalar(name, "value", value), _scalar(name, "weight", weight)
             if not (math.isfinite(weight) and weight >= 0):
-                raise ValueError(
+                raise ConfigError(
                     f"metric {name!r}: weight {weight} is negative or not finite; a weight counts "
                     "examples or tokens.")
             if weight > 0:
@@ -49,7 +51,7 @@ class WeightedMean:
 def _scalar(name: str, role: str, array: Any) -> float:
     array = np.asarray(array)
     if array.shape != ():
-        raise ValueError(
+        raise ConfigError(
             f"metric {name!r}: the {role} has shape {array.shape}, want a scalar (). Reduce it in "
             "the task: value = sum(x * w) / sum(w), weight = sum(w).")
     return float(array)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.models.layer_paths import naming_the_layer
@@ -54,6 +54,15 @@ class NnxModel(Model):
     """
 
     def __init__(self, build: Callable[..., nnx.Module]):
+        if isinstance(build, linen.Module):
+            raise ConfigError(_LINEN.format(type(build).__name__))
+        if isinstance(build, nnx.Module) or not callable(build):
+            kind = type(build).__name__
+            name = kind if isinstance(build, nnx.Module) else "MyModule"
+            raise ConfigError(
+                f"The model is given as {kind} itself; wanted is what builds one for each key: "
+                f"write fdl.Partial({name}, ...) in its place."
+            )
         self._build = build
 
     @functools.cached_property
@@ -129,11 +138,7 @@ class NnxModel(Model):
         with nnx.use_eager_sharding(False):
             module = self._build(rngs=nnx.Rngs(key)) if _takes_rngs(self._build) else self._build()
         if not isinstance(module, nnx.Module):
-            raise ConfigError(
-                f"The model is built as a {type(module).__name__}; wanted is a Flax NNX module. "
-                "A Flax Linen module is given as fdl.Config(LinenModel, fdl.Config(...), ...), "
-                "functions as fdl.Config(FunctionModel, ...)."
-            )
+            raise ConfigError(_LINEN.format(type(module).__name__))
         _mark_arrays(module)
         for path, leaf in leaves_of(module):
             require_array(path, leaf)
@@ -160,14 +165,22 @@ def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
     return value.astype(wanted.dtype)
 
 
+_LINEN = (
+    "The model is built as a {}; wanted is a Flax NNX module. A Flax Linen module is given as "
+    "fdl.Config(LinenModel, fdl.Config(...), ...), functions as fdl.Config(FunctionModel, ...)."
+)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     """Returns whether to call `build` with `rngs`.
 
     Raises:
       ConfigError: it is given a setting that it does not take; names those it does.
     """
-    function, settings = build, set()
+    function, settings, num_positional = build, set(), 0
     while isinstance(function, functools.partial):
+        num_positional += len(function.args)
         function, settings = function.func, settings | set(function.keywords)
     name = getattr(function, "__name__", "the model")
     if isinstance(function, type):  # Of a module's class, `signature` gives *args and **kwargs.
@@ -175,15 +188,27 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     if function is object.__init__:
         return False
     parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return True
-    if unknown := sorted(settings - set(parameters)):
-        known = [one for one in parameters if one not in ("self", "rngs")]
+    own = [one for one in parameters if one not in ("self", "rngs")]
+    missing = [
+        one for one in own[num_positional:]
+        if one not in settings and parameters[one].default is inspect.Parameter.empty
+        and parameters[one].kind not in _VARIADIC
+    ]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := sorted(settings - set(parameters))):
         raise ConfigError(
-            f"{name} has no setting '{unknown[0]}'; it has {', '.join(known) or 'none'}."
-            f"{did_you_mean(unknown[0], known)}"
+            f"{name} has no setting '{unknown[0]}'; it has {', '.join(own) or 'none'}."
+            f"{did_you_mean(unknown[0], own)}"
         )
-    return "rngs" in parameters
+    if missing:
+        function_model = ""
+        if inspect.isfunction(build):
+            function_model = f" A function that returns weights: fdl.Config(FunctionModel, {name})."
+        raise ConfigError(
+            f"{name} lacks {', '.join(missing)}: set it in its config, such as "
+            f"fdl.Partial({name}, {missing[0]}=...).{function_model}"
+        )
+    return takes_any or "rngs" in parameters
 
 
 def _mark_arrays(module: nnx.Module) -> None:

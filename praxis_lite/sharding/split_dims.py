@@ -1,6 +1,6 @@
 """Split-dims mappings: what a layer writes, turned into a validated PartitionSpec."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import PartitionSpec
@@ -32,6 +32,12 @@ def to_partition_spec(
       ConfigError: an unknown axis, one axis on two dimensions, a mapping longer than `rank`.
     """
     axis_names = tuple(axis_names)
+    if isinstance(split_dims_mapping, Mapping) or hasattr(split_dims_mapping, "wt"):
+        raise ConfigError(
+            f"{path}: split dims {split_dims_mapping!r} name their mapping, as Pax's `wt` and "
+            "`out` do; here it is a plain sequence with an entry for each dimension: "
+            "weight_split_dims_mapping=('data', 'mdl')."
+        )
     if isinstance(split_dims_mapping, str) or not isinstance(split_dims_mapping, Sequence):
         raise ConfigError(
             f"{path}: split dims {split_dims_mapping!r} must be a sequence with an entry for each "

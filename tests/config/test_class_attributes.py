@@ -50,7 +50,7 @@ class Wider(Sized):
 
 def test_attributes_of_an_experiments_class_are_set_before_it_makes_its_config():
     own = ["BATCH_SIZE=5", "LEARNING_RATE=1", "corpus.path=b"]
-    config = configured(Wider(), ["task.learner.learning_rate=0.5", *own])
+    config = configured(Wider, ["task.learner.learning_rate=0.5", *own])
     train = config.datasets["train"]
     assert (train.batch_size, train.corpus.path) == (10, "b")
     # A field is set after the attribute that it was made of, whatever the order.
@@ -61,17 +61,17 @@ def test_attributes_of_an_experiments_class_are_set_before_it_makes_its_config()
     assert (again.config, list(again.overrides)) == (config, own)
     # One job's settings reach no other.
     assert (Wider.BATCH_SIZE, Sized.corpus.path) == (32, "a.txt")
-    assert configured(Sized(), []).datasets["train"].batch_size == 32
+    assert configured(Sized, []).datasets["train"].batch_size == 32
 
 
 def test_a_preset_is_set_by_its_word_with_the_batchs_split():
-    config = configured(Sized(), ["SHARDING_PRESET=fsdp"])
+    config = configured(Sized, ["SHARDING_PRESET=fsdp"])
     wanted = set_sharding_params(fdl.Partial(TransformerLm, 17, 6, 11, 3, 1), "fsdp")
-    assert config.task.model == wanted != configured(Sized(), []).task.model
+    assert config.task.model == wanted != configured(Sized, []).task.model
     batch = SHARDING_PRESETS["fsdp"]["batch"]
     assert config.task.inputs_split_mapping == {"map_2d": (batch, None)}
     with pytest.raises(ConfigError, match="no preset 'megatorn'.*Did you mean megatron"):
-        configured(Sized(), ["SHARDING_PRESET=megatorn"])
+        configured(Sized, ["SHARDING_PRESET=megatorn"])
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_a_preset_is_set_by_its_word_with_the_batchs_split():
 )
 def test_an_attribute_that_is_none_or_of_another_type_is_refused(setting, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        configured(Sized(), [setting])
+        configured(Sized, [setting])
 
 
 def test_a_job_that_was_trained_has_no_attributes_any_more():
     with pytest.raises(ConfigError, match="eval and decode take the job's as it is"):
-        apply_overrides(configured(Sized(), []), ["BATCH_SIZE=7"])
+        apply_overrides(configured(Sized, []), ["BATCH_SIZE=7"])

@@ -1,6 +1,7 @@
 """`--set`: every field within reach, every value checked."""
 
 import math
+import re
 
 import fiddle as fdl
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import pytest
 from praxis_lite.config.overrides import all_paths, apply_overrides, check_required
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import Job, RunConfig
+from praxis_lite.learner import Learner
+from praxis_lite.sharding import MeshConfig
 from tests import callables as zoo
 
 
@@ -90,10 +93,10 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
         ("width=None", "int"),
         ("rate=fast", "float"),
         ("rate=true", "float"),
-        ("use_bias=1", "bool"),
+        ("use_bias=1", "true or false"),
         ("split=mdl", "Sequence[str | int | None] | None; a sequence of one is written mdl,"),
         ("split=(1.5,)", "Sequence[str | int | None] | None"),
-        ("kind=rotray", "Literal['rotary', 'learned', 'none']"),
+        ("kind=rotray", "one of rotary, learned, none"),
         ("pair=(13, 7)", "tuple[int, str]"),
         ("pair=(13, 'y', 7)", "tuple[int, str]"),
         ("pair[0]=y", "int"),
@@ -211,13 +214,47 @@ def test_a_wrong_path_lists_the_nearest_first_and_five_at_most(path, nearest):
 
 @pytest.mark.parametrize("path", ["", "x..y", "run[", ".run", "[0]", "run.seed]", "qqqq"])
 def test_a_path_like_none_lists_the_roots_or_the_form(path):
-    with pytest.raises(ConfigError, match=r"wanted path=value|no such field"):
+    with pytest.raises(ConfigError, match=r"wanted is path=value|no such field"):
         apply_overrides(job(), [f"{path}=7"])
 
 
 def test_a_setting_without_a_value_is_refused():
-    with pytest.raises(ConfigError, match="--set run.seed: wanted path=value"):
-        apply_overrides(job(), ["run.seed"])
+    for settings, meant in {
+        ("run.seed",): "run.seed=VALUE",
+        ("run.seed", "20"): "run.seed=20",
+        ("run.seed", "=", "20"): "run.seed=20",
+        ("run.seed:20",): "run.seed=20",
+    }.items():
+        words = f"--set run.seed.* has no '='; wanted is path=value, .* Write --set {meant}, with"
+        with pytest.raises(ConfigError, match=words):
+            apply_overrides(job(), settings)
+    for settings, words in {
+        ("run.seed=" + "1" * 10_001,): "the value has 10001 characters, wanted are at most 10000",
+        ("run." + "x" * 497 + "=7",): "the path has 501 characters, wanted are at most 500",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            apply_overrides(job(), settings)
+
+
+@pytest.mark.parametrize("mapping", ["weight", "activation"])
+def test_a_field_of_paxs_below_a_split_dims_mapping_is_told_to_be_the_mapping(mapping):
+    path = f"task[0].{mapping}_split_dims_mapping"
+    words = f"mapping itself, a plain sequence: --set {re.escape(path)}=data,mdl"
+    with pytest.raises(ConfigError, match=words):
+        apply_overrides(job(), [f"{path}.wt=data,mdl"])
+
+
+@pytest.mark.parametrize(
+    ("configured", "setting", "words"),
+    [
+        (Learner, "learning_rate=fast", "wanted float or a function; a function or class is said"),
+        (RunConfig, "early_stopping=true", "wanted None or an EarlyStopping; a function or cl"),
+        (MeshConfig, "ici_mesh_shape=1x2x1", "wanted Sequence.int., its items with commas between"),
+    ],
+)
+def test_a_wrong_value_is_told_what_may_stand_there_in_words(configured, setting, words):
+    with pytest.raises(ConfigError, match=words):
+        apply_overrides(fdl.Config(configured), [setting])
 
 
 def test_all_paths_holds_defaults_positions_and_names():

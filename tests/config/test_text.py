@@ -266,9 +266,9 @@ def test_the_lines_of_one_job_make_another_the_same():
         "task.model.stacked_transformer_tpl=StackedTransformer", "task.decoder=BeamSearch",
         "run.early_stopping.metric=loss", "datasets.train.corpus.files=x y.txt",
     ]  # fmt: skip
-    config = configured(PyDocs(), settings)
+    config = configured(PyDocs, settings)
     lines = config_lines(config)
-    again = configured(PyDocs(), [shlex.split(line)[0] for line in lines])
+    again = configured(PyDocs, [shlex.split(line)[0] for line in lines])
     assert config_lines(again) == lines != config_lines(PyDocs().config())
     assert config_difference(config, again) == []
 

@@ -1,0 +1,153 @@
+"""Batches as the loops read them: of the shapes that were promised, and where their NaNs are."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.inputs.leaves import narrow_dtype
+
+
+def checked_batches(
+    pipeline: InputPipeline, name: str, start: int = 0, rows: slice | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yields (index, these rows of the batch) from batch `start` on.
+
+    Args:
+      name: of the dataset, for the error: "datasets.train".
+
+    Raises:
+      ConfigError: a batch is of other names, shapes or dtypes than `element_spec` says; names it.
+    """
+    spec = checked_spec(pipeline, name)
+    num_rows = None if rows is None else rows.stop - rows.start
+    wanted = {path: _wanted(leaf, num_rows) for path, leaf in _leaves(spec).items()}
+    batches = pipeline.batches(start=start, rows=rows)
+    if not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"{name}: {pipeline.class_name()}.batches returns {_found(batches)}; wanted is an "
+            "iterator of batches. Is a `return` or a `yield` missing?"
+        )
+    for index, batch in enumerate(batches, start=start):
+        found = {path: _found(leaf) for path, leaf in _leaves(batch).items()}
+        if found != wanted:
+            raise ConfigError(_difference(f"{name}: batch {index} (counted from 0)", found, wanted))
+        yield index, batch
+
+
+def check_members(pipeline: InputPipeline, name: str) -> None:
+    """Checks what a pipeline of the user's own may have of another kind than `InputPipeline` says.
+
+    Raises:
+      ConfigError: it has no batch_size, num_batches is no number, or `batches` takes others
+        arguments; names the dataset.
+    """
+    owner = f"{name}: {pipeline.class_name()}"
+    if not hasattr(pipeline, "batch_size"):
+        raise ConfigError(
+            f"{owner} has no batch_size, the rows of a global batch. Set it in __init__."
+        )
+    try:
+        inspect.signature(pipeline.batches).bind(start=0, rows=None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{owner}.batches cannot be called with start and rows: {error}. Write def "
+            "batches(self, start=0, *, rows=None)."
+        ) from None
+
+
+def checked_spec(pipeline: InputPipeline, name: str) -> Any:
+    """Returns the pipeline's `element_spec`.
+
+    Raises:
+      ConfigError: it is no dict of shapes and dtypes, or num_batches is no number; names the
+        dataset.
+    """
+    owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
+    if num_batches is not None and not isinstance(num_batches, int | np.integer):
+        raise ConfigError(
+            f"{owner}.num_batches is {_found(num_batches)}; wanted is a property: a whole number "
+            "of batches in one pass, or None for a pipeline without end."
+        )
+    spec = pipeline.element_spec()
+    leaves = _leaves(spec)
+    if not isinstance(spec, Mapping) or not leaves or not all(
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves.values()
+    ):
+        raise ConfigError(
+            f"{owner}.element_spec returns {shown(repr(spec), 200)}; wanted is a "
+            "jax.ShapeDtypeStruct for each name, such as praxis_lite.inputs.base.spec_of(x=((32, "
+            "5), np.float32))."
+        )
+    return spec
+
+
+def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
+    """Returns which leaves of a host batch hold NaN or infinity, and in which rows.
+
+    None if all its numbers are finite.
+
+    Args:
+      first_row: of the global batch, which the batch's first row is.
+    """
+    words = []
+    for path, leaf in _leaves(batch).items():
+        x = np.asarray(leaf)
+        # Not np.issubdtype: bfloat16 is of a kind of its own there.
+        if not jax.numpy.issubdtype(x.dtype, np.inexact):
+            continue
+        bad = ~np.isfinite(x.astype(np.float32) if x.dtype.itemsize < 4 else x)
+        if not bad.any():
+            continue
+        kind = "NaN" if np.isnan(x).any() else "infinity"
+        if not x.ndim:
+            words.append(f"{kind} in '{path}'")
+            continue
+        rows = np.flatnonzero(bad.reshape(len(x), -1).any(axis=1)) + first_row
+        more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+        named = ", ".join(map(str, rows[:5]))
+        words.append(f"{kind} in '{path}', row{'s' * (len(rows) > 1)} {named}{more}")
+    return "; ".join(words) or None
+
+
+def _leaves(batch: Any) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        return {"": batch}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(batch), is_leaf=_is_no_mapping)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def _is_no_mapping(x: Any) -> bool:
+    return not isinstance(x, Mapping)
+
+
+def _wanted(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:
+    shape = tuple(leaf.shape)
+    if num_rows is not None and shape:
+        shape = (num_rows, *shape[1:])
+    return f"{narrow_dtype(np.dtype(leaf.dtype))}{list(shape)}"
+
+
+def _found(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return f"a {type(leaf).__name__}" if leaf is not None else "None"
+    # JAX makes 32 bits of 64.
+    return f"{narrow_dtype(leaf.dtype)}{list(leaf.shape)}"
+
+
+def _difference(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    mend = "Every batch must be as the pipeline's element_spec says. Mend the pipeline."
+    if "" in found:
+        return f"{what} is {found['']}; wanted is a dict of arrays: {sorted(wanted)}. {mend}"
+    if found.keys() != wanted.keys():
+        return f"{what} has the leaves {sorted(found)}; wanted are {sorted(wanted)}. {mend}"
+    differing = [
+        f"'{path}' is {found[path]}, wanted {one}"
+        for path, one in wanted.items()
+        if found[path] != one
+    ]
+    return f"{what} has other shapes or dtypes: {'; '.join(differing)}. {mend}"
