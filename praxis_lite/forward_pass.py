@@ -22,11 +22,11 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
 
     def forward(mdl_vars: Any, arrays: list[jax.Array], given: tuple) -> Any:
         structure, others = given
-        leaves = iter(arrays)
+        leaves = iter(task.cast_inputs(dict(enumerate(arrays))).values())
         args, named = jax.tree.unflatten(
             structure, [next(leaves) if is_array else x for is_array, x in others]
         )
-        model = task.model.module(mdl_vars)
+        model = task.module(mdl_vars)
         if callable(model):
             return model(*args, **named)
         if not callable(getattr(task, "predict", None)):
@@ -37,7 +37,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         return task.predict(model, *args, None, **named)
 
     compiled = jax.jit(
-        partitioner.with_mdl_vars(forward),
+        partitioner.with_mdl_vars(forward, static_argnums=2),
         static_argnums=2, out_shardings=partitioner.replicated,
     )
 

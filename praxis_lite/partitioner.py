@@ -1,7 +1,7 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -178,20 +178,24 @@ class Partitioner:
         params = self._eval_params(state.mdl_vars["params"], read, use_ema=use_ema)
         return {**state.mdl_vars, "params": params}
 
-    def with_mdl_vars(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_mdl_vars(
+        self, function: Callable[..., Any], static_argnums: int | Sequence[int] = ()
+    ) -> Callable[..., Any]:
         """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
 
         To be compiled by `jax.jit`, for loops that need another step than the three here. A
         GlobalBatch among the arguments reaches `function` as its inputs.
+
+        Args:
+          static_argnums: as of `jax.jit`; to be given to that as well.
         """
 
-        @without_xla_errors
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             with self._tracing():
                 true_args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
                 return function(self._mdl_layout.unpad(mdl_vars), *true_args)
 
-        return on_the_mesh
+        return without_xla_errors(on_the_mesh, static_argnums)
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
