@@ -199,7 +199,7 @@ def test_a_file_of_decoded_prompts_is_whole_or_absent(decoded, monkeypatch):
         raise RuntimeError("in the middle of the prompts")
 
     monkeypatch.setattr(LanguageModelTask, "decode_to_records", broken)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(AssertionError, match="in the middle of the"):  # It did not succeed.
         decode(job, ONE_DEVICE)
     assert job.decode_jsonl("prompts", 7).read_text() == before
 
