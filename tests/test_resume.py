@@ -17,6 +17,7 @@ from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job_dir import JobDir
 from praxis_lite.layers import Dropout
 from praxis_lite.sharding import constrain
+from tests.float16 import HAS_FLOAT16
 from tests.job_runs import home, lines_of, succeed
 
 NUM_STEPS = 11
@@ -110,7 +111,7 @@ class Everything(Tiny):
             ema_decay=0.7,
             gradient_accumulation_steps=2,
             # The first steps overflow and are skipped; then the scale goes up and down.
-            loss_scale=fdl.Config(DynamicLossScale, initial_scale=2.0**22, growth_interval=2),
+            loss_scale=fdl.Config(DynamicLossScale, initial_scale=2.0**20, growth_interval=3),
         )
         batch = ("replica", "data")
         return fdl.Config(
@@ -220,7 +221,7 @@ def assert_the_same(job, whole):
 def test_the_job_carries_on_all_that_a_step_can_carry_on():
     """What the tests below would not see if it were not there."""
     steps = lines_of(uninterrupted("numpy").metrics_jsonl)
-    assert steps[-1]["num_skipped_steps"] > 0
+    assert steps[-1]["num_skipped_steps"] > 0 or not HAS_FLOAT16
     assert len({line["mask"] for line in steps}) > NUM_STEPS - 2
     leaves = " ".join(leaf_digests(uninterrupted("numpy").checkpoints / str(NUM_STEPS)))
     for name in ("moving_mean", "v_row", "/mu/", "ema", "scale", "num_skipped_steps"):
