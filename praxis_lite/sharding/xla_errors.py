@@ -57,9 +57,11 @@ def _scatter(
     updates: jax.Array,
     **params: Any,
 ) -> jax.Array:
-    is_there = jnp.ones((), bool)
+    mesh, is_there = jax.sharding.get_abstract_mesh(), jnp.ones((), bool)
     for dim in range(updates.ndim):
-        if dim not in params["dimension_numbers"].update_window_dims and updates.shape[dim] > 1:
+        # What all devices together divide has no filler, however it is split.
+        may_be_uneven = mesh.empty or updates.shape[dim] % mesh.size
+        if may_be_uneven and dim not in params["dimension_numbers"].update_window_dims:
             # Were the size no secret, XLA would see that the mask is true of all that it knows.
             size = jax.lax.optimization_barrier(jnp.int32(updates.shape[dim]))
             is_there &= jax.lax.broadcasted_iota(jnp.int32, updates.shape, dim) < size
