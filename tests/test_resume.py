@@ -110,8 +110,8 @@ class Everything(Tiny):
             clip_gradient_norm_to_value=1.0,
             ema_decay=0.7,
             gradient_accumulation_steps=2,
-            # The first steps overflow and are skipped; then the scale goes up and down.
-            loss_scale=fdl.Config(DynamicLossScale, initial_scale=2.0**20, growth_interval=3),
+            # Step 1 overflows and is skipped; step 8 too, once the scale has grown. The last is kept.
+            loss_scale=fdl.Config(DynamicLossScale, initial_scale=2.0**15, growth_interval=6),
         )
         batch = ("replica", "data")
         return fdl.Config(
