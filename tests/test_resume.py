@@ -110,7 +110,7 @@ class Everything(Tiny):
             clip_gradient_norm_to_value=1.0,
             ema_decay=0.7,
             gradient_accumulation_steps=2,
-            # Step 1 overflows and is skipped; step 8 too, once the scale has grown. The last is kept.
+            # Step 1 overflows, and step 8, once the scale has grown. The last step is kept.
             loss_scale=fdl.Config(DynamicLossScale, initial_scale=2.0**15, growth_interval=6),
         )
         batch = ("replica", "data")

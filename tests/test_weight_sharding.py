@@ -304,7 +304,7 @@ def test_a_config_is_written_read_again_and_set():
     assert built.rules_in_use == (("embed", "data"), ("mlp", None))
     specs, _, _ = decide(strategy=built.strategy[:1], logical_axis_rules=RULES)
     assert specs["blocks/up"] == P(None, None, "mdl")
-    with pytest.raises(ConfigError, match="wanted Literal"):
+    with pytest.raises(ConfigError, match="wanted one of error, replicate"):
         apply_overrides(again, ["task.weight_sharding.unmapped_logical_axes=no"])
 
 
