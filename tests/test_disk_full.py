@@ -93,7 +93,7 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["config.json", "config.txt"]
 
 
-def test_any_other_file_is_one_paragraph_and_other_errors_keep_their_traceback():
+def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/layout.txt")
     with mock.patch("praxis_lite.main._run", side_effect=full):
         done = launch("--exp=lm.PyDocs")
@@ -103,8 +103,11 @@ def test_any_other_file_is_one_paragraph_and_other_errors_keep_their_traceback()
         "mend the file system, and launch the same command again: training goes on from its "
         "newest checkpoint.", 100
     )) + "\n"
+    with mock.patch("praxis_lite.main._run", side_effect=FileNotFoundError(2, "gone", "/x")):
+        done = launch("--exp=lm.PyDocs")
+    assert done.code == 2 and done.err.startswith("error: /x: gone. The whole traceback is in ")
     with (
-        mock.patch("praxis_lite.main._run", side_effect=FileNotFoundError(2, "no", "/x")),
-        pytest.raises(FileNotFoundError),
+        mock.patch("praxis_lite.main._run", side_effect=KeyError("a defect of ours")),
+        pytest.raises(KeyError),
     ):
         launch("--exp=lm.PyDocs")

@@ -42,7 +42,7 @@ def test_the_readmes_settings_apply_to_its_experiment(monkeypatch):
     (block,) = re.findall(r"before its methods run:\n\n((?:    --set .*\n)+)", text)
     for line in block.splitlines():
         settings = shlex.split(line)[1:]
-        changed = config_lines(configured(names["MyLm"](), settings))
+        changed = config_lines(configured(names["MyLm"], settings))
         assert changed != config_lines(names["MyLm"]().config()), line
 
 
