@@ -21,14 +21,16 @@ from praxis_lite.sharding import MeshConfig, make_mesh
 # By the number of axes; together they split over every axis.
 MESHES = {1: ((3,), (8,)), 2: ((3, 2), (2, 3)), 3: ((1, 3, 2), (3, 1, 2))}
 MESHES_WITH_STAGES = ((2, 3, 1), (2, 2, 2))
-# Seconds each; moe.PyDocs is the experiment in which filler once entered a gradient.
+# On how many of its two meshes an experiment runs whenever the suite does, a few seconds each;
+# moe.PyDocs is the one in which filler once entered a gradient.
 FAST = {
-    "classify.Spirals", "explicit.DigitsFsdp", "functions.DigitsMlp", "lm.Synthetic", "moe.PyDocs",
-    "nnx_guide.DotReluDot",
+    "classify.Spirals": 2, "explicit.DigitsFsdp": 1, "functions.DigitsMlp": 2, "lm.Synthetic": 2,
+    "moe.PyDocs": 1, "nnx_guide.DotReluDot": 2,
 }
-NAMES = [
-    pytest.param(one.name, marks=() if one.name in FAST else (pytest.mark.slow,))
+RUNS = [
+    pytest.param(one.name, place, marks=() if place < FAST.get(one.name, 0) else pytest.mark.slow)
     for one in registry.list_experiments()
+    for place in (0, 1)
 ]
 
 
@@ -105,8 +107,7 @@ def first_step(name: str, shape: tuple[int, ...] | None) -> tuple[float, Any]:
     return float(outputs["metrics"]["loss"][0]), grads
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["first_mesh", "second_mesh"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, place", RUNS)
 def test_the_gradient_of_each_weight_is_that_on_one_device(name, place):
     """To 1e-5 of its largest element, and to the rounding of the weight that it moved."""
     axis_names = small_job(name).mesh.axis_names
