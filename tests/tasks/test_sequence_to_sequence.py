@@ -1,16 +1,21 @@
 """The sequence-to-sequence task: its metrics by hand, what it decodes, what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from praxis_lite import layers
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiments.seq2seq import END, ReversedWords
 from praxis_lite.learner import Learner
+from praxis_lite.models import NnxModel
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
+from tests.mesh_runs import drawn
 
 BATCH = {
     "src_ids": np.zeros((3, 2), np.int32), "src_paddings": np.zeros((3, 2), np.float32),
@@ -41,6 +46,48 @@ def test_an_exact_match_is_a_row_whose_every_weighted_token_is_right(monkeypatch
     assert {name: tuple(map(float, pair)) for name, pair in metrics.items()} == {
         "loss": (1.5, 5.0), "accuracy": (pytest.approx(0.8), 5.0), "exact_match": (0.5, 2.0)
     }
+
+
+@pytest.mark.parametrize("optional", [("paddings",), ("src_segment_ids", "segment_ids")])
+def test_filler_rows_enter_no_loss_of_experts_and_take_no_places(optional):
+    """Neither in the encoder nor in the decoder, whatever is in them."""
+    experts = functools.partial(
+        layers.TransformerFeedForwardMoe, num_experts=3, num_groups=1,
+        unadjusted_expert_capacity_factor=0.0, expert_capacity_dim=4, moe_router_z_loss_weight=0.1,
+    )
+    block = functools.partial(layers.Transformer, tr_fflayer_tpl=experts)
+    model = NnxModel(functools.partial(
+        layers.TransformerEncoderDecoder, 7, 6, 8, 2, 1, 1,
+        encoder_layer_tpl=block, decoder_layer_tpl=block,
+    ))
+    mdl_vars = drawn(model)
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, 7, (3, 2, 5)).astype(np.int32)
+    batch = dict(zip(("src_ids", "ids", "labels"), ids, strict=True))
+    batch |= {"weights": np.ones((2, 5), np.float32), "src_paddings": np.zeros((2, 5), np.float32)}
+    batch["src_paddings"][1, 4] = 1.0  # A true row's padding stays as it is.
+    values = {"paddings": batch["src_paddings"]} | dict.fromkeys(
+        ("src_segment_ids", "segment_ids"), np.ones((2, 5), np.int32)
+    )
+    batch |= {name: values[name] for name in optional}
+
+    def padded(value):
+        # First, where their tokens would be served first.
+        fill = {"weights": 0, "src_paddings": 0, "paddings": 0}
+        return {
+            name: np.concatenate([np.full((2, 5), fill.get(name, value), x.dtype), x])
+            for name, x in batch.items()
+        }
+
+    @jax.jit
+    def metrics_of(batch):
+        return task().compute_loss(model.module(mdl_vars), batch, None)
+
+    wanted, *found = map(metrics_of, (batch, padded(0), padded(1)))
+    assert "aux_loss" in wanted
+    for one in found:
+        for name, pair in wanted.items():
+            np.testing.assert_allclose(one[name], pair, rtol=2e-6, err_msg=name)
 
 
 def test_records_of_true_rows_say_whether_the_target_was_found():
