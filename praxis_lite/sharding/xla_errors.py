@@ -1,7 +1,8 @@
 """What XLA's partitioner gets wrong, and how each program goes round it; see docs/upstream.md.
 
 XLA fills an array that its devices do not divide with elements that are no part of it, and must
-keep them out of what it computes. Three times it does not:
+keep them out of what it computes. Three times it does not. Two kinds of convolutions are wrong
+evenly split, too.
 
 - A scatter into an array that is split, too, adds filler at index 0. The gradient of a table of
   embeddings is a scatter: its first row was wrong. Here filler is made neutral before it.
@@ -10,9 +11,14 @@ keep them out of what it computes. Three times it does not:
   the array to itself.
 - The gradient of maxima over windows that overlap, where the array is split along a dim in which
   they slide, is wrong, evenly split or not. Here it is taken of the whole dim.
+- The gradient of a depthwise or grouped convolution's filter misses what other devices hold of the
+  batch, on every mesh. Here it is sums of products.
+- A convolution over three axes of a mesh permutes its rows, where the filter's dims are split in
+  another order than the batch. Here outputs' channels and places of a filter are whole.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,17 +92,89 @@ def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) ->
     return primitive.bind(*jax.lax.optimization_barrier(operands), **params)
 
 
+def _whole(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Returns `x` with each of `dims` whole on every device; the others are split as XLA likes."""
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    spec = (None if dim in dims else free for dim in range(x.ndim))
+    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
+
+
 def _gradient_of_maxima(
     primitive: core.Primitive, source: jax.Array, operand: jax.Array, **params: Any
 ) -> jax.Array:
     if not jax.sharding.get_abstract_mesh().empty:
-        free = jax.sharding.PartitionSpec.UNCONSTRAINED
-        spec = (None if size > 1 else free for size in params["window_dimensions"])
-        spec = jax.sharding.PartitionSpec(*spec)
-        source, operand = jax.lax.with_sharding_constraint((source, operand), spec)
-        outputs = _windowed(primitive, source, operand, **params)
-        return jax.lax.with_sharding_constraint(outputs, spec)
+        dims = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
+        source, operand = _whole(source, dims), _whole(operand, dims)
+        return _whole(_windowed(primitive, source, operand, **params), dims)
     return _windowed(primitive, source, operand, **params)
+
+
+def _convolution(
+    primitive: core.Primitive, lhs: jax.Array, rhs: jax.Array, **params: Any
+) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
+    sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
+    if sizes and params["batch_group_count"] > 1:
+        return _sums_of_products(lhs, rhs, **params)
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    if sizes and groups > 1 and groups % mesh.size:
+        # XLA refuses groups that a split of channels cuts.
+        lhs, rhs = _whole(lhs, numbers.lhs_spec[1:2]), _whole(rhs, numbers.rhs_spec[:1])
+    if len(sizes) < 3:  # Beside the axis of the channels there is one: it has but one order.
+        return primitive.bind(lhs, rhs, **params)
+    lhs = _whole(lhs, numbers.lhs_spec[2:])
+    rhs = _whole(rhs, (numbers.rhs_spec[0], *numbers.rhs_spec[2:]))
+    return _whole(primitive.bind(lhs, rhs, **params), numbers.out_spec[2:])
+
+
+def _sums_of_products(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    dimension_numbers: Any,
+    batch_group_count: int,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    precision: Any,
+    preferred_element_type: Any,
+    **_: Any,
+) -> jax.Array:
+    """Returns a convolution of groups of the batch: a product for each place of the outputs.
+
+    Gradients of filters are such convolutions. Their outputs have the few places of a filter.
+    """
+    lhs = lhs.transpose(dimension_numbers.lhs_spec)  # [batch, features, places ...]
+    rhs = rhs.transpose(dimension_numbers.rhs_spec)  # [outputs, features, places ...]
+    around = [(*ends, size - 1) for ends, size in zip(padding, lhs_dilation, strict=True)]
+    lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), (0, 0, 0), *around])
+    reach = [(n - 1) * size + 1 for n, size in zip(rhs.shape[2:], rhs_dilation, strict=True)]
+    counts = [
+        (n - length) // stride + 1
+        for n, length, stride in zip(lhs.shape[2:], reach, window_strides, strict=True)
+    ]
+    rhs = rhs.reshape(batch_group_count, -1, *rhs.shape[1:])
+    products = []
+    for place in itertools.product(*map(range, counts)):
+        starts = [i * stride for i, stride in zip(place, window_strides, strict=True)]
+        seen = tuple(
+            slice(start, start + length, size)
+            for start, length, size in zip(starts, reach, rhs_dilation, strict=True)
+        )
+        x = lhs[:, :, *seen].reshape(batch_group_count, -1, *rhs.shape[2:])
+        summed = tuple(range(2, rhs.ndim))
+        product = jax.lax.dot_general(  # [group, batch, outputs]
+            x,
+            rhs,
+            ((summed, summed), ((0,), (0,))),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+        products.append(product.swapaxes(0, 1).reshape(x.shape[1], -1))
+    outputs = jnp.stack(products, -1).reshape(*products[0].shape, *counts)
+    return outputs.transpose(np.argsort(dimension_numbers.out_spec))
 
 
 def _right(primitive: core.Primitive, compute: Callable[..., Any]) -> core.Primitive:
@@ -124,6 +202,7 @@ _RIGHT = {
         (_SCATTERS, _scatter),
         (_WINDOWED, _windowed),
         (("select_and_scatter_add",), _gradient_of_maxima),
+        (("conv_general_dilated",), _convolution),
     )
     for primitive in (getattr(primitives, f"{name}_p") for name in names)
 }

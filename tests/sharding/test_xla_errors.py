@@ -18,6 +18,7 @@ from praxis_lite.sharding import constrain
 from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.weight_sharding import WeightSharding
+from tests.mesh_runs import assert_near
 
 IDS = np.array([1, 2, 3, 1], np.int32)  # Four, on three devices; none is 0.
 UPDATES = np.array([2.0, 0.5, -3.0, 4.0], np.float32)
@@ -176,3 +177,72 @@ def test_gradients_of_windows_are_those_of_one_device(mesh_of):
     with jax.set_mesh(mesh_of(1, 2, 1)):
         found = jax.jit(without_xla_errors(jax.grad(total)))(X)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+BATCH = ("replica", "data")
+
+
+def convolved(settings, inputs, weights):
+    """Returns outputs [B, H, W, D], and gradients of inputs and weights; each array is split."""
+    groups, stride, dilation, of_images, of_weights = settings
+
+    def total(x, w):
+        x, w = constrain(2.0 * x, of_images), constrain(0.1 * w, of_weights)
+        y = jax.lax.conv_general_dilated(
+            x, w, (stride, 1), ((1, 1), (0, 2)), rhs_dilation=(1, dilation),
+            feature_group_count=groups, dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        y = constrain(y, of_images)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), (x, w) = jax.value_and_grad(total, (0, 1), has_aux=True)(inputs, weights)
+    return y, constrain(x, of_images), constrain(w, of_weights)
+
+
+IN_ROWS, IN_CHANNELS = (BATCH, None, None, None), (BATCH, None, None, "mdl")
+CONVOLUTIONS = {  # Groups, stride, dilation, how images split, how filters do.
+    "channels": (1, 2, 1, IN_CHANNELS, (None, None, "data", "mdl")),
+    "channels the other way": (1, 1, 1, IN_CHANNELS, (None, None, "mdl", "data")),
+    "places": (1, 2, 1, (None, "replica", None, "data"), (None, None, "data", ("mdl", "replica"))),
+    "depthwise": (12, 1, 1, IN_ROWS, None),
+    "depthwise, channels": (12, 2, 2, IN_CHANNELS, (None, None, None, "mdl")),
+    "grouped": (3, 2, 2, IN_ROWS, (None, None, None, "data")),
+}
+
+
+def images_and_filters(num_images, groups):
+    rng = np.random.default_rng(num_images)
+    images = rng.normal(size=(num_images, 4, 4, 12)).astype(np.float32)
+    return images, rng.normal(size=(3, 3, 12 // groups, 12)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("channels the other way", (2, 2, 2)), ("depthwise", (1, 3, 2))], ids=str
+)
+def test_canary_xla_partitions_convolutions_wrongly(name, shape, mesh_of):
+    """Once one of them fails, what `_convolution` does for it can go."""
+    settings = CONVOLUTIONS[name]
+    arrays = images_and_filters(8, settings[0])
+    with jax.set_mesh(mesh_of(*shape)):
+        found = jax.jit(functools.partial(convolved, settings))(*arrays)
+    wanted = jax.jit(functools.partial(convolved, settings))(*arrays)
+    assert np.abs(found[2] - wanted[2]).max() > 0.1 * np.abs(wanted[2]).max()
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 3, 2), (1, 4, 2)], ids=str)
+def test_convolutions_and_their_gradients_are_those_of_one_device(shape, mesh_of):
+    """Of 7 images and of 8; with strides, dilations, groups."""
+    arrays = {
+        f"{name}: {rows}": images_and_filters(rows, settings[0])
+        for name, settings in CONVOLUTIONS.items() for rows in (7, 8)
+    }
+
+    def run(arrays):
+        return {
+            key: convolved(CONVOLUTIONS[key.split(":")[0]], *value) for key, value in arrays.items()
+        }
+
+    wanted = jax.jit(run)(arrays)
+    with jax.set_mesh(mesh_of(*shape)):
+        found = jax.jit(without_xla_errors(run))(arrays)
+    assert_near(found, wanted, tolerance=5e-6)
