@@ -11,8 +11,8 @@ evenly split, too.
   the array to itself.
 - The gradient of maxima over windows that overlap, where the array is split along a dim in which
   they slide, is wrong, evenly split or not. Here it is taken of the whole dim.
-- The gradient of a depthwise or grouped convolution's filter misses what other devices hold of the
-  batch, on every mesh. Here it is sums of products.
+- The gradient of a depthwise or grouped convolution's filter is wrong where the batch is split and
+  a mesh axis is left over. Here it is sums of products.
 - A convolution over three axes of a mesh permutes its rows, where the filter's dims are split in
   another order than the batch. Here outputs' channels and places of a filter are whole.
 """
