@@ -19,7 +19,7 @@ evenly split, too.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,7 +116,7 @@ def _convolution(
     is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
     if sizes and params["batch_group_count"] > 1:
-        return _sums_of_products(lhs, rhs, **params)
+        return _sums_of_products(lhs, rhs, params)
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     if sizes and groups > 1 and groups % mesh.size:
         # XLA refuses groups that a split of channels cuts.
@@ -128,24 +128,14 @@ def _convolution(
     return _whole(primitive.bind(lhs, rhs, **params), numbers.out_spec[2:])
 
 
-def _sums_of_products(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    dimension_numbers: Any,
-    batch_group_count: int,
-    window_strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int],
-    rhs_dilation: Sequence[int],
-    precision: Any,
-    preferred_element_type: Any,
-    **_: Any,
-) -> jax.Array:
+def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any]) -> jax.Array:
     """Returns a convolution of groups of the batch: a product for each place of the outputs.
 
     Gradients of filters are such convolutions. Their outputs have the few places of a filter.
     """
+    dimension_numbers, batch_group_count = params["dimension_numbers"], params["batch_group_count"]
+    window_strides, padding = params["window_strides"], params["padding"]
+    lhs_dilation, rhs_dilation = params["lhs_dilation"], params["rhs_dilation"]
     lhs = lhs.transpose(dimension_numbers.lhs_spec)  # [batch, features, places ...]
     rhs = rhs.transpose(dimension_numbers.rhs_spec)  # [outputs, features, places ...]
     around = [(*ends, size - 1) for ends, size in zip(padding, lhs_dilation, strict=True)]
@@ -169,8 +159,8 @@ def _sums_of_products(
             x,
             rhs,
             ((summed, summed), ((0,), (0,))),
-            precision=precision,
-            preferred_element_type=preferred_element_type,
+            precision=params["precision"],
+            preferred_element_type=params["preferred_element_type"],
         )
         products.append(product.swapaxes(0, 1).reshape(x.shape[1], -1))
     outputs = jnp.stack(products, -1).reshape(*products[0].shape, *counts)
