@@ -15,8 +15,8 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns `call(mdl_vars, *args, **named)`: what `model(*args, **named)` returns, as NumPy.
 
     Arrays among the arguments, or in trees there, have rows first, which are split over the mesh as
-    those of batches; what is no array, such as a flag, reaches the model as it is. A model of plain
-    functions has no call; it is then `task.predict(params, *args, None)`.
+    those of batches; other arguments, such as flags, reach the model unchanged. A model of
+    plain functions has no call; it is then `task.predict(params, *args, None)`.
     """
     task = partitioner.task
 

@@ -192,7 +192,7 @@ class ShardMapPartitioner(Partitioner):
                 # A sum over rows, which devices and micro-batches add to: each weighs 1.
                 one = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
-                # Each device's term of a sum, be it the same number on all.
+                # Devices are summed over, so each has a term of its own, even of equal numbers.
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
@@ -283,7 +283,7 @@ class ShardMapPartitioner(Partitioner):
         def mean(old: jax.Array, new: jax.Array) -> jax.Array:
             if not jnp.issubdtype(new.dtype, jnp.inexact):
                 return self._greatest(new)  # A counter, a key: every device has the same.
-            # Exactly what it was where nothing changed, be it infinite.
+            # Exactly what it was where nothing changed, an infinity too.
             change = jnp.where(new == old, 0.0, new - old) * weight
             change, total = jax.lax.psum((change, weight), self.data_axes)
             return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
