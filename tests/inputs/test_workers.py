@@ -45,7 +45,7 @@ class Numbers(IndexedPipeline):
             raise ZeroDivisionError("of the pipeline")
         if index == self.at and self.trouble == "config":
             raise ConfigError("the file is gone")
-        if index == self.at and self.trouble == "hang":
+        if index >= self.at and self.trouble == "hang":
             time.sleep(3600)
         count = rows.stop - rows.start
         first = 100 * index + rows.start
