@@ -16,7 +16,7 @@ setup(
     # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
     packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
     # The page of --mode=explain --html.
-    package_data={"praxis_lite": ["explain_page.html"]},
+    package_data={"praxis_lite.explain": ["explain_page.html"]},
     install_requires=[
         # Everything that is computed. Python 3.11 gets 0.10, newer ones 0.12.
         "jax>=0.10.2,<0.13",
@@ -54,7 +54,7 @@ setup(
             # The tests of int8 and fp8 products.
             "qwix>=0.1.8,<0.2",
         ],
-        # int8 and fp8 products: the arithmetic of praxis_lite.quantization.
+        # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
         "quantization": ["qwix>=0.1.8,<0.2"],
         # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.
         "tpu": ["jax[tpu]"],

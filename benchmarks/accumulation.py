@@ -27,8 +27,7 @@ from benchmarks.step_overhead import Step, figures  # noqa: E402
 from praxis_lite.experiments.lm import BATCH_OVER_DATA  # noqa: E402
 from praxis_lite.layers import rotary_lm, set_sharding_params  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.partitioner import Partitioner  # noqa: E402
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner  # noqa: E402
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 
 VOCAB_SIZE, BATCH, TIME = 256, 64, 64

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from praxis_lite.layers.attention_chunks import chunked_attention  # noqa: E402
-from praxis_lite.layers.attention_einsum import LogitOptions, einsum_attention  # noqa: E402
-from praxis_lite.layers.attention_masks import AttentionMask  # noqa: E402
+from praxis_lite.layers.attention.chunks import chunked_attention  # noqa: E402
+from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention  # noqa: E402
+from praxis_lite.layers.attention.masks import AttentionMask  # noqa: E402
 
 
 def temp_bytes(kernel: Callable[..., jax.Array], B: int, T: int, N: int, G: int, K: int) -> int:

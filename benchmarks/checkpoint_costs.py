@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite.checkpoints import step_dirs
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.partitioner import Partitioner

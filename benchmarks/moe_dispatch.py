@@ -26,11 +26,15 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 
-from praxis_lite import hlo  # noqa: E402
-from praxis_lite.layers import TransformerFeedForward, TransformerFeedForwardMoe  # noqa: E402
+from praxis_lite.explain import hlo  # noqa: E402
+from praxis_lite.layers import (  # noqa: E402  # noqa: E402
+    AuxLoss,
+    TransformerFeedForward,
+    TransformerFeedForwardMoe,
+    intermediates,
+)
 from praxis_lite.models import NnxModel  # noqa: E402
 from praxis_lite.models.model import spec_leaves  # noqa: E402
-from praxis_lite.weights import AuxLoss, intermediates  # noqa: E402
 
 BATCH, TIME, MODEL, HIDDEN, EXPERTS = 16, 128, 128, 512, 4
 TOKENS = (("data", "expert"), None, None)

@@ -25,7 +25,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from praxis_lite import hlo, hlo_text  # noqa: E402
+from praxis_lite.explain import hlo, hlo_text  # noqa: E402
 from praxis_lite.layers import (  # noqa: E402
     SHARDING_PRESETS,
     Pipeline,
@@ -33,7 +33,7 @@ from praxis_lite.layers import (  # noqa: E402
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.pipeline_schedules import Schedule  # noqa: E402
+from praxis_lite.layers.stacking.pipeline_schedules import Schedule  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
 from praxis_lite.partitioner import Partitioner  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402

@@ -27,7 +27,7 @@ import optax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks import plain_jax_lm  # noqa: E402
-from praxis_lite import hlo  # noqa: E402
+from praxis_lite.explain import hlo  # noqa: E402
 from praxis_lite.layers import (  # noqa: E402
     TransformerFeedForward,
     rotary_lm,

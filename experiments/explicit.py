@@ -13,9 +13,9 @@ from praxis_lite.experiments.vision import Digits
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.partitioner import ShardMapPartitioner
+from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
 
 
 class Classifier(nn.Module):

@@ -5,12 +5,12 @@ import sysconfig
 import fiddle as fdl
 import optax
 
-from praxis_lite import register
-from praxis_lite.checkpoints.loading_rules import LOAD_ALL, CheckpointLoadingRules
+from praxis_lite import CheckpointLoadingRules, register
+from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
 from praxis_lite.experiments import lm
 from praxis_lite.inputs import TextCorpus
-from praxis_lite.layers.adapters import adapted
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer
+from praxis_lite.layers import adapted
+from praxis_lite.learner import AuxiliaryOptimizer
 
 LORA = r".*/lora_[ab]$"
 

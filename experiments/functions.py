@@ -12,8 +12,8 @@ from praxis_lite.experiments.vision import digits
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
+from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
 
 SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
 # In the form of the params; None declares nothing of a weight, or of a whole layer.

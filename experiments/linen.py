@@ -12,9 +12,9 @@ from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
 from praxis_lite.experiments.vision import BATCH, Digits
 from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
+from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
 
 
 @register

@@ -5,13 +5,13 @@ import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.decode import Sample
-from praxis_lite.initializers import WeightInit
 from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, TokenIds, tf_data
 from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
     Repeat,
     TransformerFeedForward,
+    WeightInit,
     rotary_lm,
     set_sharding_params,
 )

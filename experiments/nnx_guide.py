@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.learner import Learner
+from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
 
 SHARDING_RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 

@@ -8,27 +8,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
+    from praxis_lite.checkpoints.steps.best_checkpoints import BestCheckpoints
     from praxis_lite.errors import ConfigError
-    from praxis_lite.experiment import Experiment, RunConfig
-    from praxis_lite.registry import register
+    from praxis_lite.experiment.early_stopping import EarlyStopping
+    from praxis_lite.experiment.experiment import Experiment, Job
+    from praxis_lite.experiment.registry import register
+    from praxis_lite.experiment.run_config import RunConfig
+    from praxis_lite.interop.trained_model import TrainedModel, load
     from praxis_lite.sharding import MeshConfig
-    from praxis_lite.trained_model import TrainedModel, load
+    from praxis_lite.task import Task
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ConfigError", "Experiment", "MeshConfig", "RunConfig", "TrainedModel", "load", "register",
-]  # fmt: skip
-
 _MODULE_OF = {
+    "BestCheckpoints": "praxis_lite.checkpoints.steps.best_checkpoints",
+    "CheckpointLoadingRules": "praxis_lite.checkpoints.init.loading_rules",
     "ConfigError": "praxis_lite.errors",
-    "Experiment": "praxis_lite.experiment",
+    "EarlyStopping": "praxis_lite.experiment.early_stopping",
+    "Experiment": "praxis_lite.experiment.experiment",
+    "Job": "praxis_lite.experiment.experiment",
     "MeshConfig": "praxis_lite.sharding",
-    "RunConfig": "praxis_lite.experiment",
-    "TrainedModel": "praxis_lite.trained_model",
-    "load": "praxis_lite.trained_model",
-    "register": "praxis_lite.registry",
+    "RunConfig": "praxis_lite.experiment.run_config",
+    "Task": "praxis_lite.task",
+    "TrainedModel": "praxis_lite.interop.trained_model",
+    "load": "praxis_lite.interop.trained_model",
+    "register": "praxis_lite.experiment.registry",
 }
+
+__all__ = [
+    "BestCheckpoints",
+    "CheckpointLoadingRules",
+    "ConfigError",
+    "EarlyStopping",
+    "Experiment",
+    "Job",
+    "MeshConfig",
+    "RunConfig",
+    "Task",
+    "TrainedModel",
+    "load",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

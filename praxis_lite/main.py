@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from praxis_lite import processes, registry
-from praxis_lite.command_line import Parser
+from praxis_lite.config.command_line import Parser
+from praxis_lite.config.user_lines import explained
 from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable
-from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
-from praxis_lite.processes.peers import ending_together
-from praxis_lite.processes.same_everywhere import check_same, versions
-from praxis_lite.processes.start import START_SECONDS, start
-from praxis_lite.shared_job_dir import open_shared
-from praxis_lite.signals import EndsBySignal
-from praxis_lite.standard_output import output_may_be_lost, without_lines_of_gloo
-from praxis_lite.user_lines import explained
+from praxis_lite.experiment import registry
+from praxis_lite.job import processes
+from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
+from praxis_lite.job.processes.peers import ending_together
+from praxis_lite.job.processes.same_everywhere import check_same, versions
+from praxis_lite.job.processes.signals import EndsBySignal
+from praxis_lite.job.processes.standard_output import output_may_be_lost, without_lines_of_gloo
+from praxis_lite.job.processes.start import START_SECONDS, start
+from praxis_lite.job.shared_job_dir import open_shared
 
 if TYPE_CHECKING:
     import fiddle as fdl
@@ -180,7 +181,7 @@ def _run(args: argparse.Namespace) -> None:
             "once, without --coordinator."
         )
     if args.mode == "summary":
-        from praxis_lite.summary import summary
+        from praxis_lite.trainer.summary import summary
 
         print(summary(open_for_reading(_job_log_dir(args), writes=False)))
         return
@@ -206,23 +207,23 @@ def _run(args: argparse.Namespace) -> None:
     _check_same_command(args, experiment, config)
     job = build(config)
 
-    from praxis_lite.job_on_mesh import partitioner_of
+    from praxis_lite.trainer.job_on_mesh import partitioner_of
 
     partitioner = partitioner_of(job, args.mode)
-    from praxis_lite.memory import saying_what_is_large
     from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
+    from praxis_lite.trainer.memory import saying_what_is_large
 
     with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
         # Imported after the checks, so that an error need not wait for Orbax.
         if args.mode == "explain":
-            from praxis_lite.explain import explain
+            from praxis_lite.explain.explain import explain
 
             explain(
                 partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
             )
             return
 
-        from praxis_lite import launch
+        from praxis_lite.trainer import launch
 
         if args.mode == "train":
             packages = registry.allowed_packages(args.packages)

@@ -14,9 +14,9 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import Model, NnxModel
 from praxis_lite.models.function_model import check_takes
 from praxis_lite.models.model import MdlVars
+from praxis_lite.sharding import WeightSharding
 from praxis_lite.sharding.gather import ShardedWeight
 from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
-from praxis_lite.weight_sharding import WeightSharding
 
 # A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]

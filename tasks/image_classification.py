@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from praxis_lite import Task
+from praxis_lite.layers import aux_loss
 from praxis_lite.models import NnxModel
-from praxis_lite.task import Task, WeightedScalars
-from praxis_lite.weights import aux_loss
+from praxis_lite.task import WeightedScalars
 
 
 class ClassificationTask(Task):

@@ -11,13 +11,14 @@ import numpy as np
 import optax
 from flax import nnx
 
+from praxis_lite import Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
 from praxis_lite.inputs.text import ByteTokenizer
+from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
-from praxis_lite.task import Task, WeightedScalars
-from praxis_lite.weights import Summary, aux_loss, intermediates
+from praxis_lite.task import WeightedScalars
 
 # B batch, T time, P longest prompt.
 # What a batch may have besides, and what models call it.

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, Task
 from praxis_lite.learner import Learner
-from praxis_lite.metrics.records import records_of
 from praxis_lite.models import Model
 from praxis_lite.models.function_model import check_takes, name_of
+from praxis_lite.sharding import WeightSharding
 from praxis_lite.sharding.inputs import InputsSplitMapping, is_true_row, num_rows_of
-from praxis_lite.task import LossOutputs, Task, WeightedScalars
-from praxis_lite.weight_sharding import WeightSharding
+from praxis_lite.task import LossOutputs, WeightedScalars
+from praxis_lite.trainer.metrics.records import records_of
 
 # B batch.
 Batch = Mapping[str, jax.Array]

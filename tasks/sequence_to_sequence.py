@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from praxis_lite import ConfigError, Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import for_tokenizer
-from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.text import ByteTokenizer
+from praxis_lite.layers import aux_loss
 from praxis_lite.learner import Learner
-from praxis_lite.task import Task, WeightedScalars
+from praxis_lite.task import WeightedScalars
 from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
-from praxis_lite.weights import aux_loss
 
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 

@@ -11,10 +11,9 @@ import optax
 from praxis_lite.decode import Greedy
 from praxis_lite.layers import rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.train_state import TrainState
 from tests import plain_training
 
 MESHES = [(1, 1, 1), (1, 4, 2), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 3, 2)]

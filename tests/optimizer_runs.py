@@ -13,10 +13,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from praxis_lite import steps
-from praxis_lite.learner import Learner
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer
-from praxis_lite.optimizers import (
+from praxis_lite import Task
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base_layer import stacked
+from praxis_lite.learner import AuxiliaryOptimizer, Learner
+from praxis_lite.learner.optimizers import (
     adafactor,
     adam,
     lion,
@@ -24,11 +25,8 @@ from praxis_lite.optimizers import (
     muon_matrices,
     soap,
 )
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner import Partitioner, TrainState, steps
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.task import Task
-from praxis_lite.train_state import TrainState
-from praxis_lite.weights import BaseLayer, stacked
 from tests.lm_runs import zero_padded
 
 # Sizes, a mesh, and what splits the slots besides what splits their weights.

@@ -11,12 +11,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import accumulation, hlo
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
+from praxis_lite.explain import hlo
 from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm, set_sharding_params
-from praxis_lite.learner import Learner
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.learner import AuxiliaryOptimizer, Learner
+from praxis_lite.partitioner import Partitioner, accumulation
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.lm_runs import on_host, structs, zero_padded

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from praxis_lite import experiment, learner, main, task
-from praxis_lite.metrics import progress
-from praxis_lite.partitioner import Partitioner, _init_options
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite import main, task
+from praxis_lite.experiment import experiment
+from praxis_lite.learner import learner
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.partitioner.partitioner import _init_options
 from praxis_lite.sharding import mesh
+from praxis_lite.trainer.metrics import progress
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "praxis_lite"

@@ -11,40 +11,20 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
-from praxis_lite import (
-    decode,
-    decoding,
-    early_stopping,
-    evaluation,
-    experiment,
-    inputs,
-    layers,
-    learner,
-    main,
-    metrics,
-    optimizer_groups,
-    optimizers,
-    partitioner,
-    registry,
-    regularization,
-    schedules,
-    shard_map_partitioner,
-    sharding,
-    steps,
-    task,
-    train_state,
-    trained_model,
-    trainer,
-    weight_sharding,
-    weights,
-)
-from praxis_lite.checkpoints import checkpoints, loading_rules
+from praxis_lite import decode, inputs, layers, main, sharding, task
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.init import loading_rules
 from praxis_lite.config.class_attributes import configured
+from praxis_lite.experiment import early_stopping, experiment, registry
 from praxis_lite.inputs import numpy_data
-from praxis_lite.interop import pax_job
-from praxis_lite.sharding import gather, make_mesh, rules
+from praxis_lite.interop import pax_job, trained_model
+from praxis_lite.layers import base_layer as weights
+from praxis_lite.learner import learner, optimizer_groups, optimizers, regularization, schedules
+from praxis_lite.partitioner import partitioner, shard_map_partitioner, steps, train_state
+from praxis_lite.sharding import gather, make_mesh, rules, weight_sharding
 from praxis_lite.sharding import inputs as sharding_inputs
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
+from praxis_lite.trainer import decoding, evaluation, metrics, trainer
 from tests.goldens import golden
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
 

@@ -7,19 +7,16 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite import ConfigError, RunConfig
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import load_config_file
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import RunConfig
 from praxis_lite.inputs.position import DataPosition
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.schedules import delayed_cosine, linear, polynomial
-from praxis_lite.sharding import make_mesh
-from praxis_lite.train_state import TrainState
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.schedules import delayed_cosine, linear, polynomial
+from praxis_lite.partitioner import Partitioner, TrainState
+from praxis_lite.sharding import WeightSpec, make_mesh
 from tests.job_runs import launch, lines_of, succeed
 from tests.line_jobs import LINE
 

@@ -11,8 +11,8 @@ import pytest
 
 from praxis_lite.config.text import dump_config, load_config_file
 from praxis_lite.decode import BeamSearch
-from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.job_runs import copy_of_trained, launch, start_process, succeed, trained
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import (
+from praxis_lite import ConfigError
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics import (
     JsonLinesWriter,
     TensorBoardWriter,
     plot_loss_curve,

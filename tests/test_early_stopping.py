@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from praxis_lite.early_stopping import EarlyStopping
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, EarlyStopping
 
 NAN = math.nan
 

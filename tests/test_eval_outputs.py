@@ -10,17 +10,15 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.evaluation import Evaluator
+from praxis_lite import ConfigError, Task
 from praxis_lite.inputs import InMemory
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel, NnxModel
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.task import Task
 from praxis_lite.tasks.loss import LossTask
+from praxis_lite.trainer.evaluation import Evaluator
 from tests.job_runs import home, succeed
 
 ROWS, DIMS = 7, 5
@@ -221,7 +219,7 @@ import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
-from praxis_lite.learner import Learner
+from praxis_lite.learner.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 

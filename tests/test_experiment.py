@@ -5,8 +5,7 @@ import dataclasses
 import fiddle as fdl
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import Experiment, Job, RunConfig
+from praxis_lite import ConfigError, Experiment, Job, RunConfig
 
 
 @dataclasses.dataclass(frozen=True)

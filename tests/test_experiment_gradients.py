@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.experiment import Job
+from praxis_lite import Job
+from praxis_lite.experiment import registry
 from praxis_lite.inputs import SyntheticLm
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh

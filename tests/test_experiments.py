@@ -3,12 +3,13 @@
 import fiddle as fdl
 import pytest
 
-from praxis_lite import registry
 from praxis_lite.config.overrides import check_required
+from praxis_lite.experiment import registry
 from praxis_lite.inputs import SyntheticLm
-from praxis_lite.job_checks import TRAIN, check_num_batches
+from praxis_lite.inputs.base import TRAIN
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
+from praxis_lite.trainer.job_checks import check_num_batches
 
 NAMES = [one.name for one in registry.list_experiments()]
 DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.

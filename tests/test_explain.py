@@ -10,10 +10,11 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from praxis_lite.explain import explain
-from praxis_lite.hlo import format_bytes
-from praxis_lite.layout_table import layout_table
-from praxis_lite.train_state import StateLayout, state_layout
+from praxis_lite.explain.explain import explain
+from praxis_lite.explain.hlo import format_bytes
+from praxis_lite.explain.layout_table import layout_table
+from praxis_lite.partitioner import StateLayout
+from praxis_lite.partitioner.train_state import state_layout
 from tests.browser import EXECUTABLE, NO_BROWSER, Browser
 from tests.job_runs import home, launch, succeed
 

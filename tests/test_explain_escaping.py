@@ -10,8 +10,8 @@ from importlib import resources
 import jax
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.explain_page import page
-from praxis_lite.train_state import StateLayout
+from praxis_lite.explain.explain_page import page
+from praxis_lite.partitioner import StateLayout
 
 HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{title}}{{document}}"
 
@@ -23,7 +23,7 @@ def test_names_stay_text_in_the_page(mesh_of):
         declared_by={HOSTILE: HOSTILE},
     )
     text = page(HOSTILE, mesh_of(1, 4, 2), layout, [HOSTILE], [])
-    template = resources.files("praxis_lite").joinpath("explain_page.html").read_text("utf-8")
+    template = (resources.files("praxis_lite.explain") / "explain_page.html").read_text("utf-8")
     for tag in ("<script", "</script", "<img", "<!--"):
         assert text.count(tag) == template.count(tag), tag
     (found,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)

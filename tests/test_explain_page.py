@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.explain_page import ExplainedStep, page
-from praxis_lite.hlo import Collective, MemoryPerDevice
-from praxis_lite.train_state import StateLayout
+from praxis_lite.explain.explain_page import ExplainedStep, page
+from praxis_lite.explain.hlo import Collective, MemoryPerDevice
+from praxis_lite.partitioner import StateLayout
 from tests.browser import EXECUTABLE, NO_BROWSER, Browser
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER)

@@ -12,9 +12,8 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config
 from praxis_lite.experiments import explicit
 from praxis_lite.inputs import InMemory
-from praxis_lite.job_dir import JobDir
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import make_mesh
 from tests.job_runs import as_it_died, home, launch, lines_of, succeed
 

@@ -10,14 +10,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from praxis_lite.layers import Embedding, Linear
+from praxis_lite.layers import BaseLayer, Embedding, Linear
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.sharding import MeshConfig, WeightSharding, make_mesh
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
-from praxis_lite.weights import BaseLayer
 
 # V classes, D model dims, F hidden dims, B batch, T time.
 # All axes divide the first, none the second.

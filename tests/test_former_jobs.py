@@ -12,7 +12,7 @@ import pytest
 
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import load_config_file
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests.job_runs import lines_of, succeed
 
 FORMER = Path(__file__).parent / "former_jobs"

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.gradients import GradientLimits, global_norm
+from praxis_lite import ConfigError
+from praxis_lite.learner import GradientLimits
+from praxis_lite.learner.gradients import global_norm
 
 RNG = np.random.default_rng(3)
 GRADS = {

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import hlo
-from praxis_lite.hlo_layers import layers_of_name, source_line, together
+from praxis_lite.explain import hlo
+from praxis_lite.explain.hlo_layers import layers_of_name, source_line, together
 
 F32 = 4  # bytes
 

@@ -17,7 +17,7 @@ NAMES = {
     "not listed, at the top": "trap.Trap",
     "its submodule": "trap.deep.deeper.Trap",
     "a class of the library": "praxis_lite.main.main",
-    "the library": "praxis_lite.trainer.train",
+    "the library": "praxis_lite.trainer.trainer.train",
     "the tasks": "praxis_lite.tasks.loss.LossTask",
     "the system": "os.system",
     "the system, twice": "praxis_lite.experiments.os.system",

@@ -10,34 +10,51 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# A module imports what stands on a line above its own, and what is in its own package.
-ORDER = (
-    {"errors", "exits", "hlo_text", "host_memory", "source_scan"},
-    {"signals", "watchdog"},
-    {"command_line", "hlo_layers", "job_lock", "loss_spikes", "processes", "standard_output",
-     "stopping", "user_lines"},
-    {"whole_files"},
-    {"sharding", "hlo", "config", "initializers", "schedules", "compiler_warnings"},
-    {"weights"},
-    {"weight_sharding"},
-    {"layers", "models", "decode", "optimizers", "optimizer_factories"},
-    {"optimizer_groups", "gradients", "loss_scaling", "regularization", "quantization"},
-    {"slots"},
-    {"learner"},
-    {"task"},
-    {"train_state", "accumulation"},
-    {"steps"},
-    {"partitioner"},
-    {"non_finite", "shard_map_partitioner"},
-    {"early_stopping", "inputs", "metrics", "job_dir", "layout_table"},
-    {"checkpoints", "evaluation", "explain_page", "memory", "shared_job_dir"},
-    {"experiment", "summary"},
-    {"registry", "job_checks", "job_history", "step_reports"},
-    {"trainer", "decoding", "explain", "forward_pass", "interop", "job_on_mesh", "prompts"},
-    {"launch"},
-    {"main", "trained_model"},
-)
-RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+# By folder: a part imports what stands on a line above its own, and what is in itself.
+ORDERS = {
+    "praxis_lite": (
+        {"errors"},
+        {"config", "sharding"},
+        {"inputs", "job", "layers", "learner"},
+        {"decode", "models"},
+        {"task"},
+        {"partitioner"},
+        {"checkpoints", "explain"},
+        {"experiment"},
+        {"trainer"},
+        {"interop", "main"},
+    ),
+    "praxis_lite/layers": (
+        {"activations", "initializers"},
+        {"base_layer"},
+        {"einsums", "linears", "normalizations", "stochastics"},
+        {"embedding", "stacking"},
+        {"attention", "moe"},
+        {"recurrent", "transformer"},
+        {"vision"},
+        {"whole_model"},
+    ),
+    "praxis_lite/learner": (
+        {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "regularization",
+         "schedules"},
+        {"optimizer_groups"},
+        {"slots"},
+        {"learner"},
+    ),
+    "praxis_lite/trainer": (
+        {"forward_pass", "job_checks", "loss_spikes", "memory", "metrics", "non_finite"},
+        {"decoding", "evaluation", "job_history", "job_on_mesh", "step_reports", "summary"},
+        {"trainer"},
+        {"launch"},
+    ),
+    "praxis_lite/checkpoints": (
+        {"orbax_arrays", "steps"},
+        {"background_save", "files"},
+        {"save_checks", "saves", "tools"},
+        {"checkpoints", "digest", "step_differences"},
+        {"init", "__main__"},
+    ),
+}
 # Within praxis_lite through links, at the top as they are: looked at once, there.
 LINKED = ("tasks", "experiments")
 LIBRARY = sorted(
@@ -59,9 +76,9 @@ def imports(path: Path) -> Iterator[str]:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
 
 
-def part_of(path: Path) -> str:
-    """Returns the first part of a library file's name: "sharding" for sharding/mesh.py."""
-    return path.relative_to(ROOT / "praxis_lite").parts[0].removesuffix(".py")
+def part_of(path: Path, folder: str = "praxis_lite") -> str:
+    """Returns the first part of a file's name below a folder: "sharding" for sharding/mesh.py."""
+    return path.relative_to(ROOT / folder).parts[0].removesuffix(".py")
 
 
 def name_of(path: Path) -> str:
@@ -77,18 +94,38 @@ def test_tasks_and_experiments_are_packages_of_the_library_by_that_name_alone(na
         importlib.import_module(name)
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_the_library_imports_only_what_comes_before(path):
-    part = part_of(path)
-    if part == "__init__":  # Its names are loaded on first use.
-        return
-    assert part in RANK, f"say in ORDER where {part} stands"
-    for name in imports(path):
-        package, *rest = name.split(".")
-        assert package not in {*LINKED, "benchmarks", "tests"}, f"{name_of(path)} imports {name}"
-        if package == "praxis_lite" and rest[0] != part:
-            assert rest[0] not in LINKED, f"{name_of(path)} imports {name}"
-            assert RANK[rest[0]] < RANK[part], f"{name_of(path)} imports {name}"
+def test_the_library_imports_only_what_comes_before():
+    for folder, order in ORDERS.items():
+        rank = {name: one for one, names in enumerate(order) for name in names}
+        package = folder.replace("/", ".")
+        for path in LIBRARY:
+            if not path.is_relative_to(ROOT / folder):
+                continue
+            part = part_of(path, folder)
+            if part == "__init__":  # Shows what is in its folder.
+                continue
+            assert part in rank, f"say in ORDERS where {folder}/{part} stands"
+            for name in imports(path):
+                assert name.split(".")[0] not in {*LINKED, "benchmarks", "tests"}, (path, name)
+                if name.startswith(f"{package}."):
+                    found = name.removeprefix(f"{package}.").split(".")[0]
+                    # A name of the package's own __init__ is of no part.
+                    is_below = found == part or rank.get(found, len(order)) < rank[part]
+                    assert is_below, f"{name_of(path)} imports {name}"
+
+
+def test_no_folder_of_the_library_holds_more_than_sixteen_entries():
+    counts = {
+        name_of(folder): len([one for one in folder.iterdir() if one.name != "__pycache__"])
+        for folder in {path.parent for path in LIBRARY} - {ROOT / "praxis_lite"}
+    }
+    assert {name: count for name, count in counts.items() if count > 16} == {}
+
+
+def test_every_package_says_the_question_it_answers_and_what_it_never_sees():
+    for path in LIBRARY:
+        if path.name == "__init__.py":
+            assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), name_of(path)
 
 
 def test_the_package_itself_imports_nothing_at_run_time():

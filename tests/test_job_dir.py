@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.init_plan import _located
-from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.init.init_plan import _located
 from praxis_lite.checkpoints.tools import steps_directory
-from praxis_lite.errors import ConfigError
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
-from praxis_lite.job_dir import JobDir, open_for_reading, open_for_training
-from praxis_lite.shared_job_dir import open_shared
+from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
+from praxis_lite.job.shared_job_dir import open_shared
 
 CONFIG = json.dumps({"experiment": "praxis_lite.experiments.lm.PyDocs"})
 
@@ -98,7 +97,7 @@ def test_reading_needs_a_job(tmp_path):
 def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
     code = (
         "import os, sys, pathlib\n"
-        "from praxis_lite.job_dir import open_for_training, open_for_reading\n"
+        "from praxis_lite.job.job_dir import open_for_training, open_for_reading\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         "for path in sys.argv[1:]:\n"
         "    try: open_for_training(path, 'praxis_lite.experiments.lm.PyDocs')\n"

@@ -9,8 +9,8 @@ from tensorboardX.proto import event_pb2
 
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import load_config_file
-from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.job_runs import home, start_process, trained
 
 SETTINGS = ["run.num_train_steps=200", "run.checkpoint_every_steps=50", "run.eval_every_steps=50"]

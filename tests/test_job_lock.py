@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.job_lock import JobLock
+from praxis_lite import ConfigError
+from praxis_lite.job.job_lock import JobLock
 from tests.job_runs import CHECKOUT, home, launch
 
 HOLD = '''
 import os, sys, time
 from pathlib import Path
-from praxis_lite.job_lock import JobLock
+from praxis_lite.job.job_lock import JobLock
 
 with JobLock(Path(sys.argv[1]), print):
     # The worker speaks itself: it has let go by then.

@@ -10,10 +10,10 @@ import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config_file
-from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import WeightedMean, read_json_lines
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
+from praxis_lite.trainer.metrics import WeightedMean, read_json_lines
 from tests.job_runs import home, launch, lines_of, loaded, succeed
 from tests.line_jobs import LINE
 

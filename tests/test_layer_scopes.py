@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.hlo_layers import layers_of_name
-from praxis_lite.layers import Linear, Repeat, StackedTransformer
+from praxis_lite import ConfigError
+from praxis_lite.explain.hlo_layers import layers_of_name
+from praxis_lite.layers import BaseLayer, Linear, Repeat, StackedTransformer
+from praxis_lite.layers.base_layer import attribute_name
 from praxis_lite.models import NnxModel
-from praxis_lite.weights import BaseLayer, attribute_name
 
 
 class Block(BaseLayer):

@@ -11,17 +11,19 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.layout_table import (
+from praxis_lite import Task
+from praxis_lite.explain.layout_table import (
     LONG_DECISION,
     bytes_per_device,
     layout_table,
     layout_warnings,
     leaf_table,
 )
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base_layer import stacked
 from praxis_lite.learner import Learner
-from praxis_lite.task import Task
-from praxis_lite.train_state import StateLayout, state_layout
-from praxis_lite.weights import BaseLayer, stacked
+from praxis_lite.partitioner import StateLayout
+from praxis_lite.partitioner.train_state import state_layout
 from tests.job_runs import home
 
 BLOCKS = "mdl_vars/params/transformer/blocks"

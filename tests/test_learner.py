@@ -13,20 +13,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers.adapters import lora
-from praxis_lite.layers.linears import Linear
-from praxis_lite.learner import Learner
-from praxis_lite.loss_scaling import DynamicLossScale
-from praxis_lite.metrics import WeightedMean
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer, spec_items
-from praxis_lite.optimizers import regularized
+from praxis_lite import ConfigError, Task
+from praxis_lite.layers import BaseLayer, Linear, lora
+from praxis_lite.layers.base_layer import stacked
+from praxis_lite.learner import AuxiliaryOptimizer, DynamicLossScale, Learner
+from praxis_lite.learner.optimizer_groups import spec_items
+from praxis_lite.learner.optimizers import regularized
+from praxis_lite.learner.slots import slot_specs
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.slots import slot_specs
-from praxis_lite.steps import init_state, train_step
-from praxis_lite.task import Task
-from praxis_lite.weights import BaseLayer, WeightSpec, stacked
+from praxis_lite.partitioner.steps import init_state, train_step
+from praxis_lite.sharding import MeshConfig, WeightSpec, make_mesh
+from praxis_lite.trainer.metrics import WeightedMean
 
 F32 = jnp.dtype("float32")
 # A stack of three layers, a nested stack, and weights of their own.

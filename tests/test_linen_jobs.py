@@ -14,7 +14,7 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config_file
 from praxis_lite.experiments import linen
 from praxis_lite.experiments.linen_models import CausalLm
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from tests.job_runs import as_it_died, home, launch, lines_of, succeed

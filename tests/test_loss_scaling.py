@@ -11,14 +11,12 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import steps
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm
-from praxis_lite.learner import Learner
-from praxis_lite.loss_scaling import DynamicLossScale
-from praxis_lite.task import Task
+from praxis_lite import ConfigError, Task
+from praxis_lite.layers import BaseLayer, SharedEmbeddingSoftmax, rotary_lm
+from praxis_lite.layers.base_layer import ones
+from praxis_lite.learner import DynamicLossScale, Learner
+from praxis_lite.partitioner import steps
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.weights import BaseLayer, ones
 from tests.float16 import needs_float16
 from tests.test_accumulation import lm_batch
 

@@ -10,17 +10,22 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import job_checks
-from praxis_lite import launch as launch_module
+from praxis_lite import ConfigError, RunConfig
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config_file
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import RunConfig
-from praxis_lite.job_dir import JobDir
-from praxis_lite.loss_spikes import MAX_ROLL_BACKS, LossSpike, RollBacks, SpikeDetector, losses_of
-from praxis_lite.metrics import read_json_lines
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
+from praxis_lite.trainer import job_checks
+from praxis_lite.trainer import launch as launch_module
+from praxis_lite.trainer.loss_spikes import (
+    MAX_ROLL_BACKS,
+    LossSpike,
+    RollBacks,
+    SpikeDetector,
+    losses_of,
+)
+from praxis_lite.trainer.metrics import read_json_lines
 from tests import process_pairs
 from tests.job_runs import home, launch, lines_of, succeed
 from tests.line_jobs import LINE

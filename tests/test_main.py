@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from praxis_lite import registry
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import config_lines, dump_config
-from praxis_lite.job_dir import open_for_training
+from praxis_lite.experiment import registry
+from praxis_lite.job.job_dir import open_for_training
 from tests.job_runs import CHECKOUT, home, launch, start_process
 
 TINY = "--exp=jobzoo.experiments.Tiny"

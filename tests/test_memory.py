@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from praxis_lite import host_memory
-from praxis_lite.errors import ConfigError, OutOfMemory
-from praxis_lite.memory import check_fits, saying_what_is_large
-from praxis_lite.train_state import StateLayout, TrainState
+from praxis_lite import ConfigError
+from praxis_lite.errors import OutOfMemory
+from praxis_lite.job.processes import host_memory
+from praxis_lite.partitioner import StateLayout, TrainState
+from praxis_lite.trainer.memory import check_fits, saying_what_is_large
 from tests.job_runs import home, launch
 from tests.line_jobs import LINE
 

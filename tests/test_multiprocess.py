@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests import process_pairs as pairs
 from tests.job_runs import CHECKOUT, copy_of_trained, home, lines_of, trained
 

@@ -10,10 +10,10 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import hlo
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.experiments import nnx_guide
+from praxis_lite.explain import hlo
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.text import load_config_file
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from tests.job_runs import as_it_died, home, launch, lines_of, succeed
@@ -28,7 +28,7 @@ from flax import nnx
 from praxis_lite.experiments.nnx_guide import noise, squared_error
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
-from praxis_lite.learner import Learner
+from praxis_lite.learner.learner import Learner
 from praxis_lite.tasks.loss import LossTask
 
 LAYERS = {nnx.PARTITION_NAME: "layers"}

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ FUNCTIONS = {
 ALLOWED = {
     ("praxis_lite/inputs/worker_process.py", "multiprocessing"): "arguments to its own children",
     ("praxis_lite/config/names.py", "import_module"): "behind the allow-list of configs",
-    ("praxis_lite/registry.py", "import_module"): "of an experiment found in an allowed package",
+    ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, in allowed packages",
     ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",
     ("praxis_lite/inputs/__init__.py", "import_module"): "its own names, from its own table",
     ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",

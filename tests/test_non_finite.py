@@ -13,17 +13,15 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from praxis_lite.job_dir import JobDir
-from praxis_lite.layers import FeedForward, Repeat
-from praxis_lite.learner import Learner
-from praxis_lite.loss_scaling import DynamicLossScale
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.layers import BaseLayer, FeedForward, Repeat
+from praxis_lite.layers.base_layer import ones
+from praxis_lite.learner import DynamicLossScale, Learner
 from praxis_lite.models import FunctionModel, LinenModel, NnxModel
-from praxis_lite.non_finite.steps import MAX_REPORTS, NonFiniteSteps
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weights import BaseLayer, ones
+from praxis_lite.trainer.non_finite.steps import MAX_REPORTS, NonFiniteSteps
 from tests.float16 import HALF, needs_float16
 from tests.job_runs import home, lines_of, succeed
 from tests.line_jobs import LINE

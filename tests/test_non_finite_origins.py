@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from praxis_lite.non_finite.origins import Origin, OriginSearch
+from praxis_lite.trainer.non_finite.origins import Origin, OriginSearch
 
 
 @jax.custom_vjp

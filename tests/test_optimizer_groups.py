@@ -9,10 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.learner import Learner
-from praxis_lite.optimizer_groups import (
-    AuxiliaryOptimizer,
+from praxis_lite import ConfigError
+from praxis_lite.learner import AuxiliaryOptimizer, Learner
+from praxis_lite.learner.optimizer_groups import (
     Group,
     grouped,
     merged,
@@ -20,8 +19,8 @@ from praxis_lite.optimizer_groups import (
     select,
     spec_items,
 )
-from praxis_lite.optimizers.path_masks import path_mask
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.optimizers import path_mask
+from praxis_lite.sharding import WeightSpec
 
 F32 = jnp.dtype("float32")
 SPECS = {

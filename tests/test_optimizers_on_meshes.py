@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import hlo
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.explain import hlo
 from tests.lm_runs import on_host
 from tests.optimizer_runs import (
     NUM_STEPS,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import hlo
+from praxis_lite.explain import hlo
 from tests import plain_training
 from tests.lm_runs import (
     MAX_NORM,

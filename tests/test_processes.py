@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from praxis_lite import processes
-from praxis_lite.errors import ConfigError
-from praxis_lite.processes import start as process_start
-from praxis_lite.processes.agreement import Agreement, SlowHosts
-from praxis_lite.processes.same_everywhere import check_same
-from praxis_lite.sharding import MeshConfig
+from praxis_lite import ConfigError
+from praxis_lite.job import processes
+from praxis_lite.job.processes import start as process_start
+from praxis_lite.job.processes.agreement import Agreement, SlowHosts
+from praxis_lite.job.processes.same_everywhere import check_same
+from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.sharding.inputs import process_rows
-from praxis_lite.sharding.mesh import make_mesh
 
 
 def test_one_process_exchanges_with_itself_and_asks_no_device():
@@ -223,7 +222,7 @@ def said_by(run) -> list[str]:
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("praxis_lite.processes.agreement")
+    log = logging.getLogger("praxis_lite.job.processes.agreement")
     log.addHandler(handler)
     try:
         run()

@@ -13,20 +13,26 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import layers, quantization
+from praxis_lite import ConfigError, layers
 from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.decode import Greedy
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import rotary_lm, set_sharding_params
-from praxis_lite.layers.adapters import lora, merge_adapters
+from praxis_lite.layers import (
+    BaseLayer,
+    QuantizationRule,
+    lora,
+    merge_adapters,
+    quantized,
+    quantized_einsum,
+    rotary_lm,
+    set_sharding_params,
+)
+from praxis_lite.layers.whole_model import quantization
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.quantization import QuantizationRule, quantized, quantized_einsum
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.weights import BaseLayer
 from tests.float16 import needs_float16
 from tests.lm_runs import (
     NUM_NEW_TOKENS,

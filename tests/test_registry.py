@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite import registry
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import Experiment
+from praxis_lite import ConfigError, Experiment
+from praxis_lite.experiment import registry
 
 EXPERIMENT = """
     from praxis_lite import Experiment, register
@@ -196,7 +195,7 @@ def test_classes_of_main_are_found_and_a_notebook_may_define_one_again():
     code = """
         import sys
         from praxis_lite import Experiment, register
-        from praxis_lite.registry import get_experiment
+        from praxis_lite.experiment.registry import get_experiment
         for number in (1, 2):
             @register
             class Mine(Experiment):
@@ -211,7 +210,7 @@ LOOK_UP = """
 import sys
 import time
 from praxis_lite import ConfigError, register
-from praxis_lite.registry import get_experiment
+from praxis_lite.experiment.registry import get_experiment
 assert not {"jax", "flax", "fiddle"} & set(sys.modules), "import praxis_lite is not light"
 try:
     get_experiment(sys.argv[1], sys.argv[2:])
@@ -240,7 +239,7 @@ def test_a_users_package_in_the_current_directory_is_found(tmp_path):
     folder.mkdir()
     (folder / "experiments.py").write_text(textwrap.dedent(EXPERIMENT.format(name="MyLm")))
     code = (
-        "from praxis_lite.registry import get_experiment, full_name;"
+        "from praxis_lite.experiment.registry import get_experiment, full_name;"
         "print(full_name(get_experiment('mypackage.experiments.MyLm', ['mypackage'])))"
     )
     done = subprocess.run(

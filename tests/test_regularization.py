@@ -10,14 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import Dropout, Repeat
-from praxis_lite.learner import Learner
+from praxis_lite import ConfigError, Task
+from praxis_lite.layers import BaseLayer, Dropout, Repeat
+from praxis_lite.learner import Learner, VariationalNoise
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.regularization import VariationalNoise
-from praxis_lite.sharding import MeshConfig, constrain, make_mesh
-from praxis_lite.task import Task
-from praxis_lite.weights import BaseLayer, WeightSpec
+from praxis_lite.sharding import MeshConfig, WeightSpec, constrain, make_mesh
 
 SPLIT = {"map_2d": (("replica", "data"), "mdl")}
 NUM_LAYERS, ROWS, WIDTH = 3, 11, 13

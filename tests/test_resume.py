@@ -14,7 +14,7 @@ import pytest
 from praxis_lite.checkpoints.digest import leaf_digests
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.inputs.position import DataPosition
-from praxis_lite.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.layers import Dropout
 from praxis_lite.sharding import constrain
 from tests.float16 import HAS_FLOAT16
@@ -38,12 +38,12 @@ import optax
 from jobzoo.experiments import Tiny
 from praxis_lite import register
 from praxis_lite.inputs import FromDataset, WithWorkers, numpy_data, tf_data
-from praxis_lite.inputs.tensorflow_import import tensorflow
+from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 from praxis_lite.layers import BatchNorm, Dropout, Linear
-from praxis_lite.learner import Learner
-from praxis_lite.loss_scaling import DynamicLossScale
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer
-from praxis_lite.weights import BaseLayer
+from praxis_lite.learner.learner import Learner
+from praxis_lite.learner.loss_scaling import DynamicLossScale
+from praxis_lite.learner.optimizer_groups import AuxiliaryOptimizer
+from praxis_lite.layers.base_layer import BaseLayer
 from tests.float16 import HALF
 from praxis_lite.tasks.loss import LossTask
 

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import schedules
+from praxis_lite import ConfigError
 from praxis_lite.config.text import dump_config, load_config
-from praxis_lite.errors import ConfigError
-from praxis_lite.schedules import (
+from praxis_lite.learner import schedules
+from praxis_lite.learner.schedules import (
     constant,
     linear,
     linear_rampup_cosine_decay,

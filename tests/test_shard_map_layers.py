@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.layers.attention_chunks import chunked_attention
-from praxis_lite.layers.attention_einsum import LogitOptions
-from praxis_lite.layers.attention_fused import splash_attention
-from praxis_lite.layers.attention_masks import AttentionMask
-from praxis_lite.layers.chunked_cross_entropy import token_stats
-from praxis_lite.layers.moe_dropless import dropless
+from praxis_lite.layers.attention.chunks import chunked_attention
+from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.fused import splash_attention
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
+from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.sharding.varying import varying_over
 from tests.decode.toy_models import Recurrent, row_keys
 from tests.layers.test_pipelines import drawn, pipeline_model

@@ -12,21 +12,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import hlo
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.experiments import explicit
-from praxis_lite.layers import (
-    Repeat,
-    attention_fused,
-    chunked_cross_entropy,
-    moe_experts,
-    pipeline_ticks,
-)
-from praxis_lite.learner import Learner
-from praxis_lite.loss_scaling import DynamicLossScale
+from praxis_lite.explain import hlo
+from praxis_lite.layers import Repeat
+from praxis_lite.layers.attention import fused as attention_fused
+from praxis_lite.layers.embedding import chunked_cross_entropy
+from praxis_lite.layers.moe import experts as moe_experts
+from praxis_lite.layers.stacking import pipeline_ticks
+from praxis_lite.learner import DynamicLossScale, Learner
 from praxis_lite.models import FunctionModel
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.sharding.gather import gather_of
 from praxis_lite.tasks.language_model import LanguageModelTask

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import hlo
-from praxis_lite.slots import extended_specs, split_as_slots
-from praxis_lite.weights import WeightSpec
+from praxis_lite.explain import hlo
+from praxis_lite.learner.slots import extended_specs, split_as_slots
+from praxis_lite.sharding import WeightSpec
 from tests import zero1_runs
 from tests.goldens import trimmed
 

@@ -11,10 +11,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.learner import Learner
-from praxis_lite.optimizer_groups import Group
-from praxis_lite.optimizers import (
+from praxis_lite.learner.optimizer_groups import Group
+from praxis_lite.learner.optimizers import (
     adafactor,
     adam,
     lion,
@@ -22,9 +22,9 @@ from praxis_lite.optimizers import (
     muon_matrices,
     soap,
 )
-from praxis_lite.slots import slot_specs
-from praxis_lite.train_state import state_layout
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.slots import slot_specs
+from praxis_lite.partitioner.train_state import state_layout
+from praxis_lite.sharding import WeightSpec
 from tests.goldens import golden, trimmed
 
 P = PartitionSpec

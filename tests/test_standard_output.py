@@ -10,7 +10,7 @@ from tests.job_runs import CHECKOUT
 
 PRINTS = '''
 import sys
-from praxis_lite.standard_output import output_may_be_lost
+from praxis_lite.job.processes.standard_output import output_may_be_lost
 
 with output_may_be_lost(goes_on=sys.argv[1] == "goes on"):
     print("first", flush=True)
@@ -70,7 +70,7 @@ def test_main_in_a_pipe_that_is_closed_ends_quietly():
 def test_gloos_lines_are_kept_off_the_output_and_no_others():
     program = """
 import os
-from praxis_lite.standard_output import output_may_be_lost, without_lines_of_gloo
+from praxis_lite.job.processes.standard_output import output_may_be_lost, without_lines_of_gloo
 
 with output_may_be_lost(goes_on=True):
     print("before")

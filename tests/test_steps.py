@@ -10,17 +10,16 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from praxis_lite import steps
-from praxis_lite.errors import ConfigError
-from praxis_lite.learner import Learner
+from praxis_lite import ConfigError
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base_layer import zeros
+from praxis_lite.learner import Learner, VariationalNoise
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.models.nnx_model import mdl_vars_of
-from praxis_lite.regularization import VariationalNoise
+from praxis_lite.partitioner import TrainState, steps
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.train_state import TrainState
-from praxis_lite.weights import BaseLayer, zeros
 from tests import lm_runs
 
 ROWS, DIMS, CLASSES, RATE = 24, 5, 3, 0.7

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from praxis_lite.checkpoints import step_dirs
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
-from praxis_lite.signals import SIGNALS
-from praxis_lite.stopping import StopRequest
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.signals import SIGNALS
+from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.job_runs import CHECKOUT, home, launch, lines_of, start_process, succeed, trained
 from tests.line_jobs import LINE
 
@@ -26,7 +26,7 @@ TINY = "--exp=jobzoo.experiments.Tiny"
 LOOP = '''
 import hashlib, os, signal, sys, threading, time
 from praxis_lite import stopping
-from praxis_lite.stopping import StopRequest
+from praxis_lite.job.processes.stopping import StopRequest
 
 where, limit, num_processes = sys.argv[1], float(sys.argv[2]) or None, int(sys.argv[3])
 
@@ -172,8 +172,8 @@ def test_one_of_several_processes_makes_the_first_step_with_the_others():
 
 ENDS = '''
 import gc, hashlib, sys, threading, time
-from praxis_lite.signals import EndsBySignal
-from praxis_lite.stopping import StopRequest
+from praxis_lite.job.processes.signals import EndsBySignal
+from praxis_lite.job.processes.stopping import StopRequest
 
 where = sys.argv[1]
 
@@ -237,7 +237,7 @@ def test_what_is_ignored_stays_ignored():
 
 FORKED = '''
 import os, signal, time
-from praxis_lite.stopping import StopRequest
+from praxis_lite.job.processes.stopping import StopRequest
 
 with StopRequest() as stop:
     stop.step_ended()

@@ -2,8 +2,8 @@
 
 import json
 
-from praxis_lite.job_dir import JobDir
-from praxis_lite.summary import summary
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.summary import summary
 from tests.job_runs import copy_of_trained, launch
 
 

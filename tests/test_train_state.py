@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, Task
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base_layer import stacked, zeros
 from praxis_lite.learner import Learner
+from praxis_lite.partitioner.train_state import state_layout
 from praxis_lite.sharding import SplitDims
-from praxis_lite.task import Task
-from praxis_lite.train_state import state_layout
-from praxis_lite.weights import BaseLayer, stacked, zeros
 
 P = PartitionSpec
 AXIS_SIZES = {"replica": 1, "data": 4, "mdl": 2}

@@ -7,10 +7,10 @@ import pytest
 
 import praxis_lite
 from praxis_lite import ConfigError, MeshConfig
-from praxis_lite.checkpoints.manifest import read_manifest
-from praxis_lite.checkpoints.stored_arrays import stored_arrays
+from praxis_lite.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.checkpoints.steps.manifest import read_manifest
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.metrics import read_json_lines
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.job_runs import copy_of_trained, loaded, succeed
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"

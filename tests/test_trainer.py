@@ -9,11 +9,10 @@ import shutil
 
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import RunConfig
-from praxis_lite.job_checks import check_num_batches, check_resumable
-from praxis_lite.job_dir import JobDir
-from praxis_lite.metrics import read_json_lines
+from praxis_lite import ConfigError, RunConfig
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.job_checks import check_num_batches, check_resumable
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.job_runs import copy_of_trained, home, launch, lines_of, succeed, trained
 from tests.line_jobs import LINE
 
@@ -48,7 +47,7 @@ def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("praxis_lite.partitioner.Partitioner.key", stop)
+        patch.setattr("praxis_lite.partitioner.partitioner.Partitioner.key", stop)
         assert launch(*argv).code == 130
     # It is the job's directory already, and not "no job of praxis_lite".
     assert "config.json" in os.listdir(job.path)

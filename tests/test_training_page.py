@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from praxis_lite import optimizers, schedules
-from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
-from praxis_lite.checkpoints.loading_rules import CheckpointLoadingRules
-from praxis_lite.early_stopping import EarlyStopping
+from praxis_lite import BestCheckpoints, CheckpointLoadingRules, EarlyStopping
 from praxis_lite.experiments import lm
-from praxis_lite.loss_scaling import DynamicLossScale
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer
+from praxis_lite.layers import QuantizationRule, quantized
+from praxis_lite.learner import (
+    AuxiliaryOptimizer,
+    DynamicLossScale,
+    VariationalNoise,
+    optimizers,
+    schedules,
+)
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.quantization import QuantizationRule, quantized
-from praxis_lite.regularization import VariationalNoise
 from praxis_lite.sharding import make_mesh
 
 PAGE = (Path(__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")

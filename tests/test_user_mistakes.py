@@ -19,8 +19,8 @@ from flax import nnx
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.inputs.base import IndexedPipeline, InputPipeline, spec_of
-from praxis_lite.learner import Learner
-from praxis_lite.optimizers import adafactor
+from praxis_lite.learner.learner import Learner
+from praxis_lite.learner.optimizers import adafactor
 from praxis_lite.task import Task
 from praxis_lite.tasks.loss import LossTask
 

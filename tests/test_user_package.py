@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from praxis_lite import registry
+from praxis_lite import ConfigError
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.text import config_lines
-from praxis_lite.errors import ConfigError
-from praxis_lite.metrics import read_json_lines
+from praxis_lite.experiment import registry
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.job_runs import CHECKOUT
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from praxis_lite.watchdog import SAVING, Watchdog
+from praxis_lite.job.processes.watchdog import SAVING, Watchdog
 from tests.job_runs import CHECKOUT
 
 
@@ -97,7 +97,7 @@ def test_each_sign_of_life_starts_the_clock_anew():
 HANG = '''
 import ctypes, sys, time
 from pathlib import Path
-from praxis_lite.watchdog import SAVING, Watchdog
+from praxis_lite.job.processes.watchdog import SAVING, Watchdog
 
 where, path = sys.argv[1:]
 is_saving = lambda: where == "saves in the background"
@@ -153,7 +153,8 @@ def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
         time.sleep(0.05)
         order.append("reported")
 
-    monkeypatch.setattr("praxis_lite.watchdog.end_now", lambda status: order.append("ended"))
+    end_now = "praxis_lite.job.processes.watchdog.end_now"
+    monkeypatch.setattr(end_now, lambda status: order.append("ended"))
     with Watchdog(0.1, exits=True, write=write) as dog:
         assert is_over.wait(60)
     assert order == ["reported", "ended", "saving"]

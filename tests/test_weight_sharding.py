@@ -12,18 +12,18 @@ import pytest
 from flax.core import spmd
 from jax.sharding import PartitionSpec
 
+from praxis_lite import ConfigError
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import dump_config, load_config
-from praxis_lite.errors import ConfigError
 from praxis_lite.learner import Learner
-from praxis_lite.models.function_model import FunctionModel
+from praxis_lite.models import FunctionModel
+from praxis_lite.models.axis_rules import flax_axis_rules
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import Fsdp, MeshConfig, make_mesh
+from praxis_lite.partitioner.train_state import state_layout
+from praxis_lite.sharding import Fsdp, MeshConfig, WeightSharding, WeightSpec, make_mesh
+from praxis_lite.sharding.weight_sharding import decide_shardings
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.train_state import state_layout
-from praxis_lite.weight_sharding import WeightSharding, decide_shardings, flax_axis_rules
-from praxis_lite.weights import WeightSpec
 
 P = PartitionSpec
 AXIS_SIZES = {"replica": 1, "data": 4, "mdl": 2}

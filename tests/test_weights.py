@@ -8,11 +8,12 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.layers import Linear, Repeat, Transformer, TransformerLm, set_sharding_params
+from praxis_lite.layers.base_layer import spec_of
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
-from praxis_lite.weights import WeightSpec, spec_of
+from praxis_lite.sharding import WeightSpec
 
 AXES = ("replica", "data", "mdl")
 SPLIT_LINEAR = functools.partial(Linear, 5, 7, weight_split_dims_mapping=("data", "mdl"))

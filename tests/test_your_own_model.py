@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from tests.job_runs import succeed
 
 PAGE = (Path(__file__).parents[1] / "docs/your_own_model.md").read_text(encoding="utf-8")

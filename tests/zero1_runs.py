@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from praxis_lite import hlo
+from praxis_lite import Task
+from praxis_lite.explain import hlo
+from praxis_lite.layers import BaseLayer
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.task import Task
-from praxis_lite.weights import BaseLayer
 
 MODEL_DIMS, HIDDEN_DIMS, NUM_DEVICES = 256, 1024, 8
 NUM_WEIGHTS = 2 * MODEL_DIMS * HIDDEN_DIMS

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from praxis_lite.checkpoints import step_dirs, tools
+from praxis_lite.checkpoints import tools
 from praxis_lite.checkpoints.digest import combined, leaf_digests
 from praxis_lite.checkpoints.step_differences import step_differences
+from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.errors import ConfigError
 
 

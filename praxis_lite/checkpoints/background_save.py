@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite import processes
-from praxis_lite.checkpoints import step_dirs
 from praxis_lite.checkpoints.orbax_arrays import Writing
+from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.errors import ConfigError
-from praxis_lite.train_state import TrainState
+from praxis_lite.job import processes
+from praxis_lite.partitioner import TrainState
 
 _MEET_SECONDS = 3600.0
 

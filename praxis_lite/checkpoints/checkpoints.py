@@ -19,23 +19,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.decisions import Decisions
-from praxis_lite.checkpoints.good_steps import GoodSteps, Step
-from praxis_lite.checkpoints.manifest import (
+from praxis_lite.checkpoints.files.stored_arrays import check_stored, undecodable
+from praxis_lite.checkpoints.orbax_arrays import read_arrays
+from praxis_lite.checkpoints.save_checks import check_finite, check_names
+from praxis_lite.checkpoints.saves import Saves
+from praxis_lite.checkpoints.steps.decisions import Decisions
+from praxis_lite.checkpoints.steps.good_steps import GoodSteps, Step
+from praxis_lite.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
     manifest_leaf,
     manifest_leaves,
     new_manifest,
 )
-from praxis_lite.checkpoints.orbax_arrays import read_arrays
-from praxis_lite.checkpoints.save_checks import check_finite, check_names
-from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.checkpoints.saves import Saves
-from praxis_lite.checkpoints.stored_arrays import check_stored, undecodable
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.job_dir import local_directory
-from praxis_lite.train_state import LeafLayout, StateLayout, TrainState
+from praxis_lite.job.job_dir import local_directory
+from praxis_lite.partitioner import StateLayout, TrainState
+from praxis_lite.partitioner.train_state import LeafLayout
 
 PyTree = Any
 # Several may be open in a process; all processes open them in one order.

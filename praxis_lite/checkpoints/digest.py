@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
+from praxis_lite.checkpoints.files.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress
 
 

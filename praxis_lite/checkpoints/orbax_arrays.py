@@ -18,8 +18,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint._src import asyncio_utils
 
-from praxis_lite import processes
-from praxis_lite.train_state import LeafLayout, TrainState
+from praxis_lite.job import processes
+from praxis_lite.partitioner import TrainState
+from praxis_lite.partitioner.train_state import LeafLayout
 
 ITEMS = ("mdl_vars", "opt_states")
 _TIMEOUT_SECONDS = 3600

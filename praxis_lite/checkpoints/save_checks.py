@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.checkpoints.manifest import manifest_leaves
-from praxis_lite.checkpoints.zarr_checks import check_leaf
+from praxis_lite.checkpoints.files.zarr_checks import check_leaf
+from praxis_lite.checkpoints.steps.manifest import manifest_leaves
 from praxis_lite.errors import ConfigError
-from praxis_lite.train_state import StateLayout, TrainState
+from praxis_lite.partitioner import StateLayout, TrainState
 
 
 def check_names(layout: StateLayout) -> None:

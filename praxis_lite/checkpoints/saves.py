@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from praxis_lite import processes
 from praxis_lite.checkpoints.background_save import BackgroundSave, FailedSave, why
-from praxis_lite.checkpoints.good_steps import GoodSteps
-from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.train_state import TrainState
+from praxis_lite.checkpoints.steps.good_steps import GoodSteps
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.job import processes
+from praxis_lite.partitioner import TrainState
 
 
 class Saves:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints import step_dirs
-from praxis_lite.checkpoints.manifest import COMMIT_JSON, MANIFEST_JSON
-from praxis_lite.checkpoints.stored_arrays import check_leaves, stored_arrays
-from praxis_lite.checkpoints.zarr_checks import np_dtype
+from praxis_lite.checkpoints.files.stored_arrays import check_leaves, stored_arrays
+from praxis_lite.checkpoints.files.zarr_checks import np_dtype
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.errors import ConfigError
-from praxis_lite.job_dir import local_directory
+from praxis_lite.job.job_dir import local_directory
 
 Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import fiddle as fdl
 
+from praxis_lite.config.user_lines import own_words, user_line
 from praxis_lite.errors import ConfigError, shown
-from praxis_lite.user_lines import own_words, user_line
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")

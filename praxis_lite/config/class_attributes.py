@@ -10,8 +10,8 @@ import fiddle as fdl
 
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.paths import callable_name
+from praxis_lite.config.user_lines import user_line
 from praxis_lite.errors import ConfigError
-from praxis_lite.user_lines import user_line
 
 
 class _Experiment(Protocol):

@@ -14,32 +14,25 @@ from typing import Any
 from praxis_lite.config.values import is_dtype
 from praxis_lite.errors import ConfigError, shown
 
-# What configs are made of here: the public classes and functions defined in these modules, and in
-# the modules below them. No function of these writes a file.
-PRAXIS_LITE = (
-    "checkpoints.best_checkpoints",
-    "checkpoints.loading_rules",
-    "decode",
-    "early_stopping",
-    "experiment",
-    "initializers",
-    "inputs",
-    "layers",
-    "learner",
-    "loss_scaling",
-    "models",
-    "optimizer_groups",
-    "optimizers",
-    "partitioner",
-    "quantization",
-    "regularization",
-    "schedules",
-    "shard_map_partitioner",
-    "sharding",
-    "task",
-    "weight_sharding",
-    "weights",
+# What configs are made of here, by the names that the library gives it: files move, these stay.
+# Of two that show one thing, the first is written. No function of these writes a file.
+PUBLIC = (
+    "praxis_lite",
+    "praxis_lite.decode",
+    "praxis_lite.inputs",
+    "praxis_lite.inputs.numpy_data",
+    "praxis_lite.inputs.tf_data",
+    "praxis_lite.layers",
+    "praxis_lite.learner",
+    "praxis_lite.learner.optimizers",
+    "praxis_lite.learner.schedules",
+    "praxis_lite.models",
+    "praxis_lite.partitioner",
+    "praxis_lite.sharding",
 )
+
+# Actions, not settings: a file does not begin them.
+_ACTIONS = {("praxis_lite", "TrainedModel"), ("praxis_lite", "load"), ("praxis_lite", "register")}
 
 # Everything public that is defined in them, by the name that the library gives it.
 WHOLE_LIBRARIES = (
@@ -58,14 +51,12 @@ LIBRARIES = WHOLE_LIBRARIES + ARRAY_LIBRARIES + LAYER_LIBRARIES
 
 # All that is defined in them, as in the packages that a user lists.
 PACKAGES = ("praxis_lite.tasks", "praxis_lite.experiments")
-# Former names of packages, by the last format of config.json that has them.
-_FORMER = {2: {"tasks": "praxis_lite.tasks", "experiments": "praxis_lite.experiments"}}
 
 # Where a bare name behind --set is looked up.
 SHORT = (
     "praxis_lite.layers",
-    "praxis_lite.optimizers",
-    "praxis_lite.schedules",
+    "praxis_lite.learner.optimizers",
+    "praxis_lite.learner.schedules",
     "praxis_lite.decode",
     "praxis_lite.inputs",
     "optax",
@@ -74,20 +65,6 @@ SHORT = (
 )
 
 BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple")
-
-
-def name_today(name: str, config_format: int, packages: Collection[str]) -> str:
-    """Returns what a module or an experiment that a config.json names is called today.
-
-    Args:
-        name: `tasks.loss`, as the file has it.
-        config_format: of the file.
-        packages: that the user listed: `tasks` among them is the user's own.
-    """
-    top, _, below = name.partition(".")
-    if top in packages or top not in _FORMER.get(config_format, {}):
-        return name
-    return f"{_FORMER[config_format][top]}.{below}".removesuffix(".")
 
 
 def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
@@ -102,11 +79,11 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
         return name in BUILTINS
     if module in LIBRARIES:
         return is_public
-    top, _, below = module.partition(".")
+    top = module.partition(".")[0]
     if any(f"{module}.".startswith(f"{one}.") for one in PACKAGES):
         return True
     if top == "praxis_lite":
-        return is_public and any(f"{below}.".startswith(f"{one}.") for one in PRAXIS_LITE)
+        return is_public and module in PUBLIC and (module, name) not in _ACTIONS
     return top in packages
 
 
@@ -156,7 +133,9 @@ def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> A
         return None
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
     for module, name in splits or [(place, text) for place in (*beside, *SHORT)]:
-        value = _shown_in(module, name) if is_allowed(module, name, packages) else None
+        is_beside = module in beside and module in sys.modules
+        may_look = is_beside or is_allowed(module, name, packages)
+        value = _shown_in(module, name) if may_look else None
         symbol = None if value is None else name_of(value)
         # A module shows what others define: what counts is the place where it is defined.
         if symbol is not None and is_allowed(*symbol, packages):
@@ -188,7 +167,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
     if not isinstance(module, str) or isinstance(value, types.ModuleType):
         return None
     if module != "builtins":
-        for library in LIBRARIES:
+        for library in (*PUBLIC, *LIBRARIES):
             if (name := _name_in(_loaded(library), value)) is not None:
                 return library, name
     if module not in sys.modules:
@@ -260,6 +239,8 @@ def _is_defined_in(value: Any, module: str, depth: int) -> bool:
         return True  # jax.numpy shows some of numpy's; the kind decides.
     if module in LIBRARIES:
         return place.partition(".")[0] in (top, "jaxlib")
+    if module in PUBLIC:
+        return place.partition(".")[0] == top
     # A class method may come from a class of praxis_lite.
     return place == module if depth == 0 else place.partition(".")[0] in (top, "praxis_lite")
 

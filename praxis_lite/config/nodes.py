@@ -3,7 +3,7 @@
 A number, a text, true, false and null stand for themselves; everything else is an object with the
 kind as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
 
-    {"Config": "praxis_lite.experiment:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
+    {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
 
 What stands in several places is written at the first one, with an "id", and is `{"again": 3}` at
 the others: so the text has no cycles.

@@ -11,8 +11,9 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config import nodes
+from praxis_lite.config.former_names import name_today
 from praxis_lite.config.json_text import parse_json, read_json
-from praxis_lite.config.names import imported, name_today
+from praxis_lite.config.names import imported
 from praxis_lite.config.node_form import FORMAT, check
 from praxis_lite.config.paths import callable_name, iterate_fields
 from praxis_lite.config.text_forms import text_of_value

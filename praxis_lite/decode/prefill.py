@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.decode.decoder import Decoder
+from praxis_lite.layers.base_layer import rebuilt
 from praxis_lite.sharding.varying import varying_alike
-from praxis_lite.weights import rebuilt
 
 # B batch, P longest prompt, V classes.
 

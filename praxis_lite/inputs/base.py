@@ -13,6 +13,9 @@ from praxis_lite.errors import ConfigError
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
     import jax
 
+# The name of the dataset that is trained on; all others are evaluated on.
+TRAIN = "train"
+
 
 class InputPipeline(abc.ABC):
     """Batches of host arrays, each a pure function of (settings, seed, index).

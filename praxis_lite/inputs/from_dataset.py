@@ -16,8 +16,8 @@ import numpy as np
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.base import InputPipeline, difference, spec_of
 from praxis_lite.inputs.leaves import narrow, narrow_dtype, with_weights
-from praxis_lite.inputs.tensorflow_import import tensorflow
-from praxis_lite.inputs.tf_determinism import why_nondeterministic
+from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tf.tf_determinism import why_nondeterministic
 
 if TYPE_CHECKING:
     import jax

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from praxis_lite.inputs import numpy_data
-from praxis_lite.inputs.tensorflow_import import missing_tensorflow, tensorflow
+from praxis_lite.inputs.tf.tensorflow_import import missing_tensorflow, tensorflow
 
 _PREFETCHED_BATCHES = 2
 

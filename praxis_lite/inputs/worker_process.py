@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from praxis_lite.config.user_lines import ElsewhereError, described
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.user_lines import ElsewhereError, described
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from praxis_lite.checkpoints.nnx_checkpoints import NnxCheckpoint
+from praxis_lite.checkpoints.init.nnx_checkpoints import NnxCheckpoint
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars, spec_leaves
-from praxis_lite.models.nnx_model import NnxModel
 from praxis_lite.models.nnx_variables import collection, leaves_of, name_of
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.interop.pax_paths import Place, flat_pax_vars, names_in_pax, place_of
+from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars, spec_leaves
-from praxis_lite.models.nnx_model import NnxModel
-from praxis_lite.weights import WeightSpec
+from praxis_lite.sharding import WeightSpec
 
 Name = tuple[str, str]
 

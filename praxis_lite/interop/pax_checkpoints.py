@@ -18,7 +18,7 @@ import tensorstore
 
 from praxis_lite.config.json_text import parse_json
 from praxis_lite.errors import ConfigError
-from praxis_lite.job_dir import local_directory
+from praxis_lite.job.job_dir import local_directory
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
 _PREFIX = "mdl_vars."

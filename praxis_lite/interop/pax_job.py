@@ -14,22 +14,21 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
-from praxis_lite import registry
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import registry
+from praxis_lite.inputs.base import TRAIN
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
-from praxis_lite.job_checks import TRAIN
-from praxis_lite.job_dir import JobDir, open_for_training
-from praxis_lite.memory import check_fits
+from praxis_lite.job.job_dir import JobDir, open_for_training
 from praxis_lite.models.model import MdlVars
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.sharding import make_mesh, simulate_devices
-from praxis_lite.train_state import TrainState
+from praxis_lite.trainer.memory import check_fits
 
 
 def begin_job(

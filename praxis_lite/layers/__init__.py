@@ -1,26 +1,33 @@
-"""Layers: single-device maths over weights and activations that declare how they split."""
+"""Layers: single-device maths over weights and activations that declare how they split.
 
-from praxis_lite.layers.adapters import adapted, lora, merge_adapters
-from praxis_lite.layers.attention_projections import (
+Never sees a device, padding, a task or an optimizer.
+"""
+
+from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.projections import (
     AttentionProjection,
     CombinedQKVProjectionLayer,
     OneHeadedAttentionProjection,
     PerDimScale,
 )
-from praxis_lite.layers.attention_variants import (
+from praxis_lite.layers.attention.relative_bias import RelativeBias
+from praxis_lite.layers.attention.variants import (
     GroupedQueryAttention,
     MultiQueryDotProductAttention,
 )
-from praxis_lite.layers.attentions import DotProductAttention
-from praxis_lite.layers.batch_norms import BatchNorm, GroupNorm
-from praxis_lite.layers.class_major_softmaxes import NClassMajorSharedEmbeddingSoftmax
-from praxis_lite.layers.classifiers import ClassificationModel
-from praxis_lite.layers.convolutions import Conv2D, ConvBNAct, DepthwiseConv1D
+from praxis_lite.layers.base_layer import AuxLoss, BaseLayer, Summary, aux_loss, intermediates
 from praxis_lite.layers.einsums import Einsum
-from praxis_lite.layers.embeddings import Embedding
-from praxis_lite.layers.encoder_decoders import TransformerEncoderDecoder
+from praxis_lite.layers.embedding.class_major_softmaxes import NClassMajorSharedEmbeddingSoftmax
+from praxis_lite.layers.embedding.embeddings import Embedding
+from praxis_lite.layers.embedding.positional_embeddings import (
+    PositionalEmbedding,
+    RotaryPositionalEmbedding,
+    TrainablePositionalEmbedding,
+)
+from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.layers.linears import Bias, FeedForward, Linear, Mlp
-from praxis_lite.layers.mixture_of_experts import TransformerFeedForwardMoe
+from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
 from praxis_lite.layers.normalizations import (
     IdentityNorm,
     LayerNorm,
@@ -28,29 +35,39 @@ from praxis_lite.layers.normalizations import (
     RmsNormNoScale,
     WeightNormL2,
 )
-from praxis_lite.layers.pipelines import Pipeline
-from praxis_lite.layers.poolings import GlobalPooling, Pooling, Pooling1D
-from praxis_lite.layers.positional_embeddings import (
-    PositionalEmbedding,
-    RotaryPositionalEmbedding,
-    TrainablePositionalEmbedding,
-)
-from praxis_lite.layers.recurrents import RgLruBlock
-from praxis_lite.layers.relative_bias import RelativeBias
-from praxis_lite.layers.repeats import Repeat, StackedTransformer
-from praxis_lite.layers.resnets import ResNet, ResNetBasicBlock, ResNetBlock
-from praxis_lite.layers.rg_lru import RgLru
-from praxis_lite.layers.sharding_presets import LOGICAL_DIMS, SHARDING_PRESETS
-from praxis_lite.layers.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.recurrent.recurrents import RgLruBlock
+from praxis_lite.layers.recurrent.rg_lru import RgLru
+from praxis_lite.layers.stacking.pipelines import Pipeline
+from praxis_lite.layers.stacking.repeats import Repeat, StackedTransformer
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
-from praxis_lite.layers.transformer_models import TransformerLm, set_sharding_params
-from praxis_lite.layers.transformer_recipes import rotary_lm
-from praxis_lite.layers.transformers import Transformer, TransformerFeedForward
-from praxis_lite.layers.vit_entry_exit import ClassTokenPooling, VitEntryLayers, VitExitLayers
-from praxis_lite.layers.vits import VisionTransformer, build_vision_transformer
+from praxis_lite.layers.transformer.encoder_decoders import TransformerEncoderDecoder
+from praxis_lite.layers.transformer.models import TransformerLm
+from praxis_lite.layers.transformer.recipes import rotary_lm
+from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
+from praxis_lite.layers.vision.batch_norms import BatchNorm, GroupNorm
+from praxis_lite.layers.vision.classifiers import ClassificationModel
+from praxis_lite.layers.vision.convolutions import Conv2D, ConvBNAct, DepthwiseConv1D
+from praxis_lite.layers.vision.poolings import GlobalPooling, Pooling, Pooling1D
+from praxis_lite.layers.vision.resnets import ResNet, ResNetBasicBlock, ResNetBlock
+from praxis_lite.layers.vision.vit_entry_exit import (
+    ClassTokenPooling,
+    VitEntryLayers,
+    VitExitLayers,
+)
+from praxis_lite.layers.vision.vits import VisionTransformer, build_vision_transformer
+from praxis_lite.layers.whole_model.adapters import adapted, lora, merge_adapters
+from praxis_lite.layers.whole_model.quantization import (
+    QuantizationRule,
+    quantized,
+    quantized_einsum,
+)
+from praxis_lite.layers.whole_model.sharding_presets import LOGICAL_DIMS, SHARDING_PRESETS
+from praxis_lite.layers.whole_model.transformer_sharding import set_sharding_params
 
 __all__ = [
     "AttentionProjection",
+    "AuxLoss",
+    "BaseLayer",
     "BatchNorm",
     "Bias",
     "ClassTokenPooling",
@@ -81,6 +98,7 @@ __all__ = [
     "Pooling",
     "Pooling1D",
     "PositionalEmbedding",
+    "QuantizationRule",
     "RelativeBias",
     "Repeat",
     "ResNet",
@@ -95,6 +113,7 @@ __all__ = [
     "SharedEmbeddingSoftmax",
     "StackedTransformer",
     "StochasticResidual",
+    "Summary",
     "TrainablePositionalEmbedding",
     "Transformer",
     "TransformerEncoderDecoder",
@@ -104,11 +123,16 @@ __all__ = [
     "VisionTransformer",
     "VitEntryLayers",
     "VitExitLayers",
+    "WeightInit",
     "WeightNormL2",
     "adapted",
+    "aux_loss",
     "build_vision_transformer",
+    "intermediates",
     "lora",
     "merge_adapters",
+    "quantized",
+    "quantized_einsum",
     "rotary_lm",
     "set_sharding_params",
 ]

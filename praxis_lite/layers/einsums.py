@@ -7,9 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.initializers import WeightInit
+from praxis_lite.layers.base_layer import (
+    BaseLayer,
+    Initializer,
+    broadcast_as,
+    require_positive,
+    zeros,
+)
+from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, Initializer, broadcast_as, require_positive, zeros
 
 _EQUATION = re.compile(r"(\.\.\.)?([a-zA-Z]*),([a-zA-Z]+)->(\.\.\.)?([a-zA-Z]*)")
 

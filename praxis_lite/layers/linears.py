@@ -9,8 +9,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.layers.activations import ActivationFn, activation_fn
+from praxis_lite.layers.base_layer import (
+    BaseLayer,
+    Initializer,
+    broadcast_as,
+    require_positive,
+    xavier,
+)
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, Initializer, broadcast_as, require_positive, xavier
 
 # D input dims, F output dims.
 

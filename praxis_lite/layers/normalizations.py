@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import BaseLayer, ones, require_positive, zeros
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.weights import BaseLayer, ones, require_positive, zeros
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.weights import BaseLayer
+from praxis_lite.layers.base_layer import BaseLayer
 
 
 class Dropout(BaseLayer):

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.config.paths import callable_name
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.sharding import WeightSpec
 from praxis_lite.sharding.gather import ShardedWeight
-from praxis_lite.weights import WeightSpec
 
 PyTree = Any
 Spec = PartitionSpec | tuple | None

@@ -10,7 +10,7 @@ from flax.core import meta
 from jax.sharding import AbstractMesh
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.weights import WeightSpec
+from praxis_lite.sharding import WeightSpec
 
 PyTree = Any
 # The shape of a weight as its layer sees it, without the dims of stacks, by path.

@@ -19,8 +19,8 @@ from praxis_lite.models.linen_inputs import (
     method_of,
 )
 from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.sharding import WeightSpec
 from praxis_lite.sharding.gather import ShardedWeight
-from praxis_lite.weights import WeightSpec
 
 PyTree = Any
 

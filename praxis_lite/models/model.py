@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.weights import WeightSpec
+from praxis_lite.sharding import WeightSpec
 
 # {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
 MdlVars = dict[str, Any]

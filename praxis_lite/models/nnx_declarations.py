@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.models.nnx_variables import Leaf, value_of
-from praxis_lite.weights import WeightSpec
+from praxis_lite.sharding import WeightSpec
 
 
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:

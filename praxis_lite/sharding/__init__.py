@@ -1,4 +1,7 @@
-"""WHERE arrays live: meshes, mappings, rules, padding, batches. Knows jax and numpy only."""
+"""WHERE arrays live: meshes, mappings, rules, padding, batches.
+
+Never sees a layer, a model or a step.
+"""
 
 from praxis_lite.sharding.inputs import global_batch, reshard_by_rank
 from praxis_lite.sharding.logical_axes import MeshRules, logical_to_mesh_axes
@@ -20,6 +23,8 @@ from praxis_lite.sharding.rules import (
 )
 from praxis_lite.sharding.split_dims import SplitDims, constrain, to_partition_spec
 from praxis_lite.sharding.strategies import rule_shardings
+from praxis_lite.sharding.weight_sharding import WeightSharding
+from praxis_lite.sharding.weight_spec import WeightSpec
 
 __all__ = [
     "Fsdp",
@@ -29,6 +34,8 @@ __all__ = [
     "Replicate",
     "ShardDim",
     "SplitDims",
+    "WeightSharding",
+    "WeightSpec",
     "attached_mesh",
     "compiled_platform",
     "constrain",

@@ -14,8 +14,8 @@ from typing import Any
 import tensorstore as ts
 import xxhash
 
-from praxis_lite.checkpoints import zstd_frames
-from praxis_lite.checkpoints.manifest import COMMIT_JSON, MANIFEST_JSON, commit_text
+from praxis_lite.checkpoints.files import zstd_frames
+from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON, commit_text
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 EMB = "mdl_vars/params/emb"

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.partitioner import StateLayout, TrainState
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.train_state import StateLayout, TrainState
 
 # Uneven on all of these but the one of a single device.
 MESHES = [(1, 4, 2), (1, 3, 2), (2, 2, 2), (1, 1, 1), (1, 2, 4), (8, 1, 1)]

@@ -15,16 +15,14 @@ import pytest
 import tensorstore
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
+from praxis_lite import BestCheckpoints, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.manifest import read_manifest
-from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.checkpoints.step_dirs import commit
+from praxis_lite.checkpoints.steps.manifest import read_manifest
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.step_dirs import commit
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.errors import ConfigError
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner import Partitioner, StateLayout, TrainState
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.train_state import StateLayout, TrainState
 from tests.job_runs import CHECKOUT, home
 
 MESHES = [(1, 4, 2), (1, 3, 2), (2, 2, 2), (1, 1, 1)]

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from praxis_lite.checkpoints import step_dirs
+from praxis_lite import ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.manifest import read_manifest
-from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.errors import ConfigError
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.manifest import read_manifest
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.sharding import MeshConfig, make_mesh
 from tests.checkpoints.test_checkpoints import SMALL, small_state
 
@@ -232,7 +232,7 @@ def test_without_a_good_step_nothing_starts(folder):
 
 
 def test_a_damaged_step_is_not_the_best(tmp_path):
-    from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
+    from praxis_lite import BestCheckpoints
 
     saving = SaveSettings(best=BestCheckpoints(metric="heldout/loss"))
     with Checkpoints(tmp_path, saving=saving) as checkpoints:

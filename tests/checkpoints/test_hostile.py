@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.errors import ConfigError
+from praxis_lite.partitioner import StateLayout
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.train_state import StateLayout
 from tests.checkpoints.hostile_steps import (
     CASES,
     MANIFEST_MAGIC,
@@ -40,8 +40,8 @@ from pathlib import Path
 from praxis_lite.checkpoints import step_dirs
 from praxis_lite.checkpoints.__main__ import main
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.manifest import read_manifest
-from praxis_lite.checkpoints.stored_arrays import check_stored
+from praxis_lite.checkpoints.steps.manifest import read_manifest
+from praxis_lite.checkpoints.files.stored_arrays import check_stored
 from praxis_lite.errors import ConfigError
 
 good, most, *steps = sys.argv[1:]

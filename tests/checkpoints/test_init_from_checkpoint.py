@@ -10,16 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.checkpoints.init_plan import plan_init
-from praxis_lite.checkpoints.loading_rules import LOAD_ALL, CheckpointLoadingRules
-from praxis_lite.checkpoints.save_settings import SaveSettings
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers.adapters import adapted
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.checkpoints.init.init_from_checkpoint import init_from_checkpoints
+from praxis_lite.checkpoints.init.init_plan import plan_init
+from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.layers import adapted
+from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.train_state import TrainState
 from tests.checkpoints.test_checkpoints import (
     partitioner_on,
     placed,

@@ -19,17 +19,17 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.serialization import serialization
 
-from praxis_lite.checkpoints import background_save, step_dirs
+from praxis_lite import BestCheckpoints, ConfigError
+from praxis_lite.checkpoints import background_save
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.best_checkpoints import BestCheckpoints
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.manifest import digest_of_config, read_manifest
 from praxis_lite.checkpoints.save_checks import check_names
-from praxis_lite.checkpoints.save_settings import SaveSettings
 from praxis_lite.checkpoints.saves import Saves
-from praxis_lite.errors import ConfigError
-from praxis_lite.job_dir import JobDir
-from praxis_lite.train_state import StateLayout, TrainState
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps.manifest import digest_of_config, read_manifest
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.partitioner import StateLayout, TrainState
 from tests.checkpoints.test_checkpoints import SMALL, small_state
 from tests.checkpoints.test_damage import mesh
 from tests.job_runs import CHECKOUT, launch, lines_of, succeed

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from praxis_lite.checkpoints import stored_arrays, zstd_frames
+from praxis_lite import ConfigError
 from praxis_lite.checkpoints.__main__ import main
 from praxis_lite.checkpoints.digest import digest_of, leaf_digests
-from praxis_lite.checkpoints.manifest import COMMIT_JSON, MANIFEST_JSON, read_manifest
-from praxis_lite.checkpoints.stored_arrays import true_arrays
-from praxis_lite.errors import ConfigError
+from praxis_lite.checkpoints.files import stored_arrays, zstd_frames
+from praxis_lite.checkpoints.files.stored_arrays import true_arrays
+from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON, read_manifest
 from tests.checkpoints.hostile_steps import commit
 from tests.checkpoints.saved_steps import MESHES, SPECS, save_steps, true_state
 

@@ -7,14 +7,10 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import layers, optimizers
+from praxis_lite import ConfigError, EarlyStopping, Job, RunConfig, layers
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.early_stopping import EarlyStopping
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import Job, RunConfig
-from praxis_lite.initializers import WeightInit
-from praxis_lite.layers import TransformerLm
-from praxis_lite.learner import Learner
+from praxis_lite.layers import TransformerLm, WeightInit
+from praxis_lite.learner import Learner, optimizers
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests import callables as zoo
 
@@ -38,7 +34,7 @@ def test_an_optimizer_is_set_by_its_name_and_its_arguments_afterwards():
         optimizer = task_with(f"learner.optimizer={name}").learner.optimizer
         assert optimizer == fdl.Partial(optax.adamw, b2=0.98)
     # Pax's numerics have a name of their own, in full.
-    optimizer = task_with("learner.optimizer=praxis_lite.optimizers.lion").learner.optimizer
+    optimizer = task_with("learner.optimizer=praxis_lite.learner.optimizers.lion").learner.optimizer
     assert fdl.get_callable(optimizer) is optimizers.lion is not optax.lion
 
 

@@ -6,11 +6,10 @@ import fiddle as fdl
 import optax
 import pytest
 
+from praxis_lite import ConfigError, Experiment, RunConfig
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import dump_config, load_config
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import Experiment, RunConfig
 from praxis_lite.layers import SHARDING_PRESETS, TransformerLm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig

@@ -6,6 +6,7 @@ take the allow-list away and see every one of them.
 
 import ast
 import functools
+import importlib
 import json
 import os
 import pickle
@@ -17,10 +18,10 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from praxis_lite import registry
+from praxis_lite import ConfigError
 from praxis_lite.config import names
 from praxis_lite.config.text import dump_config
-from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import registry
 
 CHECKOUT = Path(__file__).parents[2]
 SPIRALS = "praxis_lite.experiments.classify.Spirals"
@@ -32,7 +33,7 @@ def call(name, /, *items, **arguments):
     return {"Config": name, "arguments": {**dict(zip("0123", items, strict=False)), **arguments}}
 
 
-MESH = "praxis_lite.sharding.mesh:MeshConfig"
+MESH = "praxis_lite:MeshConfig"
 RUNS = "open('{c}', 'w')"
 CALLS = {
     "a command": call("os:system", command="touch {c}"),
@@ -67,8 +68,9 @@ CALLS = {
     "jax.numpy's pickles": call("jax.numpy:load", file="evil_{c}.npy", allow_pickle=True),
     "a pickle": call("pickle:loads", {"bytes": "{p}"}),
     "a profile": call("jax.profiler:save_device_memory_profile", filename="{c}"),
-    "a new job": call("praxis_lite.job_dir:open_for_training", path="{c}", experiment="x"),
-    "a writer of lines": call("praxis_lite.metrics:JsonLinesWriter", path="{c}", resume_step=7),
+    "a new job": call("praxis_lite.job.job_dir:open_for_training", path="{c}", experiment="x"),
+    "a writer of lines": call("praxis_lite.trainer.metrics:JsonLinesWriter",
+                                path="{c}", resume_step=7),
     "a function that is called later": call(
         "praxis_lite.experiments.zebra:call",
         function={"functools.partial": "os:system", "items": ["touch {c}"], "arguments": {}},
@@ -249,13 +251,13 @@ def text_files():
         "no experiment": good.replace(SPIRALS, "\\u001b[2J"),
         "an experiment that is a number": good.replace(f'"{SPIRALS}"', "7"),
         "overrides that are none": good.replace('"overrides": []', '"overrides": {"a": 1}'),
-        "another root": good.replace("praxis_lite.experiment:Job", "builtins:dict"),
+        "another root": good.replace("praxis_lite:Job", "builtins:dict"),
         "a root that is a list": json.dumps({**json.loads(good), "config": {"list": []}}),
         "too large": good + " " * 2**24,
         "not UTF-8": good.replace("Spirals", "\udcff"),
         "a task that is none": config_text(7),
         "a mesh that is none": good.replace(MESH, "builtins:dict"),
-        "a run that is none": good.replace("praxis_lite.experiment:RunConfig", "builtins:dict"),
+        "a run that is none": good.replace("praxis_lite:RunConfig", "builtins:dict"),
         "a dataset above": good.replace('"heldout"', '"../../{c}"'),
         "a dataset that a terminal obeys": good.replace('"heldout"', '"\\u001b[2J"'),
         "a dataset from the root": good.replace('"heldout"', '"/tmp/{c}"'),
@@ -380,12 +382,19 @@ WRITING = {"write_text", "write_bytes", "mkdir", "touch", "replace", "rename", "
 
 def test_what_a_config_may_name_in_the_library_writes_nothing():
     found = []
-    for part in names.PRAXIS_LITE:
-        place = CHECKOUT / "praxis_lite" / part.replace(".", "/")
-        files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
-        assert files and all(file.is_file() for file in files), part
-        for file in files:
+    modules = set()
+    for package in map(importlib.import_module, names.PUBLIC):
+        names_in_it = getattr(package, "__all__", vars(package))
+        shown = {name: getattr(package, name) for name in names_in_it}
+        modules |= {
+            one.__module__ for name, one in shown.items()
+            if names.is_allowed(package.__name__, name, ()) and hasattr(one, "__module__")
+        }
+    for module in sorted(modules):
+        if module.startswith("praxis_lite."):
+            file = CHECKOUT / f"{module.replace('.', '/')}.py"
             found += [f"{file.name}: {ast.unparse(node)[:60]}" for node in calls_in(file)]
+    assert len(modules) > 40
     assert found == []
 
 

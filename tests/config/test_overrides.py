@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from praxis_lite import ConfigError, Job, RunConfig
 from praxis_lite.config.overrides import all_paths, apply_overrides, check_required
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import Job, RunConfig
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig
 from tests import callables as zoo

@@ -15,12 +15,11 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import registry
+from praxis_lite import ConfigError, Job, RunConfig
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import Job, RunConfig
+from praxis_lite.experiment import registry
 from praxis_lite.experiments.classify import Spirals
 from praxis_lite.experiments.lm import PyDocs
 from tests import callables as zoo

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.errors import ConfigError
 from tests.decode.toy_models import Recurrent, logprobs_after, row_keys
 
 V, M, EOS = 5, 3, 2

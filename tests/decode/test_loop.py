@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.slots import Prompt, Slots
-from praxis_lite.errors import ConfigError
 from praxis_lite.layers import TransformerLm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.slots import Prompt, Slots
-from praxis_lite.errors import ConfigError
 from tests.decode.toy_models import Recurrent, num_compiled, row_keys
 
 V, P, M, EOS, NUM_PROMPTS, NUM_SLOTS = 23, 4, 20, 0, 17, 3

@@ -7,7 +7,7 @@ import numpy as np
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from tests.faults.outcome import Row

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.metrics import read_json_lines
+from praxis_lite.trainer.metrics import read_json_lines
 from tests.faults.zygote import Launch
 
 CLOCKS = {"step_time", "examples_per_second"}

@@ -11,9 +11,9 @@ import re
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.inputs import FromDataset, TextCorpus
-from praxis_lite.inputs.tensorflow_import import tensorflow
+from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 
 
 def squares(num_examples=37, shuffle=0, repeat=False, parallel=False, draws=False, ordered=None):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.id_checks import check_ids
+from praxis_lite import ConfigError
+from praxis_lite.inputs.batches import check_ids
 
 SIZES = {"ids": 257, "labels": 257}
 

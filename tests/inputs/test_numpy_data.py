@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.inputs import ByteTokenizer, InMemory, SyntheticLm, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.inputs import ByteTokenizer, TextCorpus, TokenIds
 
 EOS = 256

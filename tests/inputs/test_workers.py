@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.inputs import SyntheticLm, WithWorkers
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 

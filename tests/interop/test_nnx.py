@@ -13,10 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from praxis_lite import RunConfig
-from praxis_lite.checkpoints.init_plan import plan_init
-from praxis_lite.checkpoints.loading_rules import LOAD_ALL, CheckpointLoadingRules
-from praxis_lite.errors import ConfigError
+from praxis_lite import CheckpointLoadingRules, ConfigError, RunConfig
+from praxis_lite.checkpoints.init.init_plan import plan_init
+from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
 from praxis_lite.experiments.nnx_guide import DotReluDotModel
 from praxis_lite.interop.nnx import mdl_vars_from_nnx
 from praxis_lite.learner import Learner

@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.interop.pax import mdl_vars_from_pax, pax_vars_from_mdl_vars
 from praxis_lite.interop.pax_paths import RENAMES, Place, flat_pax_vars, place_of
-from praxis_lite.layers.adapters import lora
-from praxis_lite.layers.batch_norms import BatchNorm
-from praxis_lite.layers.pipelines import Pipeline
-from praxis_lite.layers.repeats import Repeat, StackedTransformer
+from praxis_lite.layers import BatchNorm, Pipeline, Repeat, StackedTransformer, lora
 from praxis_lite.models import NnxModel
 
 NUM_LAYERS, D, F = 6, 5, 7

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.models import NnxModel

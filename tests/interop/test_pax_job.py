@@ -9,8 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from praxis_lite import main
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, main
 from praxis_lite.interop import pax_job
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, made_by_pax
 
@@ -25,7 +24,7 @@ EXPERIMENTS = '''
     from praxis_lite import Experiment, MeshConfig, RunConfig, register
     from praxis_lite.inputs import InMemory
     from praxis_lite.layers import SharedEmbeddingSoftmax, TransformerLm, set_sharding_params
-    from praxis_lite.learner import Learner
+    from praxis_lite.learner.learner import Learner
     from praxis_lite.tasks.language_model import LanguageModelTask
 
     with np.load({numbers!r}) as file:

@@ -12,7 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from praxis_lite import hlo, layers
+from praxis_lite import layers
+from praxis_lite.explain import hlo
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner

@@ -10,13 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers.adapters import ADAPTER_WEIGHTS, adapted, lora, merge_adapters
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers import BaseLayer, adapted, lora, merge_adapters
+from praxis_lite.layers.base_layer import variables
+from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.models.nnx_model import mdl_vars_of
-from praxis_lite.weights import BaseLayer, variables
 from tests.mesh_runs import assert_near, run_layers
 
 partial = functools.partial

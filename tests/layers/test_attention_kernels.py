@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import attention_fused, attention_kernels
-from praxis_lite.layers.attention_chunks import chunked_attention
-from praxis_lite.layers.attention_einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention_kernels import Place, choose_kernel
-from praxis_lite.layers.attention_masks import AttentionMask
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers.attention import fused as attention_fused
+from praxis_lite.layers.attention import kernels as attention_kernels
+from praxis_lite.layers.attention.chunks import chunked_attention
+from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.kernels import Place, choose_kernel
+from praxis_lite.layers.attention.masks import AttentionMask
 
 B, N, G, K = 2, 6, 3, 5
 rng = np.random.default_rng(0)

@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import attention_masks
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers.attention import masks as attention_masks
 from praxis_lite.models import NnxModel
 
 partial = functools.partial

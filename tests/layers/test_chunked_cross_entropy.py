@@ -10,8 +10,9 @@ import pytest
 from jax.test_util import check_grads
 
 from benchmarks.softmax_memory import allowed_bytes, temporary_bytes
-from praxis_lite import hlo, layers
-from praxis_lite.layers.chunked_cross_entropy import token_stats
+from praxis_lite import layers
+from praxis_lite.explain import hlo
+from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, make_mesh

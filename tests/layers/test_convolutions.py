@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.models import NnxModel
 from tests.mesh_runs import assert_near, drawn, run_layers
 from tests.pax_options import assert_equals_pax

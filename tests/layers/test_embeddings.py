@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.models import NnxModel
 from tests.pax_options import flat, mdl_vars_from, pax_options
 

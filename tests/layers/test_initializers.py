@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
+from praxis_lite import ConfigError, layers
 from praxis_lite.config.text import dump_config, load_config
-from praxis_lite.errors import ConfigError
-from praxis_lite.initializers import WeightInit, fans
+from praxis_lite.layers import WeightInit
+from praxis_lite.layers.initializers import fans
 from praxis_lite.models import NnxModel
 
 GOLDENS = pathlib.Path(__file__).parents[2].parent / "shared/goldens/pax"

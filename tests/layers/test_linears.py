@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.layers.activations import ACTIVATIONS, activation_fn
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves

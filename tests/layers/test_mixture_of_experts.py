@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers import TransformerFeedForwardMoe
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers import AuxLoss, TransformerFeedForwardMoe, intermediates
 from praxis_lite.models import NnxModel
-from praxis_lite.weights import AuxLoss, intermediates
 from tests.pax_options import flat, mdl_vars_from, pax_options
 
 PAX = pax_options("moe")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.layers import moe_routing
-from praxis_lite.layers.moe_dispatch import combine, dispatch, slots_of
+from praxis_lite.layers.moe import routing as moe_routing
+from praxis_lite.layers.moe.dispatch import combine, dispatch, slots_of
 
 G, S, D, E, K = 3, 13, 5, 7, 3
 RNG = np.random.default_rng(0)

@@ -10,14 +10,13 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers import BaseLayer
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.weights import BaseLayer
 from tests.mesh_runs import assert_near, drawn, run_layers
 from tests.pax_options import assert_equals_pax, pax_options
 

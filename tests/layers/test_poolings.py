@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from tests.mesh_runs import assert_near, run_layers
 from tests.pax_options import assert_equals_pax, pax_options
 

@@ -10,11 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
+from praxis_lite import ConfigError, layers
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers.recurrents import RgLruBlock
-from praxis_lite.layers.rg_lru import RgLru
+from praxis_lite.layers import RgLru, RgLruBlock
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves

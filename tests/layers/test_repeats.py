@@ -10,21 +10,24 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.layers import (
+    AuxLoss,
+    BaseLayer,
     DotProductAttention,
     FeedForward,
     Repeat,
     StackedTransformer,
+    Summary,
     Transformer,
     TransformerLm,
+    intermediates,
 )
-from praxis_lite.layers.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAMES
+from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAMES
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.weights import AuxLoss, BaseLayer, Summary, intermediates
 
 NUM_LAYERS, DIMS = 3, 7
 

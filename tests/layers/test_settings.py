@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 
 LM = functools.partial(layers.TransformerLm, 11, 8, 12, 2, 2)
 ROTARY_BLOCK = functools.partial(

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import hlo, layers
+from praxis_lite import layers
+from praxis_lite.explain import hlo
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves

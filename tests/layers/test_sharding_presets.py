@@ -10,16 +10,14 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
+from praxis_lite import ConfigError, layers
 from praxis_lite.config.paths import iterate_fields
 from praxis_lite.config.text import config_lines
-from praxis_lite.errors import ConfigError
 from praxis_lite.experiments import lm, moe, pipelined, seq2seq, vision
-from praxis_lite.layers import LOGICAL_DIMS, SHARDING_PRESETS, set_sharding_params
-from praxis_lite.layers.sharding_presets import LEFT_WHOLE
+from praxis_lite.layers import LOGICAL_DIMS, SHARDING_PRESETS, BaseLayer, set_sharding_params
+from praxis_lite.layers.whole_model.sharding_presets import LEFT_WHOLE
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
-from praxis_lite.weights import BaseLayer
 from tests.layers import preset_runs
 from tests.layers.preset_runs import AXES, EVEN, both_ends
 

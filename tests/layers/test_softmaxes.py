@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers import AuxLoss, intermediates
 from praxis_lite.models import NnxModel
-from praxis_lite.weights import AuxLoss, intermediates
 from tests.pax_options import flat, mdl_vars_from, pax_options
 
 # B batch, T time, D input dims, V classes.

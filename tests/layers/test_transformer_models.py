@@ -10,8 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers import BaseLayer
 from praxis_lite.models import NnxModel
-from praxis_lite.weights import BaseLayer
 from tests.mesh_runs import assert_near, drawn, run_layers
 from tests.pax_options import flat, mdl_vars_from, pax_options
 

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.metrics import JsonLinesWriter, read_json_lines
+from praxis_lite import ConfigError
+from praxis_lite.trainer.metrics import JsonLinesWriter, read_json_lines
 
 
 def write_steps(path, steps, resume_step=None, **values):

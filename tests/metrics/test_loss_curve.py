@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.metrics import JsonLinesWriter, plot_loss_curve
-from praxis_lite.metrics.loss_curve import _smoothed
+from praxis_lite import ConfigError
+from praxis_lite.trainer.metrics import JsonLinesWriter, plot_loss_curve
+from praxis_lite.trainer.metrics.loss_curve import _smoothed
 
 
 def write_lines(path, lines):

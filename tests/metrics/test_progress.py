@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from praxis_lite.metrics import ProgressLine
+from praxis_lite.trainer.metrics import ProgressLine
 
 
 class Terminal(io.StringIO):

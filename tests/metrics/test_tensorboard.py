@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import image
 from tensorboardX.proto import event_pb2
 
-from praxis_lite.metrics import TensorBoardWriter
+from praxis_lite.trainer.metrics import TensorBoardWriter
 
 
 def events_in(log_dir):
@@ -83,7 +83,7 @@ def test_an_image_comes_back_pixel_for_pixel(tmp_path):
 def test_metrics_load_neither_jax_nor_tensorflow(tmp_path):
     code = f"""
 import sys
-import praxis_lite.metrics as metrics
+import praxis_lite.trainer.metrics as metrics
 heavy = ("jax", "flax", "tensorflow", "matplotlib", "tensorboardX")
 assert not [name for name in heavy if name in sys.modules], "at import"
 with metrics.TensorBoardWriter({str(tmp_path)!r}) as writer:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from praxis_lite.metrics import WeightedMean
+from praxis_lite.trainer.metrics import WeightedMean
 
 
 def test_mean_over_unequal_batches_is_the_mean_over_all_their_tokens():

@@ -11,13 +11,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.models.model import spec_leaves
+from praxis_lite.partitioner.train_state import state_layout
 from praxis_lite.sharding.gather import ShardedWeight
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.train_state import state_layout
 
 AXES = {"data": 4, "mdl": 2}
 

@@ -8,8 +8,9 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.layers import (
+    BaseLayer,
     DotProductAttention,
     FeedForward,
     Repeat,
@@ -22,7 +23,6 @@ from praxis_lite.models import NnxModel
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import constrain
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.weights import BaseLayer
 
 
 class Pair(BaseLayer):

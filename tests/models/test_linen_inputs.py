@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.models import LinenModel
 
 lecun = nn.initializers.lecun_normal()

@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.sharding import MeshConfig, WeightSharding, make_mesh
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
 
 lecun = nn.initializers.lecun_normal()
 KEY = jax.random.key(3)

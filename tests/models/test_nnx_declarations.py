@@ -11,10 +11,11 @@ from flax.core import spmd
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.layers import Repeat
 from praxis_lite.models import NnxModel
-from praxis_lite.weight_sharding import WeightSharding, decide_shardings
+from praxis_lite.sharding import WeightSharding
+from praxis_lite.sharding.weight_sharding import decide_shardings
 from tests.goldens import trimmed
 
 ROWS, COLUMNS = 7, 13

@@ -9,12 +9,11 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import steps
 from praxis_lite.layers import Repeat, Transformer, TransformerLm
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner import Partitioner, steps
 from praxis_lite.tasks.image_classification import ClassificationTask
 
 LM = functools.partial(TransformerLm, 11, 6, 7, 3, 2, max_seq_length=5)

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.sharding.gather import ShardedWeight

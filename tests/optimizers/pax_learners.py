@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite import optimizers
-from praxis_lite.learner import Learner
-from praxis_lite.optimizer_groups import AuxiliaryOptimizer
-from praxis_lite.schedules import linear_rampup_exponential_decay, scaled
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner import AuxiliaryOptimizer, Learner, optimizers
+from praxis_lite.learner.schedules import linear_rampup_exponential_decay, scaled
+from praxis_lite.sharding import WeightSpec
 
 Flat = dict[str, np.ndarray]
 

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.optimizers import adafactor
-from praxis_lite.optimizers.adafactor_slots import momentum_of, stored_momentum
+from praxis_lite import ConfigError
+from praxis_lite.learner.optimizers import adafactor
+from praxis_lite.learner.optimizers.adafactor_slots import momentum_of, stored_momentum
 
 
 def test_some_settings_equal_optax():

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from praxis_lite.learner import Learner
-from praxis_lite.optimizers import adafactor
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.optimizers import adafactor
+from praxis_lite.sharding import WeightSpec
 from tests.goldens import GOLDENS, golden
 
 SLOTS = ("m", "m_scale", "vr", "vc", "v")

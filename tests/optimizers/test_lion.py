@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.optimizers import lion
+from praxis_lite import ConfigError
+from praxis_lite.learner.optimizers import lion
 
 
 def draw(seed: int) -> dict[str, np.ndarray]:

@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.optimizers import low_precision_slots
-from praxis_lite.optimizers.low_precision_slots import stochastically_rounded
+from praxis_lite import ConfigError
+from praxis_lite.learner.optimizers import low_precision_slots
+from praxis_lite.learner.optimizers.low_precision_slots import stochastically_rounded
 
 BF16 = jnp.dtype("bfloat16")
 rounded = jax.jit(stochastically_rounded)

@@ -10,14 +10,14 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.experiments.moe import PyDocs as MoePyDocs
 from praxis_lite.experiments.seq2seq import Reverse
 from praxis_lite.layers import RgLruBlock
 from praxis_lite.learner import Learner
+from praxis_lite.learner.optimizers import muon_matrices
 from praxis_lite.models import NnxModel
-from praxis_lite.optimizers import muon_matrices
-from praxis_lite.weights import WeightSpec
+from praxis_lite.sharding import WeightSpec
 
 SHAPES = {
     "attention": {

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.learner import Learner
-from praxis_lite.optimizers import collected_patterns, path_mask, regularized
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.optimizers import collected_patterns, path_mask, regularized
+from praxis_lite.sharding import WeightSpec
 
 WEIGHTS = {
     "dense": {"b": np.ones(3, np.float32), "w": np.ones((2, 3), np.float32)},

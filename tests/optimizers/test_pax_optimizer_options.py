@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from tests.optimizers.pax_learners import Flat, assert_within, pax_learner, run
 
 SHAPES = {"dense/b": (7,), "dense/w": (5, 7), "norm/scale": (8,)}

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.optimizers import adam, regularized
+from praxis_lite import ConfigError
+from praxis_lite.learner.optimizers import adam, regularized
 
 W = np.array([[2.0, -3.0, 0.0], [0.5, 7.0, -1.0]], np.float32)
 B = np.array([1.0, -2.0, 5.0], np.float32)

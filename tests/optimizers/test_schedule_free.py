@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from praxis_lite.learner import Learner
-from praxis_lite.optimizers import evaluation_params
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.optimizers import evaluation_params
+from praxis_lite.sharding import WeightSpec
 
 B1, B2, EPS, DECAY = 0.8, 0.95, 1e-8, 0.1
 SPECS = {

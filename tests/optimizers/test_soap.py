@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.learner import Learner
-from praxis_lite.optimizers import scale_by_soap, soap
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.optimizers import scale_by_soap, soap
+from praxis_lite.sharding import WeightSpec
 
 B1, B2, EPS, DECAY, FREQUENCY, MAX_DIM = 0.9, 0.8, 1e-8, 0.1, 2, 6
 # Of "wide" the 11 columns are not rotated. No covariance is singular: its basis is no choice.

@@ -9,14 +9,8 @@ import optax
 import pytest
 
 from praxis_lite.learner import Learner
-from praxis_lite.optimizers import (
-    adafactor,
-    adam,
-    lion,
-    muon_matrices,
-    soap,
-)
-from praxis_lite.weights import WeightSpec
+from praxis_lite.learner.optimizers import adafactor, adam, lion, muon_matrices, soap
+from praxis_lite.sharding import WeightSpec
 
 NUM_LAYERS, NUM_STEPS, F32 = 3, 5, jnp.dtype("float32")
 LAYER_SPECS = {"b": WeightSpec((7,), F32), "w": WeightSpec((5, 7), F32)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.sharding import global_batch, reshard_by_rank
 from praxis_lite.sharding.inputs import (
     abstract_global_batch,

@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.sharding import MeshRules, logical_to_mesh_axes
 
 NAMES = ["batch", "embed", "heads", "kv", "mlp", "vocab"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.sharding import MeshConfig, attached_mesh, make_mesh, simulate_devices
 from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
 

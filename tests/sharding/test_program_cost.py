@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from praxis_lite import hlo
+from praxis_lite.explain import hlo
 from tests.lm_runs import (
     NUM_ROWS,
     SEQ_LEN,

@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.sharding import infer_sharding
-from praxis_lite.sharding.rules import (
+from praxis_lite import ConfigError
+from praxis_lite.sharding import (
     Fsdp,
-    JobMesh,
-    Leaf,
     LogicalPartitioning,
-    Outcome,
     Replicate,
     ShardDim,
+    infer_sharding,
     register_rule,
-    rule_text,
+    rule_shardings,
 )
-from praxis_lite.sharding.strategies import parsed_rules, rule_shardings
+from praxis_lite.sharding.rules import JobMesh, Leaf, Outcome, rule_text
+from praxis_lite.sharding.strategies import parsed_rules
 from tests.goldens import GOLDENS, golden, trimmed
 
 FILE = "reference/sharding_rules_cases.json"

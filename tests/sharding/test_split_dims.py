@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.errors import ConfigError
+from praxis_lite import ConfigError
 from praxis_lite.sharding import constrain, to_partition_spec
 from tests.goldens import golden, trimmed
 

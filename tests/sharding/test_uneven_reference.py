@@ -15,12 +15,13 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import hlo
+from praxis_lite import Task
+from praxis_lite.explain import hlo
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base_layer import ones, zeros
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
-from praxis_lite.task import Task
-from praxis_lite.weights import BaseLayer, ones, zeros
 from tests.goldens import GOLDENS, golden, trimmed
 
 FILE = "reference/uneven_padding.json"

@@ -14,10 +14,9 @@ from flax import nnx
 
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import constrain
+from praxis_lite.sharding import WeightSharding, constrain
 from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.weight_sharding import WeightSharding
 from tests.mesh_runs import assert_near
 
 IDS = np.array([1, 2, 3, 1], np.int32)  # Four, on three devices; none is 0.

@@ -8,12 +8,11 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import layers
+from praxis_lite import ConfigError, layers
 from praxis_lite.decode import Sample
-from praxis_lite.errors import ConfigError
+from praxis_lite.layers import AuxLoss, BaseLayer, Summary
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.weights import AuxLoss, BaseLayer, Summary
 
 RNG = np.random.default_rng(15)
 LOGITS = RNG.normal(size=(3, 5, 7)).astype(np.float32)

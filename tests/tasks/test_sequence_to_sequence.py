@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import layers
+from praxis_lite import ConfigError, layers
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.errors import ConfigError
 from praxis_lite.experiments.seq2seq import END, ReversedWords
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel

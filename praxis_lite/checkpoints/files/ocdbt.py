@@ -1,0 +1,295 @@
+"""The keys of an OCDBT database, and where their values lie: read in Python, nothing trusted.
+
+TensorStore's own decoder believes what it reads: lengths of keys that add up to 17 GB, in a node
+of 2 MB, or a table of 2^33 data files, in one of 131 kB, are allocated at once, and that ends the
+process (tried with TensorStore 0.1.86). So it sees only what went through here before.
+
+The format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from praxis_lite.checkpoints.files import zstd_frames
+from praxis_lite.errors import ConfigError
+
+# Orbax lets a node grow to 100 MB.
+MAX_NODE_BYTES = 2**27
+_MAX_NAME_BYTES = 2**12
+_MAX_BYTES_OF_KEYS = 2**28
+_MAX_HEIGHT = 16
+# What a process wrote lies in a directory of its own; the merged tree refers to it there.
+_DATA_FILE = re.compile(r"(ocdbt\.process_\d{1,9}/)?d/[0-9a-f]{32}")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValue:
+    """Where a value lies: in the node itself, or in a part of a data file.
+
+    Attributes:
+      inline: the value, or None.
+      path: of the data file, in the database's directory.
+      offset, length: in bytes.
+    """
+
+    inline: bytes | None
+    path: str
+    offset: int
+    length: int
+
+    def read(self, directory: Path, most: int | None = None) -> bytes:
+        """Returns the value, or its first `most` bytes."""
+        length = self.length if most is None else min(most, self.length)
+        if self.inline is not None:
+            return self.inline[:length]
+        return _read(directory / self.path, self.offset, length)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    base_path: str
+    path: str
+    offset: int
+    length: int
+    height: int
+    prefix: bytes
+
+
+def stored_values(directory: Path) -> dict[str, StoredValue]:
+    """Returns the values by key, in their order, of the newest version of a database.
+
+    Args:
+      directory: with `manifest.ocdbt`; there is no symlink in it.
+
+    Raises:
+      ConfigError: it is not what TensorStore writes for Orbax; says what.
+    """
+    sizes = _data_files(directory)
+    manifest = directory / "manifest.ocdbt"
+    if not manifest.is_file() or manifest.stat().st_size > MAX_NODE_BYTES:
+        raise ConfigError(f"{manifest} is no manifest of OCDBT, the only layout that is read")
+    nodes = _roots(manifest.read_bytes())
+    seen: set[tuple[str, int]] = set()
+    values: dict[str, StoredValue] = {}
+    last = b""
+    while nodes:
+        node = nodes.pop()
+        _check_range(node.path, node.offset, node.length, sizes)
+        if node.length > MAX_NODE_BYTES:
+            raise ConfigError(f"a node of {node.path} has {node.length} bytes")
+        if (node.path, node.offset) in seen:  # Else a few nodes could stand for endless ones.
+            raise ConfigError(f"two places of the tree name one node of {node.path}")
+        seen.add((node.path, node.offset))
+        found = _node(node, _read(directory / node.path, node.offset, node.length))
+        if isinstance(found, list):
+            nodes += reversed(found)
+            continue
+        for key, value in found.items():
+            if values and key <= last:
+                raise ConfigError("the keys of the tree are not in order")
+            last = key
+            if value.inline is None:
+                _check_range(value.path, value.offset, value.length, sizes)
+            values[_text(key)] = value
+    return values
+
+
+def _data_files(directory: Path) -> dict[str, int]:
+    """Returns the sizes of the data files that there are, by path in `directory`."""
+    found = (*directory.glob("d/*"), *directory.glob("ocdbt.process_*/d/*"))
+    return {str(path.relative_to(directory)): path.lstat().st_size for path in found}
+
+
+def _check_range(path: str, offset: int, length: int, sizes: dict[str, int]) -> None:
+    if path not in sizes:
+        raise ConfigError(f"it names the data file {path!r}, which there is not")
+    if offset + length > sizes[path]:
+        raise ConfigError(
+            f"it names bytes {offset} to {offset + length} of {path}, which has {sizes[path]}"
+        )
+
+
+def _roots(encoded: bytes) -> list[_Node]:
+    """Returns the root of the newest version in a manifest; none of an empty database."""
+    reader = _Reader(encoded, 0x0CDB3A2A, "manifest.ocdbt")
+    reader.take(16)  # The database's id.
+    if reader.byte() != 0:
+        reader.fail("it has its versions in other files, as Orbax does not write them")
+    reader.varints(2)  # Limits that concern writing.
+    arity = reader.byte()
+    if reader.varint() == 1:
+        reader.take(4)  # A level of compression.
+    files = reader.files("")
+    num_versions = reader.varint()
+    if not 1 <= num_versions <= 2 ** min(arity, 16):
+        reader.fail(f"it has {num_versions} versions")
+    reader.varints(num_versions)  # Generations.
+    heights = reader.take(num_versions)
+    references = reader.references(num_versions, files)
+    reader.varints(3 * num_versions)  # Statistics.
+    reader.take(8 * num_versions)  # Times.
+    num_older = reader.varint()  # Nodes with older versions, which nobody reads.
+    reader.varints(num_older)
+    reader.references(num_older, files)
+    reader.varints(num_older)
+    reader.take(9 * num_older)
+    reader.end()
+    if references[-1][1] == "":  # The newest version is empty.
+        return []
+    if heights[-1] > _MAX_HEIGHT:
+        reader.fail(f"its tree is {heights[-1]} high")
+    return [_Node(*references[-1], heights[-1], b"")]
+
+
+def _node(node: _Node, encoded: bytes) -> list[_Node] | dict[bytes, StoredValue]:
+    """Returns the children of a node, or the values of a leaf."""
+    reader = _Reader(encoded, 0x0CDB20DE, node.path)
+    if reader.byte() != node.height:
+        reader.fail("a node of another height than its parent says")
+    files = reader.files(node.base_path)
+    num_entries = reader.varint()
+    if num_entries == 0:
+        reader.fail("a node without entries")
+    prefixes = [0, *reader.varints(num_entries - 1)]
+    suffixes = reader.varints(num_entries)
+    shared = reader.varints(num_entries) if node.height else [0] * num_entries
+    keys, key, total = [], b"", 0
+    for prefix, suffix in zip(prefixes, suffixes, strict=True):
+        if prefix > len(key):
+            reader.fail("a key that goes on from more than there is of the key before")
+        key = key[:prefix] + reader.take(suffix)
+        total += len(key)
+        if len(node.prefix) + len(key) > _MAX_NAME_BYTES or total > _MAX_BYTES_OF_KEYS:
+            reader.fail("keys that are too long")
+        keys.append(node.prefix + key)
+    if node.height:
+        references = reader.references(num_entries, files)
+        reader.varints(3 * num_entries)  # Statistics.
+        reader.end()
+        children = []
+        for reference, key, length in zip(references, keys, shared, strict=True):
+            if len(node.prefix) + length > len(key):
+                reader.fail("children whose keys share more than there is")
+            prefix = key[: len(node.prefix) + length]
+            children.append(_Node(*reference, node.height - 1, prefix))
+        return children
+    lengths, kinds = reader.varints(num_entries), reader.take(num_entries)
+    if set(kinds) - {0, 1}:
+        reader.fail("a value of no known kind")
+    num_outside = sum(kinds)
+    indices, offsets = reader.varints(num_outside), reader.varints(num_outside)
+    outside = iter(zip(reader.named(indices, files), offsets, strict=True))
+    values = {}
+    for key, kind, length in zip(keys, kinds, lengths, strict=True):
+        if kind:
+            (_, path), offset = next(outside)
+            values[key] = StoredValue(None, path, offset, length)
+        else:
+            values[key] = StoredValue(reader.take(length), node.path, 0, length)
+    reader.end()
+    return values
+
+
+class _Reader:
+    """Reads what a file has within its header and its checksum; fails where that ends.
+
+    The checksum is left to TensorStore, and to the digests of whole files.
+    """
+
+    def __init__(self, encoded: bytes, magic: int, name: str):
+        self._name, self._data, self._at = name, encoded, 0
+        if len(encoded) < 18 or int.from_bytes(self.take(4), "big") != magic:
+            self.fail("it does not begin as OCDBT's files do")
+        if int.from_bytes(self.take(8), "little") != len(encoded):
+            self.fail("it says another length than it has")
+        self._data = encoded[:-4]
+        if self.varint() != 0:
+            self.fail("a version of the format that is not known")
+        compression = self.varint()
+        if compression == 1:
+            self._data = zstd_frames.decoded(self._data[self._at :], MAX_NODE_BYTES)
+            self._at = 0
+        elif compression != 0 or len(encoded) > MAX_NODE_BYTES:
+            self.fail("a compression that is not known")
+
+    def fail(self, reason: str) -> None:
+        raise ConfigError(f"{self._name}: {reason}")
+
+    def take(self, length: int) -> bytes:
+        start, self._at = self._at, self._at + length
+        if self._at > len(self._data):
+            self.fail("it ends too early")
+        return self._data[start : self._at]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        value = 0
+        for shift in range(0, 64, 7):
+            byte = self.byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80 and value < 2**64:
+                return value
+        self.fail("a number of more than 64 bits")
+
+    def varints(self, count: int) -> list[int]:
+        if count > len(self._data) - self._at:  # Each has a byte, at least.
+            self.fail("it ends too early")
+        return [self.varint() for _ in range(count)]
+
+    def end(self) -> None:
+        if self._at != len(self._data):
+            self.fail("it goes on after its end")
+
+    def files(self, base_path: str) -> list[tuple[str, str]]:
+        """Returns base path and path of each data file that is named; both in the directory."""
+        count = self.varint()
+        prefixes = [0, *self.varints(count - 1)] if count else []
+        suffixes, base_lengths = self.varints(count), self.varints(count)
+        files, path, last_base = [], b"", 0
+        for prefix, suffix, base in zip(prefixes, suffixes, base_lengths, strict=True):
+            if prefix > len(path) or (base != last_base and prefix > min(base, last_base)):
+                self.fail("the name of a data file goes on from more than there is")
+            path, last_base = path[:prefix] + self.take(suffix), base
+            if base > len(path) or len(path) > _MAX_NAME_BYTES:
+                self.fail("the name of a data file cannot be")
+            whole = base_path + path.decode("latin-1")
+            # A version without a key has no root: a file without a name stands for it.
+            if whole and not _DATA_FILE.fullmatch(whole):
+                self.fail(f"the data file {whole[:80]!r} is not in its directory")
+            files.append((base_path + path[:base].decode("latin-1"), whole))
+        return files
+
+    def named(
+        self, indices: Sequence[int], files: Sequence[tuple[str, str]]
+    ) -> list[tuple[str, str]]:
+        if any(index >= len(files) for index in indices):
+            self.fail("it names a data file that is not in its table")
+        return [files[index] for index in indices]
+
+    def references(
+        self, count: int, files: Sequence[tuple[str, str]]
+    ) -> list[tuple[str, str, int, int]]:
+        """Returns base path, path, offset and length of each."""
+        named = self.named(self.varints(count), files)
+        offsets, lengths = self.varints(count), self.varints(count)
+        return [
+            (*file, offset, length)
+            for file, offset, length in zip(named, offsets, lengths, strict=True)
+        ]
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _text(key: bytes) -> str:
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"the key {key[:80]!r} is no text") from None

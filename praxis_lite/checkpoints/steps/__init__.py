@@ -1,0 +1,4 @@
+"""Which steps a job's folder has: named, verified, committed, kept or deleted.
+
+Never sees the arrays in them.
+"""

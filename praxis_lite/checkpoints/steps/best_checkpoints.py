@@ -1,0 +1,62 @@
+"""Which checkpoints are worth keeping besides the newest ones: the best by a metric."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from praxis_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestCheckpoints:
+    """How many of the best are kept, and what is best.
+
+    Attributes:
+      metric: name of one of the metrics that are saved with a state, such as "heldout/loss".
+      mode: "min" or "max": which values of it are better. NaN never is; of equal ones the earlier.
+      max_to_keep: how many are kept.
+
+    Raises:
+      ConfigError: a metric without its dataset, another mode, or no positive number.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    max_to_keep: int = 3
+
+    def __post_init__(self) -> None:
+        check_watched_metric("best_checkpoints", self.metric, self.mode)
+        if type(self.max_to_keep) is not int or self.max_to_keep < 1:
+            raise ConfigError(
+                f"BestCheckpoints.max_to_keep is {self.max_to_keep!r}; wanted is a whole number, 1 "
+                "or more."
+            )
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Returns the steps that have the metric, the best first.
+
+        Args:
+          metrics: of each step.
+        """
+        values = {step: found.get(self.metric, math.nan) for step, found in metrics.items()}
+        sign = 1 if self.mode == "min" else -1
+        steps = [step for step, value in values.items() if not math.isnan(value)]
+        return sorted(steps, key=lambda step: (sign * values[step], step))
+
+
+def check_watched_metric(setting: str, metric: str, mode: str) -> None:
+    """Checks how a setting names the metric that it watches.
+
+    Raises:
+      ConfigError: the metric is without its dataset, or the mode is none.
+    """
+    if not isinstance(metric, str) or "/" not in metric:
+        raise ConfigError(
+            f"{setting}.metric is {metric!r}; wanted is the name of a dataset and of a metric, "
+            "for instance 'heldout/loss'."
+        )
+    if mode not in ("min", "max"):
+        raise ConfigError(
+            f"{setting}.mode is {mode!r}; wanted is 'min' (less is better) or 'max'."
+        )

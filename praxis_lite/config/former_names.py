@@ -1,0 +1,58 @@
+"""What the names in a config.json of an earlier version are called today."""
+
+from collections.abc import Collection
+
+# Until format 2 a name was that of the module in which it was defined, by these parts of
+# praxis_lite; what stood in such a module is shown by the package beside it today.
+_MODULES_OF_FORMAT_2 = {
+    "checkpoints.best_checkpoints": "praxis_lite",
+    "checkpoints.loading_rules": "praxis_lite",
+    "decode": "praxis_lite.decode",
+    "early_stopping": "praxis_lite",
+    "experiment": "praxis_lite",
+    "initializers": "praxis_lite.layers",
+    "inputs": "praxis_lite.inputs",
+    "inputs.numpy_data": "praxis_lite.inputs.numpy_data",
+    "inputs.tf_data": "praxis_lite.inputs.tf_data",
+    "layers": "praxis_lite.layers",
+    "learner": "praxis_lite.learner",
+    "loss_scaling": "praxis_lite.learner",
+    "models": "praxis_lite.models",
+    "optimizer_groups": "praxis_lite.learner",
+    "optimizers": "praxis_lite.learner.optimizers",
+    "partitioner": "praxis_lite.partitioner",
+    "quantization": "praxis_lite.layers",
+    "regularization": "praxis_lite.learner",
+    "schedules": "praxis_lite.learner.schedules",
+    "shard_map_partitioner": "praxis_lite.partitioner",
+    "sharding": "praxis_lite.sharding",
+    "task": "praxis_lite",
+    "weight_sharding": "praxis_lite.sharding",
+    "weights": "praxis_lite.layers",
+}
+_PACKAGES_OF_FORMAT_2 = {
+    "tasks": "praxis_lite.tasks",
+    "experiments": "praxis_lite.experiments",
+}
+
+
+def name_today(name: str, config_format: int, packages: Collection[str]) -> str:
+    """Returns what a module or an experiment that a config.json names is called today.
+
+    Args:
+        name: `praxis_lite.layers.attentions` or `tasks.loss`, as the file has it.
+        config_format: of the file.
+        packages: that the user listed: `tasks` among them is the user's own.
+    """
+    if config_format > 2:
+        return name
+    top, _, below = name.partition(".")
+    if top in _PACKAGES_OF_FORMAT_2 and top not in packages:
+        return f"{_PACKAGES_OF_FORMAT_2[top]}.{below}".removesuffix(".")
+    if top != "praxis_lite":
+        return name
+    # The longest former name that the module's own begins with.
+    part = below
+    while part and part not in _MODULES_OF_FORMAT_2:
+        part = part.rpartition(".")[0]
+    return _MODULES_OF_FORMAT_2.get(part, name)

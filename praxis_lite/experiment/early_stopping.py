@@ -1,0 +1,80 @@
+"""When training ends before its last step: a metric that no longer gets better."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from praxis_lite.checkpoints.steps.best_checkpoints import check_watched_metric
+from praxis_lite.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Ends training at an evaluation when a metric has not got better for several.
+
+    Attributes:
+        metric: as evaluations are printed, with the dataset before it: `heldout/loss`.
+        mode: "min" or "max": whether less or more is better.
+        patience: evaluations in a row without an improvement that end training.
+        min_delta: by how much the best value so far has to be beaten to count.
+
+    Raises:
+        ConfigError: a setting out of range.
+    """
+
+    metric: str
+    mode: str = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_watched_metric("early_stopping", self.metric, self.mode)
+        if type(self.patience) is not int or self.patience < 1:
+            raise ConfigError(
+                f"early_stopping.patience is {self.patience!r}; wanted is a number of evaluations, "
+                "1 or more."
+            )
+        if self.min_delta < 0:
+            raise ConfigError(
+                f"early_stopping.min_delta is {self.min_delta}; wanted is 0 or more. What counts "
+                "as better is said by early_stopping.mode."
+            )
+
+    def watched_in(self, values: Mapping[str, float], step: int) -> float:
+        """Returns the metric's value among those of the evaluation of `step`.
+
+        Raises:
+          ConfigError: it is not among them.
+        """
+        if self.metric not in values:
+            raise ConfigError(
+                f"run.early_stopping watches {self.metric}, which the evaluation of step {step} "
+                f"lacks: no row of datasets.{self.metric.partition('/')[0]} weighs anything. Give "
+                "it rows with weights above 0, raise run.max_eval_batches, watch another metric, "
+                "or set run.early_stopping=None."
+            )
+        return values[self.metric]
+
+    def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
+        """Returns why training ends now, in words; None: it goes on.
+
+        Args:
+          values: of the metric by step, of all evaluations so far. One that is not a number is no
+            improvement.
+        """
+        sign = 1.0 if self.mode == "min" else -1.0
+        best, best_step, num_since = math.inf, None, 0
+        for step, value in sorted(values.items()):
+            if sign * value < best - self.min_delta:
+                best, best_step, num_since = sign * value, step, 0
+            else:
+                num_since += 1
+        if num_since < self.patience:
+            return None
+        found = (
+            "was never a number"
+            if best_step is None
+            else f"was best at step {best_step} ({sign * best:.4f})"
+        )
+        times = "evaluation" if num_since == 1 else "evaluations"
+        return f"{self.metric} {found} and has not got better in {num_since} {times}"

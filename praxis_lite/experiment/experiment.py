@@ -1,0 +1,208 @@
+"""What an experiment says: configs of the mesh, the task, the data and the run."""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import fiddle as fdl
+
+from praxis_lite.errors import ConfigError, shown
+from praxis_lite.experiment.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import jax
+
+    from praxis_lite.inputs.base import InputPipeline
+    from praxis_lite.partitioner import Partitioner
+    from praxis_lite.sharding import MeshConfig
+    from praxis_lite.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What `fdl.build` makes of an experiment's config; its fields are the roots of every path.
+
+    Attributes:
+        mesh: the devices and their axes.
+        task: the model, its loss and its learner.
+        datasets: pipelines by name; `train` is trained on, the others are evaluated on.
+        decode_datasets: pipelines of prompts by name.
+        run: how long and how often.
+        partitioner: called with the task and the mesh, compiles the steps. None: `Partitioner`.
+    """
+
+    mesh: "MeshConfig"
+    task: Any
+    datasets: "Mapping[str, InputPipeline]"
+    decode_datasets: "Mapping[str, InputPipeline]"
+    run: RunConfig
+    partitioner: "Callable[[Task, jax.sharding.Mesh], Partitioner] | None" = None
+
+
+# What a method of an experiment returns, for the errors.
+_EXAMPLES = {
+    "mesh": "fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))",
+    "task": "fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...), learner=...)",
+    "datasets": '{"train": fdl.Config(MyPipeline, batch_size=32)}',
+    "run": "fdl.Config(RunConfig, num_train_steps=1_000)",
+}
+
+
+class Experiment:
+    """One thing to run: subclass it, say `@register`, launch it by name.
+
+    Every method returns configs (`fdl.Config`), never built objects, and takes no decisions. A
+    variant subclasses an experiment, overrides one method and edits what `super()` gave.
+
+    Attributes of the class, such as `BATCH_SIZE = 16`, that the methods read as `self.BATCH_SIZE`,
+    are set by `--set BATCH_SIZE=32`, before the methods run.
+
+    Attributes:
+        SHARDING_PRESET: a word for `set_sharding_params`, such as "megatron", which then sets the
+            splits of the task's model, and by which the batches' rows split; whatever the task's
+            method says. None: what that says counts.
+    """
+
+    SHARDING_PRESET: str | None = None
+
+    def mesh(self) -> fdl.Config:
+        """Returns the config of the `MeshConfig`."""
+        raise self._missing("mesh")
+
+    def task(self) -> fdl.Config:
+        """Returns the config of the task: model, loss, learner."""
+        raise self._missing("task")
+
+    def datasets(self) -> dict[str, fdl.Config]:
+        """Returns configs of pipelines by name: `train`, and those to evaluate on."""
+        raise self._missing("datasets")
+
+    def decode_datasets(self) -> dict[str, fdl.Config]:
+        """Returns configs of pipelines of prompts by name; none, unless overridden."""
+        return {}
+
+    def run(self) -> fdl.Config:
+        """Returns the config of the `RunConfig`."""
+        raise self._missing("run")
+
+    def partitioner(self) -> fdl.Partial | None:
+        """Returns the config of another partitioner than `Partitioner`; none, unless overridden."""
+        return None
+
+    def config(self) -> "fdl.Config[Job]":
+        """Returns the whole config: mesh, task, datasets, decode_datasets, run, partitioner.
+
+        Raises:
+            ConfigError: a method is missing, or returns something else than it should.
+        """
+        found = {one: getattr(type(self), one) for one in _EXAMPLES}
+        base = vars(Experiment).values()
+        if missing := [one for one, own in found.items() if own in base or not callable(own)]:
+            raise self._missing(*missing)
+        run = self._checked("run", self.run())
+        if not _is_subclass(fdl.get_callable(run), RunConfig):
+            raise ConfigError(
+                f"{self._name()}.run() configures {_callable_name(run)}, wanted RunConfig: "
+                "return fdl.Config(RunConfig, num_train_steps=...)."
+            )
+        partitioner = self.partitioner()
+        if partitioner is not None and not isinstance(partitioner, fdl.Partial):
+            raise ConfigError(
+                f"{self._name()}.partitioner() returns {type(partitioner).__name__}, wanted an "
+                "fdl.Partial, for the task and the mesh are given later: return "
+                "fdl.Partial(ShardMapPartitioner, ...)."
+            )
+        config = fdl.Config(
+            Job,
+            mesh=self._checked("mesh", self.mesh()),
+            task=self._checked("task", self.task()),
+            datasets=self._checked_datasets("datasets", self.datasets()),
+            decode_datasets=self._checked_datasets("decode_datasets", self.decode_datasets()),
+            run=run,
+            partitioner=partitioner,
+        )
+        # What the methods share, with a class's attribute too, is shared in the copy and there
+        # only: one job's --set must not reach another job of the same process.
+        config = copy.deepcopy(config)
+        if self.SHARDING_PRESET is not None:
+            _set_preset(config.task, self.SHARDING_PRESET)
+        return config
+
+    def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
+        if isinstance(found, fdl.Config):
+            return found
+        where = f"{self._name()}.{method}(){what}"
+        if found is None:
+            raise ConfigError(f"{where} returns None, wanted an fdl.Config: is a `return` missing?")
+        if isinstance(found, fdl.Partial):
+            raise ConfigError(
+                f"{where} returns an fdl.Partial of {_callable_name(found)}, which builds no "
+                f"object: write fdl.Config({_callable_name(found)}, ...) here."
+            )
+        if isinstance(found, type):
+            raise ConfigError(
+                f"{where} returns the class {found.__name__}, wanted its config: write "
+                f"fdl.Config({found.__name__}, ...)."
+            )
+        name = type(found).__name__
+        if type(found).__module__ == "builtins":
+            example = "" if what else f", such as {_EXAMPLES[method]}"
+            raise ConfigError(f"{where} returns a {name}, wanted an fdl.Config{example}.")
+        raise ConfigError(
+            f"{where} returns a built {name}, wanted its config, so that --set can reach its "
+            f"fields: write fdl.Config({name}, ...) in place of {name}(...)."
+        )
+
+    def _checked_datasets(self, method: str, found: Any) -> dict[str, fdl.Config]:
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"{self._name()}.{method}() returns {type(found).__name__}, wanted configs by "
+                'name: return {"name": fdl.Config(MyPipeline, ...)}.'
+            )
+        for name in found:
+            check_dataset_name(name, f"{self._name()}.{method}()")
+        return {name: self._checked(method, one, f"[{name!r}]") for name, one in found.items()}
+
+    def _missing(self, *methods: str) -> ConfigError:
+        examples = "; ".join(f"def {one}(self): return {_EXAMPLES[one]}" for one in methods)
+        named = ", ".join(f"{one}()" for one in methods)
+        said = f"no methods {named}. Add them" if methods[1:] else f"no method {named}. Add it"
+        return ConfigError(f"{self._name()} has {said} to the class, for instance: {examples}")
+
+    def _name(self) -> str:
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def _set_preset(task: fdl.Config, preset: str) -> None:
+    # Here, because the layers need jax, and who names no preset need not wait for them.
+    from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
+
+    set_sharding_params(task.model, preset)
+    batch = SHARDING_PRESETS[preset]["batch"]
+    mapping = getattr(task, "inputs_split_mapping", None) or {}
+    if mapping:
+        task.inputs_split_mapping = {
+            rank: (batch, *dims[1:]) for rank, dims in mapping.items()
+        }
+
+
+def check_dataset_name(name: Any, where: str) -> None:
+    """Checks a dataset's name, which is part of a --set path and of a folder's name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name):
+        raise ConfigError(
+            f"{where} names a dataset {shown(repr(name))}, wanted letters, digits, '_' and '-', "
+            "the first a letter: rename it."
+        )
+
+
+def _callable_name(config: fdl.Buildable) -> str:
+    function = fdl.get_callable(config)
+    return getattr(function, "__name__", repr(function))
+
+
+def _is_subclass(found: Any, wanted: type) -> bool:
+    return isinstance(found, type) and issubclass(found, wanted)

@@ -1,0 +1,122 @@
+"""The page of --mode=explain --html=FILE: what every device holds and sends, to look at.
+
+The page is explain_page.html, which draws, with what it draws as one JSON document in it.
+"""
+
+import collections
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.explain import hlo
+from praxis_lite.explain.layout_table import bytes_per_device, kind_of
+from praxis_lite.partitioner import StateLayout
+from praxis_lite.partitioner.train_state import LeafLayout
+
+
+@dataclass(frozen=True)
+class ExplainedStep:
+    """A compiled step.
+
+    Attributes:
+      step: "train", "eval" or "decode".
+      dataset: whose batches it takes.
+      batch: the layout of one.
+      collectives: of a run.
+      memory: None where the backend does not tell.
+      donated: bytes per device, and buffers.
+      flops: of matmuls, per device.
+    """
+
+    step: str
+    dataset: str
+    batch: StateLayout
+    collectives: list[hlo.Collective]
+    memory: hlo.MemoryPerDevice | None
+    donated: tuple[int, int]
+    flops: int
+
+
+def page(
+    title: str,
+    mesh: Mesh,
+    layout: StateLayout,
+    warnings: Sequence[str],
+    steps: Sequence[ExplainedStep],
+) -> str:
+    """Returns a whole HTML page that asks nothing of the network."""
+    template = (resources.files("praxis_lite.explain") / "explain_page.html").read_text("utf-8")
+    document = {
+        "title": title,
+        "versions": f"jax {jax.__version__}, {mesh.devices.flat[0].device_kind}",
+        "axes": list(layout.axis_sizes.items()),
+        "device_ids": [device.id for device in mesh.devices.flat],
+        "totals": bytes_per_device(layout),
+        "notes": list(layout.notes),
+        "warnings": list(warnings),
+        "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
+        "steps": [_step(one) for one in steps],
+    }
+    # In a script element only "<" can end it; names may hold anything.
+    text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = template.split("{{document}}")
+    return before.replace("{{title}}", html.escape(title)) + text + after
+
+
+def _leaf(leaf: LeafLayout, kind: str) -> dict[str, Any]:
+    split = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in leaf.spec]
+    return {
+        "path": leaf.path,
+        "kind": kind,
+        "shape": leaf.shape,
+        "padded": leaf.padded_shape,
+        "dtype": str(leaf.dtype),
+        "itemsize": leaf.dtype.itemsize,
+        "split": split,
+        "bytes": leaf.bytes_per_device,
+        "by": leaf.declared_by,
+    }
+
+
+def _step(one: ExplainedStep) -> dict[str, Any]:
+    step = f"{one.step}_step"
+    kind = f"batch of {one.dataset} ({step})"
+    groups = hlo.by_layer(one.collectives)
+    return {
+        "step": step,
+        "dataset": one.dataset,
+        "batch": [_leaf(leaf, kind) for leaf in one.batch.leaves()],
+        "collectives": [
+            {
+                "kind": group[0].kind,
+                "layer": group[0].layer,
+                "layers": _bytes_by_layer(group),
+                "count": sum(one.count for one in group),
+                "bytes": sum(one.count * one.bytes for one in group),
+                "bound": hlo.bound(group),
+            }
+            for group in groups
+        ],
+        "bounds": {
+            kind: hlo.bound(c for c in one.collectives if c.kind == kind)
+            for kind in hlo.summarise(one.collectives)
+        },
+        "memory": one.memory and vars(one.memory),
+        "donated": one.donated,
+        "flops": one.flops,
+    }
+
+
+def _bytes_by_layer(group: Sequence[hlo.Collective]) -> list[tuple[str, int]]:
+    """Returns (layer, bytes of all executions), most bytes first."""
+    totals = collections.Counter()
+    for one in group:
+        for layer, size in one.layers:
+            totals[layer] += one.count * size
+    return totals.most_common()

@@ -1,0 +1,205 @@
+"""How the processes of one job find each other: by flags, or by what a launcher left behind."""
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, TextIO
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.job import processes
+from praxis_lite.job.processes import peers
+
+START_SECONDS = 45
+
+# What a launcher calls the number of its processes, and which of them this is.
+_LAUNCHERS = {
+    "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MPI": ("PMI_SIZE", "PMI_RANK"),
+}
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")
+
+
+def start(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    start_seconds: int = START_SECONDS,
+) -> None:
+    """Connects this process with the others of its job, and makes the first one speak for it.
+
+    Before JAX makes a device. Where neither flags nor the environment tell of other processes,
+    nothing happens, and jax is not imported.
+
+    Raises:
+      ConfigError: half of the flags, or values that cannot be; or no connection.
+    """
+    settings, found = _found(coordinator, num_processes, process_id, os.environ)
+    if settings is None:
+        return
+    _connect(settings, start_seconds)
+    peers.watch()
+    processes.learn_hosts(start_seconds)
+    if processes.is_first():
+        hosts = len({processes.host(k) for k in range(processes.count())})
+        print(f"{processes.count()} processes on {hosts} hosts, found by {found}", flush=True)
+    else:
+        _speak_as_another(processes.index())
+
+
+def _found(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environment: Mapping[str, str],
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns what jax.distributed.initialize is called with, None: not at all; and in words."""
+    launcher, size, rank = _launcher(environment)
+    if (coordinator, num_processes, process_id) != (None, None, None):
+        if num_processes is None and process_id is None and size is not None:
+            num_processes, process_id = size, rank
+        _check_flags(coordinator, num_processes, process_id)
+        if num_processes == 1:
+            return None, ""
+        settings = {
+            "coordinator_address": coordinator, "num_processes": num_processes,
+            "process_id": process_id, "cluster_detection_method": "deactivate",
+        }
+        return settings, f"--coordinator={coordinator}"
+    if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
+        if _is_tpu(environment) or find_spec("kubernetes"):
+            return {}, "the Kubernetes job"
+        return None, ""
+    if _is_tpu(environment):
+        return {}, "the TPU slice"
+    if size is None or size == 1:
+        return None, ""
+    if launcher == "SLURM" or "OMPI_MCA_orte_hnp_uri" in environment:
+        return {}, launcher
+    if find_spec("mpi4py"):
+        return {"cluster_detection_method": "mpi4py"}, "mpi4py"
+    raise ConfigError(
+        f"{launcher} started {size} processes, of which this is number {rank}, but does not say "
+        "where the first one runs. Add --coordinator=HOST:PORT, with the first process's host and "
+        "a free port there, or install mpi4py."
+    )
+
+
+def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | None]:
+    for launcher, (size, rank) in _LAUNCHERS.items():
+        if size in environment and rank in environment:
+            # A script of sbatch without srun runs once, whatever the number of its tasks.
+            if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
+                continue
+            return launcher, int(environment[size]), int(environment[rank])
+    return "", None, None
+
+
+def _is_tpu(environment: Mapping[str, str]) -> bool:
+    """Returns whether this is a host of a TPU slice of several."""
+    return (
+        "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
+        # A TPU VM outside Kubernetes: JAX asks its metadata server, also where it is one host.
+        or ("TPU_WORKER_HOSTNAMES" not in environment and environment.get("JAX_PLATFORMS") != "cpu"
+            and os.path.exists("/dev/accel0") and find_spec("libtpu") is not None)
+    )
+
+
+def _check_flags(coordinator: str | None, num_processes: int | None, process_id: int | None):
+    flags = {
+        "--coordinator=HOST:PORT": coordinator, "--num_processes=N": num_processes,
+        "--process_id=K": process_id,
+    }
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"Of several processes each is started with {', '.join(flags)}, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Add "
+            f"{'it' if len(missing) == 1 else 'them'}, or leave all three out."
+        )
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"--coordinator={coordinator}: wanted is HOST:PORT, the first process's host and a "
+            "free port there from 1 to 65535, such as 10.0.0.1:12345."
+        )
+    if num_processes < 1:
+        raise ConfigError(f"--num_processes={num_processes}: wanted is 1 or more.")
+    if not 0 <= process_id < num_processes:
+        raise ConfigError(
+            f"--process_id={process_id}: of {num_processes} processes (--num_processes) each has a "
+            f"number of its own, from 0 to {num_processes - 1}."
+        )
+
+
+def _connect(settings: Mapping[str, Any], seconds: int) -> None:
+    import jax
+
+    # It would swallow SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    is_connected = threading.Event()
+
+    def give_up() -> None:
+        if not is_connected.wait(seconds):
+            which = f"process {settings['process_id']}" if "process_id" in settings else "it"
+            os.write(2, (
+                f"error: the processes of the job have not all come together within {seconds} s; "
+                f"so {which} ends. See which did not start, or cannot reach the first one's host "
+                "and port; where they start at very different times, give all of them "
+                "--start_seconds=600.\n"
+            ).encode())
+            os._exit(2)
+
+    threading.Thread(target=give_up, daemon=True).start()
+    try:
+        # JAX aborts the process when its own time is up: it is longer.
+        jax.distributed.initialize(
+            **settings, initialization_timeout=seconds + 60,
+            heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Look at "
+            "--coordinator, or at what the launcher says."
+        ) from error
+    finally:
+        is_connected.set()
+    if _is_alone_on_its_host(os.environ) and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        # Under SLURM and Open MPI JAX shows a process one GPU: the host has one process for each.
+        for platform in ("cuda", "rocm"):
+            jax.config.update(f"jax_{platform}_visible_devices", "all")
+
+
+def _is_alone_on_its_host(environment: Mapping[str, str]) -> bool:
+    hosts = environment.get("SLURM_STEP_NUM_NODES")
+    return (hosts is not None and hosts == environment.get("SLURM_NTASKS")) or (
+        environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    )
+
+
+def _speak_as_another(process: int) -> None:
+    """Leaves standard output to the first process; lines on standard error say whose they are."""
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    sys.stderr = _Prefixed(sys.stderr, f"[process {process}] ")
+
+
+class _Prefixed:
+    """A text stream that begins each line with a prefix."""
+
+    def __init__(self, stream: TextIO, prefix: str):
+        self._stream, self._prefix, self._is_new_line = stream, prefix, True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._stream.write(f"{self._prefix if self._is_new_line else ''}{line}")
+            self._is_new_line = line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,180 @@
+"""The sizes of attention's heads, and settings and calls that do not go together."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention.masks import LARGE_NEGATIVE
+from praxis_lite.layers.base_layer import require_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSizes:
+    """N heads of queries and G of keys and values, with K dims each.
+
+    Attributes:
+      input_dims: D of "query", "key" and "value".
+      hidden_dim: Pax's, of which plain query scaling takes the N-th part.
+    """
+
+    input_dims: dict[str, int]
+    hidden_dim: int
+    N: int
+    G: int
+    K: int
+
+    @property
+    def hidden_per_head(self) -> int:
+        """Returns what plain scaling of queries takes for their dims.
+
+        Raises:
+          ConfigError: it would be 0.
+        """
+        if self.hidden_dim < self.N:
+            raise ConfigError(
+                f"DotProductAttention: queries are scaled by hidden_dim / num_heads, "
+                f"{self.hidden_dim} / {self.N}. Set scale_query_by_dim_per_head=True."
+            )
+        return self.hidden_dim // self.N
+
+
+def head_sizes(
+    layer: object,
+    input_dim: int | Mapping[str, int],
+    hidden_dim: int | None,
+    num_heads: int,
+    dim_per_head: int | None,
+    num_kv_heads: int | None,
+) -> HeadSizes:
+    """Returns the sizes that the settings of `layer` amount to.
+
+    Raises:
+      ConfigError: they do not fit together; names the layer's class and the setting.
+    """
+    name = type(layer).__name__
+    if not isinstance(input_dim, Mapping):
+        require_positive(layer, input_dim=input_dim)
+        input_dim = dict.fromkeys(("query", "key", "value"), input_dim)
+    if set(input_dim) != {"query", "key", "value"}:
+        raise ConfigError(
+            f"{name}.input_dim has the keys {sorted(input_dim)}; wanted are query, key and value, "
+            "or one integer."
+        )
+    require_positive(layer, **{f"input_dim[{which!r}]": dim for which, dim in input_dim.items()})
+    D = input_dim["query"]
+    hidden = D if hidden_dim is None else hidden_dim
+    require_positive(layer, num_heads=num_heads, hidden_dim=hidden)
+    if dim_per_head is None and hidden % num_heads:
+        raise ConfigError(
+            f"{name}: {num_heads} heads do not divide the {hidden} "
+            f"{'input' if hidden_dim is None else 'hidden'} dims. Set dim_per_head, or change "
+            "num_heads."
+        )
+    K = hidden // num_heads if dim_per_head is None else dim_per_head
+    G = num_heads if num_kv_heads is None else num_kv_heads
+    require_positive(layer, dim_per_head=K, num_kv_heads=G)
+    if num_heads % G:
+        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ConfigError(
+            f"{name}.num_kv_heads is {G}, which does not divide the {num_heads} heads. Choose one "
+            f"of {divisors}."
+        )
+    return HeadSizes(dict(input_dim), hidden, num_heads, G, K)
+
+
+def check_settings(
+    layer: object,
+    sizes: HeadSizes,
+    *,
+    is_causal: bool,
+    is_cross_attention: bool,
+    window: int | None,
+    right_context: int | None,
+    combine_qkv: bool,
+    atten_logit_cap: float,
+    atten_chunk_size: int,
+) -> None:
+    """Checks settings of `layer` that exclude each other.
+
+    Raises:
+      ConfigError: two do; names the layer's class and the setting.
+    """
+    name = type(layer).__name__
+    require_positive(layer, atten_chunk_size=atten_chunk_size)
+    if window is not None:
+        require_positive(layer, window=window)
+    if is_cross_attention and (window is not None or right_context is not None):
+        raise ConfigError(
+            f"{name}: window and right_context limit attention of a row to itself; "
+            "is_cross_attention=True attends to another. Leave them out."
+        )
+    if right_context is not None and (is_causal or right_context < 0):
+        raise ConfigError(
+            f"{name}.right_context is {right_context}; wanted is 0 or more, with is_causal=False."
+        )
+    if atten_logit_cap < 0.0:
+        raise ConfigError(
+            f"{name}.atten_logit_cap is {atten_logit_cap}; wanted is a positive cap, or 0.0 for "
+            "none."
+        )
+    one_input = len(set(sizes.input_dims.values())) == 1 and not is_cross_attention
+    if combine_qkv and not (one_input and sizes.G == sizes.N):
+        raise ConfigError(
+            f"{name}.combine_qkv needs queries, keys and values of one shape from one input: no "
+            "cross-attention, num_kv_heads or input_dim per input. Set combine_qkv=False."
+        )
+
+
+def check_call(
+    layer: Any,
+    inputs: jax.Array,
+    encoded: jax.Array | None,
+    cache: Any,
+    atten_mask: jax.Array | None,
+) -> None:
+    """Checks that attention has what it is to attend to, and a cache and mask of the right kind.
+
+    Raises:
+      ConfigError: otherwise.
+    """
+    name = type(layer).__name__
+    if layer.is_cross_attention and encoded is None and cache is None:
+        raise ConfigError(
+            f"{name} with is_cross_attention=True was called without `encoded` and without a "
+            "cache that has it. Hand it encoded=[B, S, D]."
+        )
+    if atten_mask is not None and not jnp.issubdtype(atten_mask.dtype, jnp.floating):
+        raise ConfigError(
+            f"{name}: atten_mask is {atten_mask.dtype}; wanted are floats as Pax's, 0.0 where a "
+            f"key is seen and LARGE_NEGATIVE ({LARGE_NEGATIVE:.3g}) where not: "
+            "jnp.where(is_seen, 0.0, LARGE_NEGATIVE) of praxis_lite.layers.attention.masks."
+        )
+    attends_to_itself = not layer.is_cross_attention and encoded is None
+    if atten_mask is not None and attends_to_itself and layer.refuses_mask:
+        raise ConfigError(
+            f"{name}.is_causal is True, and the call hands an atten_mask; as in Pax a mask alone "
+            "says what a token sees. Leave is_causal out, and let the mask hide later tokens where "
+            "they are to be hidden (jnp.minimum(atten_mask, causal_mask(T)) of "
+            "praxis_lite.layers.attention.masks)."
+        )
+    if encoded is None:
+        return
+    if layer.combined_qkv is not None:
+        raise ConfigError(
+            f"{name}.combine_qkv takes keys and values from the inputs and cannot attend to "
+            "`encoded`. Set combine_qkv=False."
+        )
+    if encoded.shape[0] != inputs.shape[0]:
+        raise ConfigError(
+            f"{name}: encoded has {encoded.shape[0]} rows and the inputs {inputs.shape[0]}; wanted "
+            "are as many."
+        )
+    if cache is not None and "encoded_visible" not in cache:
+        raise ConfigError(
+            f"{name}: the cache is one of attention to the inputs. Build the layer with "
+            "is_cross_attention=True to keep `encoded` in it."
+        )

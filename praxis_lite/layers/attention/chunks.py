@@ -1,0 +1,261 @@
+"""Attention in chunks of queries and keys: memory that grows with T, not with T x S."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
+from praxis_lite.sharding.varying import varying_alike
+
+# B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
+# these, K dims per head, C queries or keys of a chunk.
+
+
+def chunked_attention(
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    chunk_size: int,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K]; of the logits one chunk exists at a time.
+
+    A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135); the
+    backward pass computes each chunk's logits once more. Chunks in which no query can see a key,
+    by index, are skipped. A query that sees no key gets what the einsum gives it.
+
+    Beside arguments and results this holds two numbers per query and head and, of one chunk, the
+    logits and their derivatives: benchmarks/attention_memory.py has the formula.
+    """
+    B, T, N, K = q_BTNK.shape
+    G = k_BSGK.shape[2]
+    q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
+    encoded = _attention(q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size)
+    return encoded.reshape(B, T, N, K)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q, k, v, mask, options, chunk_size):
+    return _forward(q, k, v, mask, options, chunk_size)[0]
+
+
+class _Chunks:
+    """The arguments, padded to whole chunks, and what is seen in one pair of chunks."""
+
+    def __init__(self, q: Any, k: Any, v: Any, mask: AttentionMask, size: int):
+        T, S = q.shape[1], k.shape[1]
+        self.q_size, self.kv_size = min(size, T), min(size, S)
+        self.num_q, self.num_kv = -(-T // self.q_size), -(-S // self.kv_size)
+        self.S, self.dims = S, (q.shape[0], *q.shape[2:4])
+        rows, columns = self.padded_rows, self.padded_columns
+        self.q, self.k, self.v = rows(q), columns(k), columns(v)
+        self.q_index = rows(mask.q_index(T), mode="edge")
+        self.mask = dataclasses.replace(
+            mask,
+            q_index_BT=None,
+            q_segments_BT=rows(mask.q_segments_BT),
+            kv_segments_BS=columns(mask.kv_segments_BS),
+            kv_visible_BS=columns(mask.kv_visible_BS),
+        )
+
+    @property
+    def arrays(self) -> tuple:
+        """All that a chunk's logits and values are computed from."""
+        mask = self.mask
+        seen = mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
+        return self.q, self.k, self.v, self.q_index, seen
+
+    def padded_rows(self, x: Any, mode: str = "constant") -> Any:
+        return _padded(x, self.num_q * self.q_size, mode)
+
+    def padded_columns(self, x: Any) -> Any:
+        return _padded(x, self.num_kv * self.kv_size, "constant")
+
+    def rows(self, x: Any, i: jax.Array) -> Any:
+        return jax.lax.dynamic_slice_in_dim(x, i * self.q_size, self.q_size, axis=1)
+
+    def columns(self, x: Any, j: jax.Array) -> Any:
+        return jax.lax.dynamic_slice_in_dim(x, j * self.kv_size, self.kv_size, axis=1)
+
+    def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
+        """Returns the first chunk of keys that queries of chunk i may see, and the end."""
+        first, end, index = 0, self.num_kv, self.rows(self.q_index, i)
+        if self.mask.right_context is not None:
+            last_key = jnp.max(index) + self.mask.right_context
+            end = jnp.minimum(last_key // self.kv_size + 1, self.num_kv)
+        if self.mask.left_context is not None:
+            first_key = jnp.min(index) - self.mask.left_context + 1
+            first = jnp.maximum(first_key // self.kv_size, 0)
+        return first, end
+
+    def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
+        """Returns capped logits [B, G, R, C, C] and what is visible, [B or 1, 1, 1, C, C]."""
+        logits = jnp.einsum(
+            "btgrk,bsgk->bgrts",
+            self.rows(self.q, i),
+            self.columns(self.k, j),
+            preferred_element_type=jnp.float32,
+        )
+        index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
+        mask = dataclasses.replace(
+            self.mask,
+            **{
+                name: None if x is None else part(x, at)
+                for name, part, at in (
+                    ("q_segments_BT", self.rows, i),
+                    ("kv_segments_BS", self.columns, j),
+                    ("kv_visible_BS", self.columns, j),
+                )
+                for x in (getattr(self.mask, name),)
+            },
+        )
+        visible = (index_S < self.S)[None, None, :]
+        allowed = mask.visible_at(self.rows(self.q_index, i), index_S)
+        if allowed is not None:
+            visible = allowed & jnp.broadcast_to(visible, allowed.shape)
+        return options.applied(logits), visible[:, None, None]
+
+
+def _padded(x: Any, length: int, mode: str) -> Any:
+    if x is None or x.shape[1] == length:
+        return x
+    room = [(0, length - x.shape[1]) if dim == 1 else (0, 0) for dim in range(x.ndim)]
+    return jnp.pad(x, room, mode=mode)
+
+
+def _forward(q, k, v, mask, options, chunk_size):
+    """Returns the attended values and, per query, log sum exp of its logits, [B, G, R, T]."""
+    chunks = _Chunks(q, k, v, mask, chunk_size)
+    B, G, R = chunks.dims
+    Cq, extra = chunks.q_size, options.extra
+    mean_BGK = jnp.mean(v, axis=1, dtype=jnp.float32)
+
+    def one_chunk_of_queries(i, carry):
+        encoded, log_sums = carry
+
+        def add_keys(j, carry):
+            highest, total, acc = carry
+            logits, visible = chunks.logits(i, j, options)
+            logits = jnp.where(visible, logits, LARGE_NEGATIVE)
+            new_highest = jnp.maximum(highest, jnp.max(logits, axis=-1))
+            exp = jnp.where(visible, jnp.exp(logits - new_highest[..., None]), 0.0)
+            decay = jnp.exp(highest - new_highest)
+            values = chunks.columns(chunks.v, j)
+            acc = acc * decay.transpose(0, 3, 1, 2)[..., None] + jnp.einsum(
+                "bgrts,bsgk->btgrk",
+                exp.astype(values.dtype),
+                values,
+                preferred_element_type=jnp.float32,
+            )
+            return new_highest, total * decay + jnp.sum(exp, axis=-1), acc
+
+        first, end = chunks.columns_seen(i)
+        start = (
+            jnp.full((B, G, R, Cq), LARGE_NEGATIVE if extra is None else extra, jnp.float32),
+            jnp.full((B, G, R, Cq), 0.0 if extra is None else 1.0, jnp.float32),
+            jnp.zeros((B, Cq, G, R, v.shape[-1]), jnp.float32),
+        )
+        start = varying_alike(start, chunks.arrays)
+        highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
+        share = 1.0 / jnp.where(total > 0.0, total, 1.0)
+        part = acc * share.transpose(0, 3, 1, 2)[..., None]
+        if options.averages:
+            sees_any = (total > 0.0).transpose(0, 3, 1, 2)[..., None]
+            part = jnp.where(sees_any, part, mean_BGK[:, None, :, None])
+        part = part.astype(q.dtype)
+        encoded = jax.lax.dynamic_update_slice_in_dim(encoded, part, i * Cq, axis=1)
+        log_sum = highest - jnp.log(share)
+        return encoded, jax.lax.dynamic_update_slice_in_dim(log_sums, log_sum, i * Cq, axis=3)
+
+    empty = (
+        jnp.zeros((*chunks.q.shape[:-1], v.shape[-1]), q.dtype),
+        jnp.zeros((B, G, R, chunks.q.shape[1]), jnp.float32),
+    )
+    empty = varying_alike(empty, chunks.arrays)
+    encoded, log_sums = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, empty)
+    return encoded[:, : q.shape[1]], log_sums
+
+
+def _forward_with_residuals(q, k, v, mask, options, chunk_size):
+    encoded, log_sums = _forward(q, k, v, mask, options, chunk_size)
+    return encoded, (q, k, v, mask, encoded, log_sums)
+
+
+def _backward(options, chunk_size, residuals, d_encoded):
+    q, k, v, mask, encoded, log_sums = residuals
+    chunks = _Chunks(q, k, v, mask, chunk_size)
+    d_encoded = chunks.padded_rows(d_encoded)
+    # Sum over s of p_s dp_s, which the softmax's derivative subtracts.
+    inner = jnp.einsum(
+        "btgrk,btgrk->bgrt",
+        d_encoded,
+        chunks.padded_rows(encoded),
+        preferred_element_type=jnp.float32,
+    )
+
+    def rows_of_last(x, i):
+        return jax.lax.dynamic_slice_in_dim(x, i * chunks.q_size, chunks.q_size, axis=3)
+
+    def one_chunk_of_queries(i, carry):
+        dq, dk, dv = carry
+        d_out, q_part = chunks.rows(d_encoded, i), chunks.rows(chunks.q, i)
+
+        def add_keys(j, carry):
+            dq_part, dk, dv = carry
+            logits, visible = chunks.logits(i, j, options)
+            probs = jnp.where(visible, jnp.exp(logits - rows_of_last(log_sums, i)[..., None]), 0.0)
+            values, keys = chunks.columns(chunks.v, j), chunks.columns(chunks.k, j)
+            d_probs = jnp.einsum(
+                "btgrk,bsgk->bgrts", d_out, values, preferred_element_type=jnp.float32
+            )
+            d_logits = probs * (d_probs - rows_of_last(inner, i)[..., None])
+            if options.cap > 0.0:
+                # Where logits are unseen probs are 0, and so is this.
+                d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
+            if options.scale != 1.0:
+                d_logits = d_logits * options.scale
+            d_logits, probs = d_logits.astype(q.dtype), probs.astype(q.dtype)
+            add = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+            dq_part += add("bgrts,bsgk->btgrk", d_logits, keys)
+            dk = _add_at(dk, add("bgrts,btgrk->bsgk", d_logits, q_part), j * chunks.kv_size)
+            dv = _add_at(dv, add("bgrts,btgrk->bsgk", probs, d_out), j * chunks.kv_size)
+            return dq_part, dk, dv
+
+        first, end = chunks.columns_seen(i)
+        start = varying_alike((jnp.zeros(q_part.shape, jnp.float32), dk, dv))
+        dq_part, dk, dv = jax.lax.fori_loop(first, end, add_keys, start)
+        dq_part = dq_part.astype(dq.dtype)
+        dq = jax.lax.dynamic_update_slice_in_dim(dq, dq_part, i * chunks.q_size, axis=1)
+        return dq, dk, dv
+
+    start = (
+        jnp.zeros_like(chunks.q),
+        jnp.zeros(chunks.k.shape, jnp.float32),
+        jnp.zeros(chunks.v.shape, jnp.float32),
+    )
+    start = varying_alike(start, (chunks.arrays, d_encoded))
+    dq, dk, dv = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, start)
+    dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+    if options.averages:
+        # The sum of no exponentials leaves the maximum that the forward pass began with.
+        sees_none = (log_sums < 0.5 * LARGE_NEGATIVE).astype(d_encoded.dtype)
+        d_mean_BGK = jnp.einsum(
+            "bgrt,btgrk->bgk", sees_none, d_encoded, preferred_element_type=jnp.float32
+        )
+        dv += d_mean_BGK[:, None] / v.shape[1]
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    """Returns `total` with `part` added to its columns from `start`."""
+    old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
+
+
+_attention.defvjp(_forward_with_residuals, _backward)

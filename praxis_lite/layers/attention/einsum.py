@@ -1,0 +1,118 @@
+"""Attention as an einsum: the reference, which does everything and holds every logit at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
+from praxis_lite.layers.stochastics import Dropout
+
+# B batch, T queries, S keys, N heads, G heads of keys and values, R heads that share one of
+# these (N = G R), K dims per head.
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitOptions:
+    """What happens to logits between `q k` and the softmax.
+
+    Attributes:
+      scale: they are multiplied by it.
+      cap: then `cap * tanh(logits / cap)`; 0.0: not.
+      extra: a logit that takes part in the softmax and has a value of zero; None: none.
+      zero_fully_masked: a query that sees no key gets zeros, not the mean of all values, which is
+        what the softmax of equal logits gives.
+    """
+
+    scale: float = 1.0
+    cap: float = 0.0
+    extra: float | None = None
+    zero_fully_masked: bool = False
+
+    @property
+    def averages(self) -> bool:
+        """Returns True if a query that sees no key gets the mean of all values, False if zeros."""
+        return self.extra is None and not self.zero_fully_masked
+
+    @property
+    def needs(self) -> dict[str, bool]:
+        """Returns which settings of attention these options are, by name, and which are in use."""
+        return {
+            "atten_logit_cap": self.cap > 0.0,
+            "attention_extra_logit": self.extra is not None,
+            "zero_fully_masked": self.zero_fully_masked,
+        }
+
+    def applied(self, logits: jax.Array) -> jax.Array:
+        """Returns the logits scaled and capped."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return self.cap * jnp.tanh(logits / self.cap) if self.cap > 0.0 else logits
+
+
+def einsum_attention(
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    bias: jax.Array | None = None,
+    atten_mask: jax.Array | None = None,
+    dropout: Dropout | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K]; every logit exists at once.
+
+    Args:
+      q_BTNK, k_BSGK, v_BSGK: scaled queries, keys, values; head n reads keys of n // (N / G).
+      mask: what is seen.
+      options: of the logits.
+      bias: float [B or 1, N, T, S], added before they are scaled and capped.
+      atten_mask: float [B or 1, 1 or N, 1 or T, S]; where it is less than half of LARGE_NEGATIVE
+        the key is unseen. As in Pax it decides no more than that: it is not added to the logits.
+      dropout, key: of the probabilities.
+    """
+    B, T, N, K = q_BTNK.shape
+    S, G = k_BSGK.shape[1:3]
+    if G == N:
+        logits_BNTS = jnp.einsum(
+            "btnk,bsnk->bnts", q_BTNK, k_BSGK, preferred_element_type=jnp.float32
+        )
+    else:
+        q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
+        logits_BNTS = jnp.einsum(
+            "btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32
+        ).reshape(B, N, T, S)
+    if bias is not None:
+        logits_BNTS += jnp.broadcast_to(bias, logits_BNTS.shape)
+    logits_BNTS = options.applied(logits_BNTS)
+    visible = mask.visible(T, S)
+    visible = None if visible is None else visible[:, None]
+    if atten_mask is not None:
+        seen = atten_mask >= 0.5 * LARGE_NEGATIVE
+        shape = jnp.broadcast_shapes(seen.shape, () if visible is None else visible.shape)
+        seen_by_all = jnp.broadcast_to(seen, shape)
+        visible = seen_by_all if visible is None else jnp.broadcast_to(visible, shape) & seen_by_all
+    if visible is not None:
+        logits_BNTS = jnp.where(visible, logits_BNTS, LARGE_NEGATIVE)
+    probs_BNTS = _softmax(logits_BNTS, options.extra).astype(v_BSGK.dtype)
+    if dropout is not None:
+        probs_BNTS = dropout(probs_BNTS, key)
+    if G == N:
+        encoded_BTNK = jnp.einsum("bnts,bsnk->btnk", probs_BNTS, v_BSGK)
+    else:
+        probs_BGRTS = probs_BNTS.reshape(B, G, N // G, T, S)
+        encoded_BTNK = jnp.einsum("bgrts,bsgk->btgrk", probs_BGRTS, v_BSGK).reshape(B, T, N, K)
+    if options.zero_fully_masked and visible is not None:
+        sees_any = jnp.any(visible, axis=-1, keepdims=True)  # [B or 1, 1 or N, T or 1, 1]
+        encoded_BTNK = jnp.where(sees_any.transpose(0, 2, 1, 3), encoded_BTNK, 0.0)
+    return encoded_BTNK
+
+
+def _softmax(logits: jax.Array, extra: float | None) -> jax.Array:
+    if extra is None:
+        return jax.nn.softmax(logits, axis=-1)
+    highest = jnp.maximum(jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True), extra)
+    exp = jnp.exp(logits - highest)
+    return exp / (jnp.sum(exp, axis=-1, keepdims=True) + jnp.exp(extra - highest))

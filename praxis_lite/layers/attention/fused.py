@@ -1,0 +1,260 @@
+"""Attention by kernels that others wrote: jax.nn's, cuDNN's flash attention, TPU's splash."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.sharding import SplitDims, to_partition_spec
+from praxis_lite.sharding.split_dims import without_axes
+from praxis_lite.sharding.varying import varying_axes, varying_over
+
+# B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
+LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
+
+
+def dot_product_attention(
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K], by jax.nn.dot_product_attention in XLA."""
+    visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
+    return jax.nn.dot_product_attention(
+        q_BTNK,
+        k_BSGK,
+        v_BSGK,
+        # It adds the bias to scaled logits, Pax to unscaled ones.
+        bias=None if bias is None else bias * options.scale,
+        mask=None if visible_BTS is None else visible_BTS[:, None],
+        scale=options.scale,
+        implementation="xla",
+    )
+
+
+def cudnn_attention(
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    split: SplitDims = None,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K], by cuDNN's flash attention (arXiv:2307.08691).
+
+    Takes 16-bit inputs and causal masks with or without a window, or no mask. Each device works on
+    its own rows and heads, as `split` [B, T, N, K] says. Lowered for CUDA, not yet run on a GPU.
+    """
+    window = None if mask.left_context is None else (mask.left_context - 1, 0)
+
+    def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=options.scale,
+            is_causal=mask.right_context == 0,
+            local_window_size=window,
+            implementation="cudnn",
+        )
+
+    return _per_device(on_one_device, q_BTNK, k_BSGK, v_BSGK, (), split)
+
+
+def splash_attention(
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    split: SplitDims = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K], by JAX's splash attention for TPU.
+
+    Blocks of logits that the causal mask or the window hides are never computed. Each device works
+    on its own rows and heads, as `split` [B, T, N, K] says. Compiled for a TPU v5e that was not
+    attached, and run in interpret mode, which any platform has and which is slow.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    T, S = q_BTNK.shape[1], k_BSGK.shape[1]
+    q, k, v = (_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
+    lengths = q.shape[1], k.shape[1]
+    # Keys that are not there, padded or to fill a block, are a segment that no query is of.
+    needs_segments = (
+        mask.q_segments_BT is not None
+        or mask.kv_visible_BS is not None
+        or (lengths[1] != S and mask.right_context is None)
+    )
+    segments = ()
+    if needs_segments:
+        q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
+        if q_segments is None:
+            q_segments, kv_segments = (jnp.zeros((q.shape[0], n), jnp.int32) for n in (T, S))
+        if mask.kv_visible_BS is not None:
+            kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
+        segments = (
+            _to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
+            _to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, fill=-1),
+        )
+
+    def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        kernel = _splash_kernel(lengths, q.shape[2], mask, options, interpret)
+
+        def one_row(q, k, v, *segments):
+            q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))
+            ids = splash_attention_kernel.SegmentIds(*segments) if segments else None
+            return kernel(q_NTK, k_GSK, v_GSK, ids).transpose(1, 0, 2)
+
+        return jax.vmap(one_row)(q, k, v, *segments)
+
+    outputs = _per_device(on_one_device, q, k, v, segments, split)[:, :T]
+    if mask.kv_segments_BS is None and mask.kv_visible_BS is None:
+        return outputs  # Every query sees itself, or all.
+    # A query that sees no key gets the mean of all values; splash's is of the blocks it works on.
+    sees_any_BT = jnp.any(mask.visible(T, S), axis=-1)
+    mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
+    mean_BNK = jnp.repeat(mean_BGK, q.shape[2] // k.shape[2], axis=1)
+    return jnp.where(sees_any_BT[:, :, None, None], outputs, mean_BNK[:, None])
+
+
+def _splash_kernel(
+    lengths: tuple[int, int],
+    num_heads: int,
+    mask: AttentionMask,
+    options: LogitOptions,
+    interpret: bool,
+) -> Callable[..., jax.Array]:
+    # Here, not above: Pallas takes a while to import, and only a TPU needs it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    left = None if mask.left_context is None else mask.left_context - 1
+    if left is None and mask.right_context is None:
+        head_mask = masks.FullMask(lengths)
+    else:
+        head_mask = masks.LocalMask(lengths, (left, mask.right_context), offset=0)
+    # Of 512 the fused backward kernel's tiles fit into a v5e's vector memory at 256 dims per head.
+    block_q, block_kv = (
+        max(size for size in (128, 256, 512) if length % size == 0) for length in lengths
+    )
+    sizes = splash.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+    )
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([head_mask] * num_heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=options.cap or None,
+        interpret=interpret,
+    )
+
+
+def _per_device(
+    attend: Callable[..., jax.Array],
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    rest: tuple[jax.Array, ...],
+    split: SplitDims,
+) -> jax.Array:
+    """Returns `attend(q, k, v, *rest)` with each device's rows and heads worked on by it alone.
+
+    XLA cannot split a kernel of somebody else's, and would gather its operands instead. shard_map
+    takes only what divides, so rows and heads are padded. `rest` is [B, ...].
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.empty:
+        return attend(q_BTNK, k_BSGK, v_BSGK, *rest)
+    spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
+    spec = without_axes(spec, mesh.manual_axes)
+    rows, _, heads, _ = spec
+    num_row_shards, num_head_shards = (_num_shards(mesh, axes) for axes in (rows, heads))
+    B, _, N, _ = q_BTNK.shape
+    G = k_BSGK.shape[2]
+    if G % num_head_shards and N != G:
+        # Each device then has all of the keys' heads that its queries read.
+        k_BSGK, v_BSGK = (jnp.repeat(x, N // G, axis=2) for x in (k_BSGK, v_BSGK))
+    q, k, v = (
+        _to_multiple(_to_multiple(x, num_head_shards, dim=2), num_row_shards, dim=0)
+        for x in (q_BTNK, k_BSGK, v_BSGK)
+    )
+    rest = tuple(_to_multiple(x, num_row_shards, dim=0) for x in rest)
+    of_heads = PartitionSpec(rows, None, heads, None)
+    of_rest = tuple(PartitionSpec(rows) for _ in rest)
+    outputs = _without_vma(attend, (of_heads,) * 3, of_rest, auto_axes)(q, k, v, *rest)
+    return outputs[:B, :, :N]
+
+
+def _without_vma(
+    attend: Callable[..., jax.Array],
+    specs: tuple[PartitionSpec, ...],
+    of_rest: tuple[PartitionSpec, ...],
+    axes: set[str],
+) -> Callable[..., jax.Array]:
+    """Returns `attend(q, k, v, *rest)` mapped over `axes`, unchecked for what varies there.
+
+    `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
+    `shard_map` that does check, a gradient through the unchecked one has types that JAX refuses.
+    So there the gradient is a mapped program of its own, which runs the forward pass again.
+    """
+
+    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        def untyped(*args: Any) -> Any:
+            # What enters has the types of the program around; what is computed in here has none.
+            return function(*(jnp.expand_dims(x, 0).squeeze(0) for x in args))
+
+        return jax.shard_map(
+            untyped, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+
+    def attended(*args: jax.Array) -> jax.Array:
+        return mapped(attend, (*specs, *of_rest), specs[0])(*args)
+
+    @jax.custom_vjp
+    def attended_inside(*args: jax.Array) -> jax.Array:
+        return varying_over(attended(*args), varying_axes(args))
+
+    def backward(args: tuple[jax.Array, ...], grad: jax.Array) -> tuple:
+        def grads(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
+            return jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)[1](grad)
+
+        found = mapped(grads, (specs[0], *specs, *of_rest), specs)(grad, *args)
+        return (*varying_over(found, varying_axes((args, grad))), *[None] * len(of_rest))
+
+    attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
+    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return attended_inside if is_inside else attended
+
+
+def _num_shards(mesh: Any, axes: Any) -> int:
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+
+def _to_multiple(x: jax.Array, size: int, *, dim: int, fill: int = 0) -> jax.Array:
+    """Returns `x` with `dim` padded to a multiple of `size`."""
+    room = -x.shape[dim] % size
+    if not room:
+        return x
+    widths = [(0, room) if d == dim else (0, 0) for d in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)

@@ -1,0 +1,207 @@
+"""From model dims to heads and back, and the learned scale of queries. Names are Pax's."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import (
+    BaseLayer,
+    Initializer,
+    broadcast_as,
+    require_positive,
+    xavier,
+    zeros,
+)
+from praxis_lite.sharding import SplitDims, constrain
+from praxis_lite.sharding.split_dims import DimSplit
+
+# D model dims, N heads, K dims per head.
+
+
+def _splits(mapping: SplitDims) -> tuple[DimSplit, ...]:
+    """Returns an entry for each of D, N and K, and what is too much, for the weight's own error."""
+    mapping = tuple(mapping or ())
+    return mapping + (None,) * (3 - len(mapping))
+
+
+def _merged(first: DimSplit, second: DimSplit) -> DimSplit:
+    """Returns the split of two dims written as one."""
+    parts = [(part,) if isinstance(part, (str, int)) else (part or ()) for part in (first, second)]
+    return tuple(axis for part in parts for axis in part) or None
+
+
+def _init(explicit: bool, in_axis: int, out_axis: int | Sequence[int]) -> Initializer:
+    if not explicit:
+        return xavier
+    return jax.nn.initializers.variance_scaling(
+        1.0, "fan_avg", "uniform", in_axis=in_axis, out_axis=out_axis
+    )
+
+
+class AttentionProjection(BaseLayer):
+    """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] either way.
+
+    Args:
+      is_output_projection: back, from heads to D.
+      use_bias: add one, [N, K] or, of an output projection, [D].
+      attention_combine_dims: keep the weight as [D, N * K]. Takes no bias, as Pax's.
+      use_nhd_shape: keep the weight of an output projection as [N, K, D].
+      explicit_fan_in_fan_out_axes: draw the weight by its true fans, D and N * K. Without, as in
+        Pax, as if [D, N, K] were a convolution: about sqrt((N + K) / 2) times smaller.
+      params_init: how the weight is drawn instead.
+      weight_split_dims_mapping: of [D, N, K], whatever the weight's shape.
+      activation_split_dims_mapping: of the outputs.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        num_heads: int,
+        dim_per_head: int,
+        *,
+        is_output_projection: bool = False,
+        use_bias: bool = True,
+        attention_combine_dims: bool = False,
+        use_nhd_shape: bool = False,
+        explicit_fan_in_fan_out_axes: bool = False,
+        params_init: Initializer | None = None,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
+        if attention_combine_dims and use_bias:
+            raise ConfigError(
+                "AttentionProjection: attention_combine_dims takes no bias. Set use_bias=False."
+            )
+        split_D, split_N, split_K, *rest = _splits(weight_split_dims_mapping)
+        heads, head_splits = (num_heads, dim_per_head), (split_N, split_K)
+        if attention_combine_dims:
+            heads, head_splits = (num_heads * dim_per_head,), (_merged(split_N, split_K),)
+        shape, split = (input_dim, *heads), (split_D, *head_splits, *rest)
+        in_axis, out_axis = 0, tuple(range(1, len(shape)))
+        if is_output_projection and use_nhd_shape:
+            shape, split = (*heads, input_dim), (*head_splits, split_D, *rest)
+            in_axis, out_axis = len(heads), tuple(range(len(heads)))
+        init = params_init or _init(explicit_fan_in_fan_out_axes, in_axis, out_axis)
+        self.w = self.weight(shape, split, init=init, rngs=rngs)
+        b_shape, b_split = heads, head_splits
+        if is_output_projection:
+            b_shape, b_split = (input_dim,), (split_D,)
+        self.b = self.weight(b_shape, b_split, init=zeros, rngs=rngs) if use_bias else None
+        self.is_output_projection = is_output_projection
+        self.is_NKD = is_output_projection and use_nhd_shape
+        self.shape_DNK = (input_dim, num_heads, dim_per_head)
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        D, N, K = self.shape_DNK
+        w = self.w[...].astype(inputs.dtype).reshape((N, K, D) if self.is_NKD else (D, N, K))
+        if self.is_output_projection:
+            outputs = jnp.einsum(f"...nk,{'nkd' if self.is_NKD else 'dnk'}->...d", inputs, w)
+        else:
+            outputs = jnp.einsum("...d,dnk->...nk", inputs, w)
+        if self.b is not None:
+            bias = self.b[...]
+            bias = bias.reshape((1,) * (outputs.ndim - bias.ndim) + bias.shape)
+            outputs += broadcast_as(bias, outputs)
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+
+class OneHeadedAttentionProjection(BaseLayer):
+    """Projects [B, S, D] to one head, [B, S, 1, K]; its weight is [D, K], as in Pax.
+
+    Args:
+      params_init: how the weight is drawn, if not by Xavier's rule.
+      weight_split_dims_mapping: of [D, K].
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        *,
+        use_bias: bool = True,
+        params_init: Initializer = xavier,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, input_dim=input_dim, output_dim=output_dim)
+        split = tuple(weight_split_dims_mapping or ())
+        self.w = self.weight((input_dim, output_dim), split, init=params_init, rngs=rngs)
+        self.b = self.weight((output_dim,), split[1:2], init=zeros, rngs=rngs) if use_bias else None
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        outputs = jnp.einsum("bsd,dk->bsk", inputs, self.w[...].astype(inputs.dtype))
+        if self.b is not None:
+            outputs += broadcast_as(self.b[...][None, None], outputs)
+        return constrain(outputs[:, :, None, :], self.activation_split_dims_mapping)
+
+
+class CombinedQKVProjectionLayer(BaseLayer):
+    """Returns queries, keys and values [B, T, N, K] each, of one weight [3, D, N, K].
+
+    Args:
+      attention_combine_dims: keep the weight as [3, D, N * K] and the bias as [3, N * K].
+      explicit_fan_in_fan_out_axes: see AttentionProjection.
+      weight_split_dims_mapping: of [D, N, K]; the 3 stay whole.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        num_heads: int,
+        dim_per_head: int,
+        *,
+        use_bias: bool = True,
+        attention_combine_dims: bool = False,
+        explicit_fan_in_fan_out_axes: bool = False,
+        weight_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
+        split_D, split_N, split_K, *rest = _splits(weight_split_dims_mapping)
+        heads, head_splits = (num_heads, dim_per_head), (split_N, split_K)
+        if attention_combine_dims:
+            heads, head_splits = (num_heads * dim_per_head,), (_merged(split_N, split_K),)
+        init = _init(explicit_fan_in_fan_out_axes, 1, tuple(range(2, 2 + len(heads))))
+        self.w = self.weight(
+            (3, input_dim, *heads), (None, split_D, *head_splits, *rest), init=init, rngs=rngs
+        )
+        self.b = (
+            self.weight((3, *heads), (None, *head_splits), init=zeros, rngs=rngs)
+            if use_bias
+            else None
+        )
+        self.shape_DNK = (input_dim, num_heads, dim_per_head)
+
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        D, N, K = self.shape_DNK
+        w_3DNK = self.w[...].astype(inputs.dtype).reshape(3, D, N, K)
+        outputs = jnp.einsum("btd,cdnk->cbtnk", inputs, w_3DNK)
+        if self.b is not None:
+            outputs += broadcast_as(self.b[...].reshape(3, 1, 1, N, K), outputs)
+        return outputs[0], outputs[1], outputs[2]
+
+
+class PerDimScale(BaseLayer):
+    """Returns [..., K] times softplus(scale) / (softplus(0) sqrt(K)); the scale [K] starts at 0.
+
+    So it starts as the usual 1 / sqrt(K) of queries and learns a factor per dim.
+    """
+
+    def __init__(self, dim: int, *, rngs: nnx.Rngs):
+        require_positive(self, dim=dim)
+        self.per_dim_scale = self.weight((dim,), init=zeros, rngs=rngs)
+        self.dim = dim
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        # 1 / softplus(0), with Pax's digits.
+        scale = 1.442695041 / np.sqrt(self.dim) * jax.nn.softplus(self.per_dim_scale[...])
+        return inputs * broadcast_as(scale.reshape((1,) * (inputs.ndim - 1) + (-1,)), inputs)

@@ -1,0 +1,90 @@
+"""A learned bias of attention logits by the distance between query and key. Numerics are Pax's."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import BaseLayer, require_positive, xavier
+from praxis_lite.sharding import SplitDims
+
+# B batch, T queries, S keys, N heads, X buckets.
+
+
+class RelativeBias(BaseLayer):
+    """Returns [B, N, T, S] for positions of queries [B, T] and keys [B, S] (arXiv:1910.10683).
+
+    Half of the buckets hold one distance each, the other half ranges of distances that grow
+    exponentially up to the maximum, beyond which all share the last one. The weight is [N, X].
+
+    Args:
+      relative_attention_num_buckets: X.
+      relative_attention_max_distance: where the last bucket starts.
+      bidirectional: give half of the buckets to keys after the query; without, they share the
+        bucket of distance 0.
+      use_xavier_init: draw the weight by Xavier's rule, rather than as a Gaussian of variance
+        1 / (N X).
+    """
+
+    def __init__(
+        self,
+        num_heads: int = 1,
+        *,
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
+        bidirectional: bool = False,
+        use_xavier_init: bool = False,
+        weight_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(
+            self,
+            num_heads=num_heads,
+            relative_attention_num_buckets=relative_attention_num_buckets,
+            relative_attention_max_distance=relative_attention_max_distance,
+        )
+        max_exact = relative_attention_num_buckets // (4 if bidirectional else 2)
+        if max_exact < 1:
+            raise ConfigError(
+                f"RelativeBias.relative_attention_num_buckets is {relative_attention_num_buckets}; "
+                f"wanted is at least {4 if bidirectional else 2}."
+            )
+        if relative_attention_max_distance <= max_exact:
+            raise ConfigError(
+                f"RelativeBias.relative_attention_max_distance is "
+                f"{relative_attention_max_distance}, but the first {max_exact} distances have "
+                f"buckets of their own. Make it larger, or relative_attention_num_buckets smaller."
+            )
+        normal = jax.nn.initializers.normal((num_heads * relative_attention_num_buckets) ** -0.5)
+        self.wrb = self.weight(
+            (num_heads, relative_attention_num_buckets),
+            weight_split_dims_mapping,
+            init=xavier if use_xavier_init else normal,
+            rngs=rngs,
+        )
+        self.num_buckets = relative_attention_num_buckets
+        self.max_distance = relative_attention_max_distance
+        self.bidirectional = bidirectional
+
+    def __call__(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+        """Args: int [B or 1, T] and [B or 1, S]. Returns float32 [B or 1, N, T, S]."""
+        bucket_BTS = self._bucket(query_positions[:, :, None] - key_positions[:, None, :])
+        bias_NBTS = jnp.take(self.wrb[...], bucket_BTS, axis=1)
+        return bias_NBTS.transpose(1, 0, 2, 3)
+
+    def _bucket(self, distance: jax.Array) -> jax.Array:
+        """Returns the bucket of a distance, which is positive where the key is before the query."""
+        num_buckets, first = self.num_buckets, jnp.zeros_like(distance)
+        if self.bidirectional:
+            num_buckets //= 2
+            first = jnp.where(distance < 0, num_buckets, 0).astype(distance.dtype)
+            distance = jnp.abs(distance)
+        distance = jnp.maximum(distance, 0)
+        max_exact = num_buckets // 2
+        # Of distances below max_exact only the log's being finite matters.
+        # Both logs by JAX, as in Pax: at a bucket's edge their last digit decides.
+        ratio = jnp.maximum(distance, max_exact).astype(jnp.float32) / max_exact
+        share = jnp.log(ratio) / jnp.log(jnp.float32(self.max_distance) / max_exact)
+        far = max_exact + (share * (num_buckets - max_exact)).astype(distance.dtype)
+        near = distance < max_exact
+        return first + jnp.where(near, distance, jnp.minimum(far, num_buckets - 1))

@@ -1,0 +1,287 @@
+"""What cross-entropy needs of a softmax, its logits made a chunk of the classes at a time.
+
+One pass over the classes keeps per token the greatest logit and the sum of exponentials under it
+(Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass makes each chunk's logits once
+more. Neither ever holds an array [..., V].
+
+Where V splits over mesh axes, each shard goes over its own classes, all at once: the classes are a
+matrix [N, S] of shards and classes within a shard, of which only N is split. Weights and logits
+stay where they are; a few numbers per token travel in the forward pass, and the gradient of the
+inputs, once, in the backward pass. What splits D is gathered chunk by chunk.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.embedding.cross_entropy import TokenStats
+from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
+from praxis_lite.sharding.split_dims import DimSplit, without_axes
+from praxis_lite.sharding.varying import varying_alike
+
+# ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
+# Less than any logit, and still finite after a logit is subtracted.
+_LEAST = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def token_stats(
+    factors: Sequence[tuple[jax.Array, jax.Array]],
+    bias_V: jax.Array | None,
+    class_ids: jax.Array,
+    *,
+    chunk_size: int,
+    class_dim: int = 1,
+    activation: Callable[[jax.Array], jax.Array] = lambda logits: logits,
+    weight_split_dims_mapping: SplitDims = None,
+    activation_split_dims_mapping: SplitDims = None,
+) -> TokenStats:
+    """Returns statistics of the logits `activation(sum_i x_i @ w_i + bias)`.
+
+    Differentiable in the factors and the bias, once and in reverse; argmax is not.
+
+    Args:
+      factors: pairs of inputs [..., D] and weights [D, V]; one pair for a plain softmax. Products
+        and bias have the inputs' dtype, everything after is float32.
+      bias_V: [V], or None.
+      class_ids: the labels, int [...].
+      chunk_size: C, the most logits per token that a device holds.
+      class_dim: which dim of the weights is V.
+      activation: of each logit by itself.
+      weight_split_dims_mapping: of the first weight; the others split their V as it does.
+      activation_split_dims_mapping: of logits [..., V]: how the tokens lie.
+    """
+    splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
+    class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
+    num_shards = _num_shards(class_split)
+    shard_size = -(-num_classes // num_shards)
+    chunks = _Chunks(
+        num_classes=num_classes,
+        num_shards=num_shards,
+        shard_size=shard_size,
+        chunk_size=min(chunk_size, shard_size),
+        class_dim=class_dim,
+        activation=activation,
+        class_split=_frozen(class_split),
+        input_split=_frozen(splits[1 - class_dim]),
+        tokens_split=(
+            None
+            if activation_split_dims_mapping is None
+            else _frozen(tuple(activation_split_dims_mapping)[:-1])
+        ),
+    )
+    weights = [
+        chunks.lay_out_weight(chunks.by_shard(weight, class_dim), whole=i > 0)
+        for i, (_, weight) in enumerate(factors)
+    ]
+    bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
+    return _token_stats(chunks, [x for x, _ in factors], weights, bias_NS, class_ids)
+
+
+def _num_shards(class_split: DimSplit) -> int:
+    """Returns into how many parts the mesh, where one is set, splits the classes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    spec = to_partition_spec((class_split,), mesh.axis_names)
+    (axes,) = without_axes(spec, mesh.manual_axes)
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _frozen(split: Any) -> Any:
+    return tuple(map(_frozen, split)) if isinstance(split, list | tuple) else split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Chunks:
+    """How the classes are cut: into shards, and each shard into chunks."""
+
+    num_classes: int
+    num_shards: int
+    shard_size: int
+    chunk_size: int
+    class_dim: int
+    activation: Callable[[jax.Array], jax.Array]
+    class_split: DimSplit
+    input_split: DimSplit
+    tokens_split: tuple | None
+
+    @property
+    def weight_dims(self) -> str:
+        return "ndc" if self.class_dim == 1 else "ncd"
+
+    @property
+    def starts(self) -> jax.Array:
+        return jnp.arange(-(-self.shard_size // self.chunk_size)) * self.chunk_size
+
+    def by_shard(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns `x` with its dim V as S and N in front of all; zeros fill the last shards."""
+        missing = self.num_shards * self.shard_size - self.num_classes
+        if missing:
+            x = jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)])
+        shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
+        # In front, where a device's N of 1 leaves the layout as it was; elsewhere XLA copies.
+        return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+    def lay_out_weight(self, weight: jax.Array, *, whole: bool) -> jax.Array:
+        """States the layout of [N, D, ...] or [N, ..., D]; `whole`: D is not split."""
+        input_split = None if whole else self.input_split
+        rest = (input_split, None) if self.class_dim == 1 else (None, input_split)
+        return constrain(weight, (self.class_split, *rest))
+
+    def lay_out(self, x: jax.Array) -> jax.Array:
+        """States the layout of [..., N] or [..., N, C]."""
+        if self.tokens_split is None:
+            return x
+        rest = (None,) * (x.ndim - len(self.tokens_split) - 1)
+        return constrain(x, (*self.tokens_split, self.class_split, *rest))
+
+    def first(self, start: jax.Array) -> jax.Array:
+        # The last chunk begins earlier rather than end later: what it has again is not fresh.
+        return jnp.minimum(start, self.shard_size - self.chunk_size)
+
+    def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:
+        """Returns the chunk of `x` that begins at `start` of dim S."""
+        return jax.lax.dynamic_slice_in_dim(x, self.first(start), self.chunk_size, axis=dim)
+
+    def add(self, total: jax.Array, chunk: jax.Array, start: jax.Array, dim: int) -> jax.Array:
+        """Returns `total` with `chunk` added at `start`: in place, for a loop carries it."""
+        chunk += self.cut(total, start, dim)
+        return jax.lax.dynamic_update_slice_in_dim(total, chunk, self.first(start), axis=dim)
+
+    def classes(self, start: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+        """Returns class ids [1, ..., N, C] and which are classes that no chunk had before."""
+        slots_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
+        firsts_N = jnp.arange(self.num_shards, dtype=jnp.int32) * self.shard_size
+        ids_NC = firsts_N[:, None] + slots_C[None, :]
+        is_fresh_NC = (ids_NC < self.num_classes) & (slots_C >= start)[None, :]
+        shape = (1,) * (rank - 2) + ids_NC.shape
+        return ids_NC.reshape(shape), is_fresh_NC.reshape(shape)
+
+    def weight_chunks(self, inputs: list, weights: list, start: jax.Array) -> list[jax.Array]:
+        """Returns the chunk of each weight in the inputs' dtype, its D whole."""
+        chunks = []
+        for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+            # Cut as the weight lies, then gathered: the other way about the whole weight would be
+            # gathered, which XLA then moves out of the loop.
+            chunk = self.cut(weight, start, self.class_dim + 1).astype(x.dtype)
+            chunks.append(self.lay_out_weight(self.lay_out_weight(chunk, whole=i > 0), whole=True))
+        return chunks
+
+    def products(
+        self, inputs: list, weight_chunks: list, bias_NS: jax.Array | None, start: jax.Array
+    ) -> jax.Array:
+        """Returns the logits before the activation, float32 [..., N, C]."""
+        logits = sum(
+            jnp.einsum(f"...d,{self.weight_dims}->...nc", x, chunk)
+            for x, chunk in zip(inputs, weight_chunks, strict=True)
+        )
+        if bias_NS is not None:
+            bias_NC = self.cut(bias_NS, start, 1).astype(logits.dtype)
+            logits += bias_NC.reshape((1,) * (logits.ndim - 2) + bias_NC.shape)
+        return self.lay_out(logits.astype(jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_stats(
+    chunks: _Chunks, inputs: list, weights: list, bias_NS: jax.Array | None, labels: jax.Array
+) -> TokenStats:
+    def step(state: tuple, start: jax.Array) -> tuple[tuple, None]:
+        top, z, label_logit, logit_sum, argmax = state
+        weight_chunks = chunks.weight_chunks(inputs, weights, start)
+        logits = chunks.activation(chunks.products(inputs, weight_chunks, bias_NS, start))
+        ids, is_fresh = chunks.classes(start, logits.ndim)
+        masked = jnp.where(is_fresh, logits, _LEAST)
+        chunk_top = jnp.max(masked, axis=-1)
+        chunk_argmax = ids[..., 0] + jnp.argmax(masked, axis=-1).astype(jnp.int32)
+        argmax = jnp.where(chunk_top > top, chunk_argmax, argmax)
+        new_top = jnp.maximum(top, chunk_top)
+        z = z * jnp.exp(top - new_top) + jnp.sum(jnp.exp(masked - new_top[..., None]), axis=-1)
+        is_label = is_fresh & (ids == labels[..., None, None])
+        label_logit += jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+        logit_sum += jnp.sum(jnp.where(is_fresh, logits, 0.0), axis=-1)
+        return tuple(map(chunks.lay_out, (new_top, z, label_logit, logit_sum, argmax))), None
+
+    zeros = jnp.zeros((*labels.shape, chunks.num_shards), jnp.float32)
+    state = (zeros + _LEAST, zeros, zeros, zeros, zeros.astype(jnp.int32))
+    state = varying_alike(tuple(map(chunks.lay_out, state)), (inputs, weights, bias_NS, labels))
+    state, _ = jax.lax.scan(step, state, chunks.starts)
+    top, z, label_logit, logit_sum, argmax = state
+    greatest = jnp.max(top, axis=-1, keepdims=True)
+    shards = jnp.arange(chunks.num_shards).reshape((1,) * labels.ndim + (-1,))
+    is_first = shards == jnp.argmax(top, axis=-1, keepdims=True)
+    return TokenStats(
+        log_z=jnp.log(jnp.sum(z * jnp.exp(top - greatest), axis=-1)) + greatest[..., 0],
+        label_logit=jnp.sum(label_logit, axis=-1),
+        logit_sum=jnp.sum(logit_sum, axis=-1),
+        argmax=jnp.sum(jnp.where(is_first, argmax, 0), axis=-1),
+    )
+
+
+def _forward(chunks, inputs, weights, bias_NS, labels) -> tuple[TokenStats, tuple]:
+    stats = _token_stats(chunks, inputs, weights, bias_NS, labels)
+    return stats, (inputs, weights, bias_NS, labels, stats.log_z)
+
+
+def _backward(chunks: _Chunks, kept: tuple, grads: TokenStats) -> tuple:
+    inputs, weights, bias_NS, labels, log_z = kept
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dims, class_dim = chunks.weight_dims, chunks.class_dim
+
+    def step(state: tuple, start: jax.Array) -> tuple[tuple, None]:
+        input_grads, weight_grads, bias_grad = state
+        weight_chunks = chunks.weight_chunks(inputs, weights, start)
+        logits, activation_vjp = jax.vjp(
+            chunks.activation, chunks.products(inputs, weight_chunks, bias_NS, start)
+        )
+        ids, is_fresh = chunks.classes(start, logits.ndim)
+        is_label = ids == labels[..., None, None]
+        grad = grads.log_z[..., None, None] * jnp.exp(logits - log_z[..., None, None])
+        grad += grads.logit_sum[..., None, None]
+        grad += jnp.where(is_label, grads.label_logit[..., None, None], 0.0)
+        (grad,) = activation_vjp(jnp.where(is_fresh, grad, 0.0))
+        grad = chunks.lay_out(grad.astype(inputs[0].dtype))
+        # A sum for each shard: they are added up, over devices, once and not for each chunk.
+        input_grads = [
+            total + einsum(f"...nc,{dims}->n...d", grad, chunk)
+            for total, chunk in zip(input_grads, weight_chunks, strict=True)
+        ]
+        weight_grads = [
+            chunks.add(total, einsum(f"...d,...nc->{dims}", x, grad), start, class_dim + 1)
+            for total, x in zip(weight_grads, inputs, strict=True)
+        ]
+        if bias_grad is not None:
+            over_tokens = jnp.sum(grad.astype(jnp.float32), axis=tuple(range(grad.ndim - 2)))
+            bias_grad = chunks.add(bias_grad, over_tokens, start, 1)
+        return (input_grads, weight_grads, bias_grad), None
+
+    def zeros_by_shard(x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((chunks.num_shards, *x.shape), jnp.float32)
+        if chunks.tokens_split is None:
+            return zeros
+        return constrain(zeros, (chunks.class_split, *chunks.tokens_split, None))
+
+    state = (
+        [zeros_by_shard(x) for x in inputs],
+        [
+            chunks.lay_out_weight(jnp.zeros(weight.shape, jnp.float32), whole=i > 0)
+            for i, weight in enumerate(weights)
+        ],
+        None if bias_NS is None else jnp.zeros(bias_NS.shape, jnp.float32),
+    )
+    state = varying_alike(state, (kept, grads))
+    (input_grads, weight_grads, bias_grad), _ = jax.lax.scan(step, state, chunks.starts)
+    return (
+        [jnp.sum(grad, 0).astype(x.dtype) for grad, x in zip(input_grads, inputs, strict=True)],
+        [grad.astype(w.dtype) for grad, w in zip(weight_grads, weights, strict=True)],
+        None if bias_NS is None else bias_grad.astype(bias_NS.dtype),
+        None,
+    )
+
+
+_token_stats.defvjp(_forward, _backward)

@@ -1,0 +1,123 @@
+"""A softmax that keeps a row per class. Names, weights and numerics are Pax's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.layers.activations import ActivationFn, activation_fn
+from praxis_lite.layers.base_layer import Initializer, xavier
+from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
+from praxis_lite.layers.embedding.cross_entropy import TokenStats
+from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
+from praxis_lite.layers.linears import Bias
+from praxis_lite.sharding import SplitDims, constrain
+
+# D input dims, V classes.
+
+
+class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
+    """A SharedEmbeddingSoftmax whose weight `w` is [V, D], a row per class.
+
+    `weight_split_dims_mapping` is of [D, V] all the same, as in Pax: one softmax can stand for the
+    other.
+
+    Args:
+      use_bias: Pax's name here for what others call has_bias.
+      activation: of the logits, before the cap.
+      others: as SharedEmbeddingSoftmax.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        input_dims: int,
+        *,
+        lookup_style: str = "index",
+        scale_sqrt_depth: bool = False,
+        fprop_dtype: jnp.dtype = jnp.float32,
+        use_bias: bool = True,
+        bias_init: float = 0.0,
+        activation: str | ActivationFn = "identity",
+        soft_cap_logits: float | None = 0.0,
+        z_loss_weight: float = 0.0,
+        label_smoothing_prob: float = 0.0,
+        label_smoothing_apply_for_eval: bool = True,
+        chunk_size: int | None = None,
+        weight_init: Initializer = xavier,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        lookup_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        activation_fn(activation, self)
+        super().__init__(
+            num_classes,
+            input_dims,
+            lookup_style=lookup_style,
+            scale_sqrt_depth=scale_sqrt_depth,
+            fprop_dtype=fprop_dtype,
+            has_bias=use_bias,
+            bias_init=bias_init,
+            soft_cap_logits=soft_cap_logits,
+            z_loss_weight=z_loss_weight,
+            label_smoothing_prob=label_smoothing_prob,
+            label_smoothing_apply_for_eval=label_smoothing_apply_for_eval,
+            chunk_size=chunk_size,
+            weight_init=weight_init,
+            weight_split_dims_mapping=weight_split_dims_mapping,
+            activation_split_dims_mapping=activation_split_dims_mapping,
+            lookup_split_dims_mapping=lookup_split_dims_mapping,
+            rngs=rngs,
+        )
+        self.activation = activation
+
+    def _project(
+        self,
+        feed_forward_tpl: Callable[..., Any],
+        has_bias: bool,
+        bias_init: float,
+        weight_init: Initializer,
+        rngs: nnx.Rngs,
+    ) -> None:
+        del feed_forward_tpl
+        split_DV = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
+        self.split_VD = split_DV[::-1]
+        self.w = self.weight(
+            (self.num_classes, self.input_dims), self.split_VD, init=weight_init, rngs=rngs
+        )
+        self.bias = (
+            Bias(
+                self.num_classes,
+                bias_init=bias_init,
+                weight_split_dims_mapping=self.split_VD[:1],
+                rngs=rngs,
+            )
+            if has_bias
+            else None
+        )
+
+    def _projected(self, inputs: jax.Array) -> jax.Array:
+        logits = jnp.einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
+        logits = constrain(logits, self.activation_split_dims_mapping)
+        return logits if self.bias is None else self.bias(logits)
+
+    def _activated(self, logits: jax.Array) -> jax.Array:
+        return super()._activated(activation_fn(self.activation, self)(logits))
+
+    def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
+        return token_stats(
+            [(inputs, self.w[...])],
+            None if self.bias is None else self.bias.b[...],
+            class_ids,
+            chunk_size=self.chunk_size,
+            class_dim=0,
+            activation=self._activated,
+            weight_split_dims_mapping=self.split_VD,
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+        )
+
+    def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
+        return [(self.w[...], None)]

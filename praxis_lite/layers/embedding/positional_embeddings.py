@@ -1,0 +1,181 @@
+"""Positions: sinusoidal, learned, rotary. Names and numerics are Pax's."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, xavier
+from praxis_lite.layers.embedding.embeddings import check_lookup_style, lookup
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch (or 1), T time, D model dims, N heads, K dims per head.
+
+
+def _check_timescales(layer: object, min_timescale: float, max_timescale: float) -> None:
+    if not 0 < min_timescale <= max_timescale:
+        raise ConfigError(
+            f"{type(layer).__name__}: min_timescale is {min_timescale} and max_timescale "
+            f"{max_timescale}; wanted is 0 < min_timescale <= max_timescale."
+        )
+
+
+def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
+    """Returns positions [B or 1, T], those of one row from 0 where none are given.
+
+    Made where they are used, they are constants of the program, and XLA folds what is computed
+    from them.
+    """
+    if positions is not None:
+        return positions
+    assert seq_length is not None, "positions or seq_length is given"
+    return jnp.arange(seq_length, dtype=jnp.int32)[None, :]
+
+
+class PositionalEmbedding(BaseLayer):
+    """Returns sines and cosines of each position: int [B, T] -> float32 [B, T, D].
+
+    The first half of D are sines and the second cosines, in wavelengths from 2 pi to
+    2 pi max_timescale / min_timescale; an odd D ends with a zero. Vaswani et al. 2017,
+    arXiv:1706.03762, with Pax's order.
+
+    Raises:
+      ConfigError: embedding_dims is not positive, or the timescales are not ordered.
+    """
+
+    def __init__(
+        self,
+        embedding_dims: int,
+        *,
+        min_timescale: float = 1.0,
+        max_timescale: float = 10_000.0,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs  # It has no weights, but stands where a learned one may stand.
+        require_positive(self, embedding_dims=embedding_dims)
+        _check_timescales(self, min_timescale, max_timescale)
+        self.embedding_dims = embedding_dims
+        self.min_timescale, self.max_timescale = min_timescale, max_timescale
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def check_length(self, length: int) -> None:
+        """Passes: a sinusoid has no end."""
+
+    def __call__(
+        self, positions: jax.Array | None = None, *, seq_length: int | None = None
+    ) -> jax.Array:
+        """Args: positions int [B or 1, T]; or seq_length, for positions 0 to seq_length - 1."""
+        num = self.embedding_dims // 2
+        step = math.log(self.max_timescale / self.min_timescale) / max(num - 1, 1)
+        frequency_K = self.min_timescale * jnp.exp(jnp.arange(num, dtype=jnp.float32) * -step)
+        time_BT = _rows(positions, seq_length).astype(jnp.float32)
+        angle = time_BT[:, :, None] * frequency_K[None, None, :]
+        signal = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+        signal = jnp.pad(signal, ((0, 0), (0, 0), (0, self.embedding_dims % 2)))
+        return constrain(signal, self.activation_split_dims_mapping)
+
+
+class TrainablePositionalEmbedding(BaseLayer):
+    """Returns a learned vector per position: int [B, T] -> [B, T, D]; its weight is [max, D].
+
+    Args:
+      lookup_style: as `embeddings.lookup`. Pax's default is "matmul"; the numbers are the same,
+        and "index" makes no one-hot [B, T, max].
+      weight_split_dims_mapping: of [max, D].
+      activation_split_dims_mapping: of [B, T, D].
+
+    Raises:
+      ConfigError: a size is not positive, or no lookup has that style.
+    """
+
+    def __init__(
+        self,
+        max_seq_length: int,
+        embedding_dims: int,
+        *,
+        lookup_style: str = "index",
+        weight_init: Initializer = xavier,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, max_seq_length=max_seq_length, embedding_dims=embedding_dims)
+        check_lookup_style(self, lookup_style)
+        self.emb_var = self.weight(
+            (max_seq_length, embedding_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
+        )
+        self.position_split = next(iter(weight_split_dims_mapping or ()), None)
+        self.max_seq_length, self.lookup_style = max_seq_length, lookup_style
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def check_length(self, length: int) -> None:
+        """Checks that sequences of `length` have a position each: beyond them `take` gives NaN.
+
+        Raises:
+          ConfigError: they do not; names the setting.
+        """
+        if length > self.max_seq_length:
+            raise ConfigError(
+                f"{type(self).__name__}.max_seq_length is {self.max_seq_length}, but a sequence "
+                f"has up to {length} tokens (what is decoded included). Raise the model's "
+                "max_seq_length, or shorten seq_len, the prompts or max_decode_steps."
+            )
+
+    def __call__(
+        self, positions: jax.Array | None = None, *, seq_length: int | None = None
+    ) -> jax.Array:
+        """Args: positions int [B or 1, T], below `max_seq_length`; or seq_length, for the first."""
+        positions = _rows(positions, seq_length)
+        self.check_length(positions.shape[-1])
+        table = self.emb_var[...]
+        embs = lookup(table, positions, self.position_split, self.lookup_style, table.dtype)
+        return constrain(embs, self.activation_split_dims_mapping)
+
+
+class RotaryPositionalEmbedding(BaseLayer):
+    """Returns heads rotated by their position: [B, T, N, K] -> the same (arXiv:2104.09864).
+
+    The first and the second half of K rotate together, as in Pax; in float32.
+
+    Args:
+      embedding_dims: K, even.
+      cast_as_fprop_dtype: return the inputs' dtype; if not, float32.
+
+    Raises:
+      ConfigError: embedding_dims is odd, or the timescales are not ordered.
+    """
+
+    def __init__(
+        self,
+        embedding_dims: int,
+        *,
+        min_timescale: float = 1.0,
+        max_timescale: float = 10_000.0,
+        cast_as_fprop_dtype: bool = True,
+    ):
+        require_positive(self, embedding_dims=embedding_dims)
+        if embedding_dims % 2:
+            raise ConfigError(
+                f"RotaryPositionalEmbedding.embedding_dims is {embedding_dims}; the halves of a "
+                "head rotate together, so it must be even. Change dim_per_head, or use learned "
+                "positions."
+            )
+        _check_timescales(self, min_timescale, max_timescale)
+        self.embedding_dims = embedding_dims
+        self.min_timescale, self.max_timescale = min_timescale, max_timescale
+        self.cast_as_fprop_dtype = cast_as_fprop_dtype
+
+    def __call__(self, inputs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Args: inputs [B, T, N, K]; positions int [B or 1, T]; None: 0 to T - 1."""
+        fraction = jnp.arange(0, self.embedding_dims, 2, dtype=jnp.float32) / self.embedding_dims
+        timescale = self.min_timescale * (self.max_timescale / self.min_timescale) ** fraction
+        time_BT = _rows(positions, inputs.shape[1]).astype(jnp.float32)
+        angle = time_BT[:, :, None, None] / timescale[None, None, None, :]
+        sin, cos = jnp.sin(angle), jnp.cos(angle)
+        first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
+        rotated = [first * cos - second * sin, second * cos + first * sin]
+        outputs = jnp.concatenate(rotated, axis=-1)
+        return outputs.astype(inputs.dtype) if self.cast_as_fprop_dtype else outputs

@@ -1,0 +1,282 @@
+"""Softmax over classes and its cross-entropy. Names, weights and numerics are Pax's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import (
+    AuxLoss,
+    BaseLayer,
+    Initializer,
+    require_floating,
+    require_positive,
+    xavier,
+)
+from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
+from praxis_lite.layers.embedding.cross_entropy import TokenStats, cross_entropy, stats_of_logits
+from praxis_lite.layers.embedding.embeddings import check_lookup_style, lookup, placed
+from praxis_lite.layers.linears import FeedForward
+from praxis_lite.sharding import SplitDims, constrain
+
+# D input dims, V classes.
+
+
+class FullSoftmax(BaseLayer):
+    """Returns float32 logits [..., V] of inputs [..., D]; `compute_loss` gives the cross-entropy.
+
+    Args:
+      num_classes: V.
+      input_dims: D.
+      has_bias, bias_init: of a bias [V], which splits as V does; Pax's feed_forward_tpl.has_bias.
+      soft_cap_logits: logits become cap * tanh(logits / cap); 0 or None: they do not.
+      z_loss_weight: adds weight * mean(log_z^2) to the auxiliary losses.
+      label_smoothing_prob: takes that much of a label's probability and spreads it over the other
+        V - 1 classes.
+      label_smoothing_apply_for_eval: smooth labels without a key (no training pass) as well.
+      scale_before_logits: divide the inputs by sqrt(D).
+      chunk_size: so many logits per token are made at a time, on each device, in training too, and
+        `compute_loss` returns none. Pax's cuts the sequence instead.
+      feed_forward_tpl: the projection; called with the sizes, `has_bias`, `activation`, the
+        initial values, the splits and `rngs`.
+      weight_split_dims_mapping: of [D, V].
+      activation_split_dims_mapping: of the logits, [..., V].
+
+    Raises:
+      ConfigError: a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        input_dims: int,
+        *,
+        has_bias: bool = True,
+        bias_init: float = 0.0,
+        soft_cap_logits: float | None = 0.0,
+        z_loss_weight: float = 0.0,
+        label_smoothing_prob: float = 0.0,
+        label_smoothing_apply_for_eval: bool = True,
+        scale_before_logits: bool = False,
+        chunk_size: int | None = None,
+        weight_init: Initializer = xavier,
+        feed_forward_tpl: Callable[..., Any] = FeedForward,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, num_classes=num_classes, input_dims=input_dims)
+        if chunk_size is not None:
+            require_positive(self, chunk_size=chunk_size)
+        _require_not_negative(
+            self, soft_cap_logits=soft_cap_logits or 0.0, z_loss_weight=z_loss_weight
+        )
+        if not 0.0 <= label_smoothing_prob < 1.0 or (label_smoothing_prob and num_classes == 1):
+            raise ConfigError(
+                f"{type(self).__name__}.label_smoothing_prob is {label_smoothing_prob} with "
+                f"{num_classes} classes; wanted is 0, or less than 1 with two classes or more."
+            )
+        self.num_classes, self.input_dims = num_classes, input_dims
+        self.soft_cap_logits, self.z_loss_weight = soft_cap_logits, z_loss_weight
+        self.label_smoothing_prob = label_smoothing_prob
+        self.label_smoothing_apply_for_eval = label_smoothing_apply_for_eval
+        self.scale = input_dims**-0.5 if scale_before_logits else 1.0
+        self.chunk_size = chunk_size
+        self.weight_split_dims_mapping = weight_split_dims_mapping
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.class_split = (*(weight_split_dims_mapping or ()), None, None)[1]
+        self.aux_loss = AuxLoss(jnp.zeros(())) if z_loss_weight else None
+        self._project(feed_forward_tpl, has_bias, bias_init, weight_init, rngs)
+
+    def _project(
+        self,
+        feed_forward_tpl: Callable[..., Any],
+        has_bias: bool,
+        bias_init: float,
+        weight_init: Initializer,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Declares the weights."""
+        self.logits_ffn = feed_forward_tpl(
+            self.input_dims,
+            self.num_classes,
+            has_bias=has_bias,
+            activation="identity",
+            weight_init=weight_init,
+            bias_init=bias_init,
+            weight_split_dims_mapping=self.weight_split_dims_mapping,
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+            rngs=rngs,
+        )
+
+    def _projected(self, inputs: jax.Array) -> jax.Array:
+        """Returns what becomes the logits by `_activated`: [..., V] in the inputs' dtype."""
+        return self.logits_ffn(inputs)
+
+    def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
+        """Returns the statistics of the logits without making them whole."""
+        bias = self.logits_ffn.bias
+        return token_stats(
+            self.logits_ffn.linear.factors(inputs),
+            None if bias is None else bias.b[...],
+            class_ids,
+            chunk_size=self.chunk_size,
+            activation=self._activated,
+            weight_split_dims_mapping=self.weight_split_dims_mapping,
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+        )
+
+    def _activated(self, logits: jax.Array) -> jax.Array:
+        cap = self.soft_cap_logits
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns float32 logits [..., V] of inputs [..., D]: Pax's get_logits."""
+        logits = self._activated(self._projected(inputs * self.scale).astype(jnp.float32))
+        return constrain(logits, self.activation_split_dims_mapping)
+
+    def compute_loss(
+        self,
+        inputs: jax.Array,
+        class_ids: jax.Array | None,
+        class_weights: jax.Array,
+        *,
+        class_probabilities: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns the cross-entropy against labels, or against a distribution over the classes.
+
+        Args:
+          inputs: [..., D].
+          class_ids: int [...], or [..., 1] as in Pax; may be None with class_probabilities.
+          class_weights: of each token, shaped as class_ids.
+          class_probabilities: [..., V], used as they are; the logits are then made whole.
+          key: any but None in a training pass, see label_smoothing_apply_for_eval.
+
+        Returns:
+          per_example_xent [...] in nats, per_example_argmax int [...]; total_xent, total_weight,
+          avg_xent; accuracy (with class_ids), z_loss (with a z_loss_weight: weighted, and also in
+          `aux_loss`); logits and log_probs [..., V], float32, if they exist.
+        """
+        if class_ids is None and class_probabilities is None:
+            raise ValueError("compute_loss is given neither class_ids nor class_probabilities.")
+        if class_ids is not None and class_ids.ndim == inputs.ndim:
+            class_ids = jnp.squeeze(class_ids, axis=-1)
+        if class_weights.ndim == inputs.ndim:
+            class_weights = jnp.squeeze(class_weights, axis=-1)
+        weights = class_weights.astype(jnp.float32)
+        total_weight = jnp.sum(weights)
+        outputs = {"total_weight": total_weight}
+        if self.chunk_size is None or class_probabilities is not None:
+            logits = self(inputs)
+            stats = stats_of_logits(logits, class_ids)
+            outputs |= {"logits": logits, "log_probs": logits - stats.log_z[..., None]}
+        else:
+            stats = self._token_stats(inputs * self.scale, class_ids)
+        if class_probabilities is not None:
+            target = jax.lax.stop_gradient(class_probabilities.astype(jnp.float32))
+            xent = -jnp.sum(outputs["log_probs"] * target, axis=-1)
+        else:
+            is_smooth = key is not None or self.label_smoothing_apply_for_eval
+            smoothing = self.label_smoothing_prob if is_smooth else 0.0
+            xent = cross_entropy(stats, class_ids, self.num_classes, smoothing)
+
+        total_xent = jnp.sum(xent * weights)
+        outputs |= {
+            "per_example_xent": xent,
+            "per_example_argmax": stats.argmax,
+            "total_xent": total_xent,
+            "avg_xent": total_xent / (total_weight + 1e-6),
+        }
+        divisor = jnp.maximum(total_weight, 1e-6)  # A batch of padding has no mean.
+        if class_ids is not None:
+            outputs["accuracy"] = jnp.sum((stats.argmax == class_ids) * weights) / divisor
+        if self.aux_loss is not None:
+            z_loss = self.z_loss_weight * jnp.sum(jnp.square(stats.log_z) * weights) / divisor
+            self.aux_loss.set_value(z_loss)
+            outputs["z_loss"] = z_loss
+        return outputs
+
+
+def _require_not_negative(layer: object, **settings: float) -> None:
+    for name, value in settings.items():
+        if not value >= 0.0:
+            raise ConfigError(
+                f"{type(layer).__name__}.{name} is {value}; wanted is 0 (none) or more."
+            )
+
+
+class SharedEmbeddingSoftmax(FullSoftmax):
+    """A FullSoftmax whose weight [D, V] also embeds the ids.
+
+    Press and Wolf 2017, arXiv:1608.05859.
+
+    Args:
+      lookup_style: how rows are read, see `embeddings.lookup`.
+      scale_sqrt_depth: multiply the embeddings by sqrt(input_dims).
+      fprop_dtype: of the embeddings.
+      lookup_split_dims_mapping: of the embeddings, [B, T, D]; Pax's emb_out_split_dims_mapping.
+      others: as FullSoftmax.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        input_dims: int,
+        *,
+        lookup_style: str = "index",
+        scale_sqrt_depth: bool = False,
+        fprop_dtype: jnp.dtype = jnp.float32,
+        has_bias: bool = True,
+        bias_init: float = 0.0,
+        soft_cap_logits: float | None = 0.0,
+        z_loss_weight: float = 0.0,
+        label_smoothing_prob: float = 0.0,
+        label_smoothing_apply_for_eval: bool = True,
+        scale_before_logits: bool = False,
+        chunk_size: int | None = None,
+        weight_init: Initializer = xavier,
+        feed_forward_tpl: Callable[..., Any] = FeedForward,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        lookup_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        check_lookup_style(self, lookup_style)
+        super().__init__(
+            num_classes,
+            input_dims,
+            has_bias=has_bias,
+            bias_init=bias_init,
+            soft_cap_logits=soft_cap_logits,
+            z_loss_weight=z_loss_weight,
+            label_smoothing_prob=label_smoothing_prob,
+            label_smoothing_apply_for_eval=label_smoothing_apply_for_eval,
+            scale_before_logits=scale_before_logits,
+            chunk_size=chunk_size,
+            weight_init=weight_init,
+            feed_forward_tpl=feed_forward_tpl,
+            weight_split_dims_mapping=weight_split_dims_mapping,
+            activation_split_dims_mapping=activation_split_dims_mapping,
+            rngs=rngs,
+        )
+        self.lookup_style = lookup_style
+        self.emb_scale = input_dims**0.5 if scale_sqrt_depth else 1.0
+        require_floating(self, fprop_dtype=fprop_dtype)
+        self.fprop_dtype = fprop_dtype
+        self.lookup_split_dims_mapping = lookup_split_dims_mapping
+
+    def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Returns [V, d] and what takes d to D; the embeddings are the sum."""
+        return self.logits_ffn.linear.column_factors()
+
+    def emb_lookup(self, ids: jax.Array) -> jax.Array:
+        """Returns [B, T, D] for ids [B, T]."""
+        embs = 0.0
+        for table, into_D in self._tables():
+            rows = lookup(table, ids, self.class_split, self.lookup_style, self.fprop_dtype)
+            embs += rows if into_D is None else rows @ into_D.astype(self.fprop_dtype)
+        return placed(embs * self.emb_scale, self.lookup_split_dims_mapping)

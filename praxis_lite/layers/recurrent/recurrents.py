@@ -1,0 +1,228 @@
+"""A recurrent block in the place of attention: parallel in training, a small state in decoding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention.projections import AttentionProjection
+from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, require_positive, zeros
+from praxis_lite.layers.recurrent.rg_lru import RgLru
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
+Cache = dict[str, jax.Array]
+
+
+class CausalConv(BaseLayer):
+    """Returns sum over j of w_j x_{t-j}, plus a bias, per channel: [B, T, N, K] -> the same."""
+
+    def __init__(
+        self,
+        num_taps: int,
+        num_heads: int,
+        dim_per_head: int,
+        *,
+        weight_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        split_J, *split_NK = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
+        self.w = self.weight(
+            (num_taps, num_heads, dim_per_head),
+            (split_J, *split_NK),
+            init=jax.nn.initializers.normal(num_taps**-0.5),
+            rngs=rngs,
+        )
+        self.b = self.weight((num_heads, dim_per_head), split_NK, init=zeros, rngs=rngs)
+        self.num_taps = num_taps
+
+    def __call__(
+        self, x_BTNK: jax.Array, window: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
+        """Returns [B, T, N, K].
+
+        Args:
+          x_BTNK: the inputs.
+          window: [B, J - 1, N, K], the inputs before these.
+          segments: int [B, J - 1 + T], of both; inputs of another segment than the output's count
+            as zeros.
+        """
+        length, taps = x_BTNK.shape[1], self.num_taps
+        x = jnp.concatenate([window.astype(x_BTNK.dtype), x_BTNK], axis=1)
+        w = self.w[...][:, None, None]
+        outputs = broadcast_as(self.b[...][None, None], x_BTNK)
+        for j in range(taps):
+            first = taps - 1 - j
+            past = x[:, first : first + length]
+            if segments is not None and j:
+                same = segments[:, first : first + length] == segments[:, taps - 1 :]
+                past = jnp.where(same[:, :, None, None], past, 0.0)
+            outputs += past * broadcast_as(w[j], past)
+        return outputs
+
+
+class RgLruBlock(BaseLayer):
+    """Returns [B, T, D] mixed along time by a recurrence, and its state: Griffin's block.
+
+    Two projections of the inputs; one goes through a causal convolution and an RgLru, the other
+    through a GELU; their product is projected back (De et al. 2024, arXiv:2402.19427, figure 2).
+    It has the call and the cache of a causal self-attention, so it is a Transformer's
+    `tr_atten_tpl`. The state is of one size, whatever the length. Time stays whole on a device.
+
+    Args:
+      input_dim: D.
+      num_heads: N, the blocks of the gates' weights.
+      dim_per_head: K; None: input_dim / num_heads. The recurrence is N * K wide.
+      conv_width: taps of the convolution, the current token's included.
+      use_bias: of the three projections.
+      weight_split_dims_mapping: of the projections [D, N, K]; the convolution's and the
+        recurrence's weights split their N and K as these.
+      activation_split_dims_mapping: of what lies between the projections, [B, T, N, K].
+      output_split_dims_mapping: of the outputs, [B, T, D].
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        num_heads: int,
+        *,
+        dim_per_head: int | None = None,
+        conv_width: int = 4,
+        use_bias: bool = True,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        output_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, input_dim=input_dim, num_heads=num_heads, conv_width=conv_width)
+        if dim_per_head is None:
+            if input_dim % num_heads:
+                raise ConfigError(
+                    f"RgLruBlock.num_heads is {num_heads}, which does not divide input_dim, "
+                    f"{input_dim}. Set dim_per_head, or change num_heads."
+                )
+            dim_per_head = input_dim // num_heads
+        require_positive(self, dim_per_head=dim_per_head)
+        _, split_N, split_K = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
+
+        def projection(**kwargs: Any) -> AttentionProjection:
+            return AttentionProjection(
+                input_dim,
+                num_heads,
+                dim_per_head,
+                use_bias=use_bias,
+                weight_split_dims_mapping=weight_split_dims_mapping,
+                rngs=rngs,
+                **kwargs,
+            )
+
+        self.linear_x, self.linear_y = projection(), projection()
+        self.conv = CausalConv(
+            conv_width,
+            num_heads,
+            dim_per_head,
+            weight_split_dims_mapping=(None, split_N, split_K),
+            rngs=rngs,
+        )
+        self.rg_lru = RgLru(
+            num_heads, dim_per_head, weight_split_dims_mapping=(split_N, None, split_K), rngs=rngs
+        )
+        self.linear_out = projection(is_output_projection=True)
+        self.num_heads, self.dim_per_head, self.conv_width = num_heads, dim_per_head, conv_width
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.output_split_dims_mapping = output_split_dims_mapping
+
+    def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
+        """Returns an empty state: the last inputs of the convolution and h, [B, ..., N, K]."""
+        width = (self.num_heads, self.dim_per_head)
+        return {
+            "window": jnp.zeros((batch_size, self.conv_width - 1, *width), dtype),
+            "h": jnp.zeros((batch_size, *width), jnp.float32),
+        }
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        paddings: jax.Array | None = None,
+        atten_mask: jax.Array | None = None,
+        key: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns the outputs [B, T, D] and, with a cache, the cache after these tokens.
+
+        Args:
+          inputs: [B, T, D].
+          positions: int [B or 1, T]; None: 0 to T - 1. They serve for this alone: with a cache a
+            row whose first position is 0 starts anew, another goes on.
+          segment_ids: int [B, T]; the state starts anew where they change, and 0 is padding.
+          paddings: [B, T], 1.0 for tokens that leave the state as it is: at a row's ends.
+          key: what attention takes; nothing is drawn here.
+          cache: the state after the tokens before.
+
+        Raises:
+          ConfigError: there is an atten_mask; a recurrence sees the past, all of it.
+        """
+        if atten_mask is not None:
+            raise ConfigError("RgLruBlock takes no atten_mask: a recurrence sees all of the past.")
+        batch, length = inputs.shape[:2]
+        skipped = None if paddings is None else paddings > 0.5
+        if segment_ids is not None:
+            empty = segment_ids == 0
+            skipped = empty if skipped is None else skipped | empty
+        state = self.init_cache(batch, length, inputs.dtype) if cache is None else cache
+        if cache is not None:
+            # A slot of the cache that a new sequence takes over has the state of the one before.
+            first = jnp.zeros((1,), jnp.int32) if positions is None else positions[:, 0]
+            goes_on = jnp.broadcast_to(first, (batch,)) > 0
+            state = jax.tree.map(
+                lambda x: jnp.where(goes_on.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), state
+            )
+        x_BTNK = self._split(self.linear_x(inputs))
+        if skipped is not None:
+            x_BTNK = jnp.where(skipped[:, :, None, None], 0, x_BTNK)
+        starts, segments = _segments(segment_ids, self.conv_width - 1)
+        convolved = self._split(self.conv(x_BTNK, state["window"], segments))
+        h_BTNK, last_h = self.rg_lru(
+            convolved, starts=starts, skipped=skipped, h=None if cache is None else state["h"]
+        )
+        gated_BTNK = self._split(h_BTNK) * jax.nn.gelu(self._split(self.linear_y(inputs)))
+        outputs = constrain(self.linear_out(gated_BTNK), self.output_split_dims_mapping)
+        if cache is None:
+            return outputs, None
+        window = _window_after(state["window"], x_BTNK, skipped)
+        return outputs, {"window": window, "h": last_h}
+
+    def _split(self, x_BTNK: jax.Array) -> jax.Array:
+        return constrain(x_BTNK, self.activation_split_dims_mapping)
+
+
+def _segments(
+    segment_ids: jax.Array | None, before: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns where a segment starts, and the segments of `before` earlier tokens and these.
+
+    What came before is of the first token's segment: a cache goes on with the row it is of.
+    """
+    if segment_ids is None:
+        return None, None
+    segments = jnp.concatenate([segment_ids[:, :1]] * before + [segment_ids], axis=1)
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changes, ((0, 0), (1, 0))), segments
+
+
+def _window_after(
+    window_BJNK: jax.Array, x_BTNK: jax.Array, skipped: jax.Array | None
+) -> jax.Array:
+    """Returns the J - 1 last inputs up to each row's last token that is not skipped."""
+    taps, length = window_BJNK.shape[1], x_BTNK.shape[1]
+    x = jnp.concatenate([window_BJNK, x_BTNK.astype(window_BJNK.dtype)], axis=1)
+    if skipped is None:
+        return x[:, length:]
+    ends_B = jnp.max(jnp.where(skipped, 0, 1 + jnp.arange(length)[None]), axis=1)
+    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # One row of paddings may be all rows'.
+    return jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, taps))(x, ends_B)

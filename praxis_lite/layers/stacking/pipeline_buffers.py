@@ -1,0 +1,130 @@
+"""Where the microbatches of a pipeline wait that no stage works on, before, between and after."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+
+# S stages, M microbatches. Names end with the leading dims of their arrays.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def shift(x_S: jax.Array, by: int) -> jax.Array:
+    """Returns `x_S` with each stage's part `by` stages further on, round the end."""
+    return jnp.roll(x_S, by, axis=0)
+
+
+def _shift_fwd(x_S: jax.Array, by: int) -> tuple[jax.Array, None]:
+    return jnp.roll(x_S, by, axis=0), None
+
+
+def _shift_bwd(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
+    return (jnp.roll(gradient_S, -by, axis=0),)
+
+
+# What JAX makes of a roll's gradient, pads and an addition, is two collective-permutes.
+shift.defvjp(_shift_fwd, _shift_bwd)
+
+
+class Buffer:
+    """Room for all microbatches on every stage, of which that on stage 0 is used.
+
+    A microbatch waits there before its first repeat, between two, and after the last, always in
+    the same place. XLA's programs are the same for all stages: the others have the room, too.
+
+    Args:
+      layout: a StageLayout.
+    """
+
+    def __init__(self, schedule: Schedule, layout: Any):
+        self._schedule, self._layout = schedule, layout
+
+    def start(self, x_M: jax.Array) -> jax.Array:
+        """Returns what is stored before the first tick: [S, M + 1, rows, ...]."""
+        # The last place is for what comes out before the first microbatch does. Not a select on
+        # the tick, whose every answer the backward pass would keep.
+        x_M = jnp.concatenate([x_M, x_M[:1]])
+        x_SM = jnp.broadcast_to(x_M, (self._schedule.num_stages, *x_M.shape))
+        return self._layout.constrain(x_SM, row_dim=2)
+
+    def take(
+        self, stored_SM: jax.Array, arrived_S: jax.Array, t: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what enters stage 0 at tick t, [S, rows, ...], and what is stored then."""
+        schedule = self._schedule
+        place = jnp.minimum(t % schedule.period, schedule.num_microbatches - 1)
+        return jax.lax.dynamic_index_in_dim(stored_SM, place, axis=1, keepdims=False), stored_SM
+
+    def put(
+        self, stored_SM: jax.Array, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array
+    ) -> jax.Array:
+        """Returns what is stored after tick t: x_S came out of the stages, arrived_S goes in."""
+        schedule = self._schedule
+        since = t - (schedule.num_stages - 1)
+        place, num_places = since % schedule.period, schedule.num_microbatches
+        place = jnp.where((since >= 0) & (place < num_places), place, num_places)
+        stored_SM = jax.lax.dynamic_update_index_in_dim(stored_SM, arrived_S, place, axis=1)
+        return self._layout.constrain(stored_SM, row_dim=2)
+
+    def outputs(self, stored_SM: jax.Array) -> jax.Array:
+        """Returns x_M after the last tick."""
+        return stored_SM[0, : self._schedule.num_microbatches]
+
+
+class StreamBuffer:
+    """Room for the microbatches split over the stages: M / S columns on each.
+
+    At tick t stage 0 takes its part of column t % (M / S). The column then moves one stage towards
+    stage 0, and what comes out of the last stage takes the place that is free there. Between two
+    repeats microbatches wait on stage 0, which has room for M - S of them.
+    """
+
+    def __init__(self, schedule: Schedule, layout: Any):
+        self._schedule, self._layout = schedule, layout
+        self._num_columns = schedule.num_microbatches // schedule.num_stages
+        self._num_waiting = schedule.num_microbatches - schedule.num_stages
+
+    def start(self, x_M: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        num_stages = self._schedule.num_stages
+        stream = x_M.reshape(num_stages, self._num_columns, *x_M.shape[1:])
+        waiting = None
+        if self._schedule.circular_repeat > 1 and self._num_waiting:
+            room = jnp.zeros((num_stages, self._num_waiting, *x_M.shape[1:]), x_M.dtype)
+            waiting = self._layout.constrain(room, row_dim=2)
+        return self._layout.constrain(stream, row_dim=2), waiting
+
+    def take(self, stored: tuple, arrived_S: jax.Array, t: jax.Array) -> tuple[jax.Array, tuple]:
+        stream, waiting = stored
+        entering = self._column(stream, t)
+        if self._schedule.circular_repeat == 1:
+            return entering, stored
+        again = arrived_S
+        if waiting is not None:
+            place = t % self._num_waiting
+            again = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
+            waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived_S, place, axis=1)
+            waiting = self._layout.constrain(waiting, row_dim=2)
+        # A scalar choice: of jnp.where's the backward pass would keep as many as there are floats.
+        is_first_repeat = t < self._schedule.num_microbatches
+        return jax.lax.select(is_first_repeat, entering, again), (stream, waiting)
+
+    def put(self, stored: tuple, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array) -> tuple:
+        stream, waiting = stored
+        num_stages = self._schedule.num_stages
+        is_last = (jnp.arange(num_stages) == num_stages - 1).reshape(-1, *[1] * (x_S.ndim - 1))
+        column = jnp.where(is_last, x_S, shift(self._column(stream, t), -1))
+        place = t % self._num_columns
+        stream = jax.lax.dynamic_update_index_in_dim(stream, column, place, axis=1)
+        return self._layout.constrain(stream, row_dim=2), waiting
+
+    def outputs(self, stored: tuple) -> jax.Array:
+        # Microbatch m came out S - 1 ticks after it went in, and so in a later column.
+        stream = jnp.roll(stored[0], -((self._schedule.num_stages - 1) % self._num_columns), axis=1)
+        return stream.reshape(self._schedule.num_microbatches, *stream.shape[2:])
+
+    def _column(self, stream: jax.Array, t: jax.Array) -> jax.Array:
+        place = t % self._num_columns
+        return jax.lax.dynamic_index_in_dim(stream, place, axis=1, keepdims=False)

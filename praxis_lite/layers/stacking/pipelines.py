@@ -1,0 +1,262 @@
+"""A stack of equal blocks that lie on the stages of a mesh axis and are worked on as a pipeline."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import (
+    BaseLayer,
+    assign,
+    assigned_values,
+    require_positive,
+    stacked,
+)
+from praxis_lite.layers.stacking.checkpoint_policy import check_policy, remat
+from praxis_lite.layers.stacking.pipeline_forms import (
+    arrays_of,
+    from_repeated,
+    in_repeats_form,
+    in_stages_form,
+    to_microbatches,
+    to_repeated,
+    to_rows,
+)
+from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipeline_ticks import (
+    StageLayout,
+    Values,
+    apply_layer,
+    mean_update,
+    pick,
+    run_ticks,
+)
+from praxis_lite.sharding import SplitDims, constrain
+from praxis_lite.sharding.split_dims import DimSplit
+
+__all__ = ["Pipeline", "from_repeated", "to_repeated"]
+
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
+# leading dims of their arrays: x_M is [M, rows, ...].
+
+PyTree = Any
+
+
+class Pipeline(BaseLayer):
+    """Applies `num_layers` blocks, each with weights of its own, as Repeat does; on stages.
+
+    The batch is cut into microbatches, which follow one another through the stages (GPipe,
+    arXiv:1811.06965), or several times round them (circular_repeat; arXiv:2104.04473, Pax). One
+    scan over the ticks of `Schedule`; the stages are a dim of every array, split over
+    `stage_axis`, and shift by one collective-permute per tick.
+
+    Weights are stacked as [R, S, P] for R repeats, S stages, P layers: layer (r S + s) P + p lies
+    on stage s. They are Repeat's, reshaped: see `to_repeated`. The same key draws the same.
+
+    Without a stage axis the blocks run one after the other. With a cache the whole batch goes
+    through the stages as one microbatch. The numbers are the same on every mesh:
+      - dropout's key folds in the layer, then the microbatch;
+      - what looks at several rows (batch statistics, routing of experts) sees a microbatch;
+        variables that a pass assigns (AuxLoss, Summary, BatchStat) become the mean over the
+        microbatches, each of which starts from the values before the pass; those that are no
+        floats become the last microbatch's;
+      - what an idle stage computes reaches no output, gradient or variable, NaN neither.
+
+    Args:
+      block: as of Repeat; the outputs' dtype must be the inputs'.
+      num_layers: in all stages; a multiple of num_stages x circular_repeat.
+      num_stages: S; best the size of the stage axis, or a multiple.
+      num_microbatches: M, a divisor of the batch. Microbatch m has the rows m, m + M, ..., so that
+        rows split over other axes stay where they are.
+      microbatch_size: rows of a microbatch, instead.
+      circular_repeat: R, how often a microbatch goes round; from 2 on M must be S or more.
+      stage_axis: how the dim of stages splits: a mesh axis, or None.
+      pipelined: False: the blocks run one after the other on any mesh; True: in ticks, also
+        without a mesh; None: in ticks where the mesh has several devices along stage_axis.
+      stream_io: the microbatches themselves are split over the stages, and rotate towards stage 0
+        and from the last one, by a second collective-permute per tick, instead of each stage's
+        having room for all. M must be a multiple of S; stage s holds consecutive rows.
+      checkpoint_policy: a name in CHECKPOINT_POLICIES: what the backward pass keeps of a stage's
+        tick. A stage's input is always kept, its weights of a repeat only by save_everything.
+      activation_split_dims_mapping: of x [rows, ...]; must not name stage_axis. None: XLA's choice.
+
+    Raises:
+      ConfigError: a setting is out of range or does not fit another.
+    """
+
+    def __init__(
+        self,
+        block: Callable[..., Any],
+        num_layers: int,
+        *,
+        num_stages: int,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        circular_repeat: int = 1,
+        stage_axis: DimSplit = "stage",
+        pipelined: bool | None = None,
+        stream_io: bool = False,
+        checkpoint_policy: str = "save_iteration_input",
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(
+            self, num_layers=num_layers, num_stages=num_stages, circular_repeat=circular_repeat
+        )
+        check_policy(checkpoint_policy, self)
+        if (num_microbatches is None) == (microbatch_size is None):
+            raise ConfigError(
+                f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
+                f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
+            )
+        if num_layers % (circular_repeat * num_stages):
+            raise ConfigError(
+                f"Pipeline.num_layers is {num_layers}, which num_stages {num_stages} x "
+                f"circular_repeat {circular_repeat} does not divide. Make num_layers a multiple of "
+                f"{circular_repeat * num_stages}."
+            )
+        self.num_layers, self.num_stages = num_layers, num_stages
+        self.circular_repeat, self.stream_io = circular_repeat, stream_io
+        self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
+        if microbatch_size is None:
+            require_positive(self, num_microbatches=num_microbatches)
+            self._check_schedule(num_microbatches)
+        else:
+            require_positive(self, microbatch_size=microbatch_size)
+        self.stage_axis, self.pipelined = stage_axis, pipelined
+        self.checkpoint_policy = checkpoint_policy
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+        # As Repeat, so that the same key draws the same layers.
+        keys = jax.random.split(rngs.params(), num_layers)
+        blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
+        blocks = in_stages_form(blocks, self._stack_shape)
+        for split in (None, stage_axis, None):
+            blocks = stacked(blocks, split)
+        self.blocks = blocks
+
+    def init_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the blocks' caches, stacked on leading dims [R, S, P]."""
+        # A block's cache depends on its settings, not its weights: the stack serves as one block.
+        cache = self.blocks.init_cache(*args, **kwargs)
+        layout = self._layout
+        return jax.tree.map(
+            lambda x: layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
+            cache,
+        )
+
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns (x, cache). Each array in `inputs` has x's rows, or 1, as its first dim.
+
+        Raises:
+          ConfigError: the microbatches do not divide the rows, or an input has other rows.
+        """
+        # Decoding is the work of one microbatch: cut, its cache would have to be cut as well.
+        num_microbatches = 1 if cache is not None else self._num_microbatches_of(x.shape[0])
+        num_streams = self.num_stages if self.stream_io and cache is None else 1
+        arrays, others = arrays_of(inputs, x.shape[0])
+        to_M = functools.partial(
+            to_microbatches, num_microbatches=num_microbatches, num_streams=num_streams
+        )
+        inputs_M = jax.tree.map(lambda a: a[None] if a.shape[0] == 1 else to_M(a), arrays)
+        run = self._in_ticks if self._runs_in_ticks else self._in_a_row
+        outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
+        assign(self.blocks, values)
+        outputs = to_rows(outputs_M, num_streams)
+        if num_streams == 1:  # Else the rows are split over the stages, too.
+            outputs = constrain(outputs, self.activation_split_dims_mapping)
+        return outputs, cache
+
+    def _in_ticks(
+        self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
+    ) -> tuple[jax.Array, PyTree, Values]:
+        """Returns x_M, the cache and the values of the variables that blocks assign."""
+        return run_ticks(
+            self.blocks,
+            x_M,
+            inputs_M,
+            others,
+            key=key,
+            cache=cache,
+            schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
+            stream_io=self.stream_io and cache is None,
+            checkpoint_policy=self.checkpoint_policy,
+            layout=self._layout,
+        )
+
+    def _in_a_row(
+        self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
+    ) -> tuple[jax.Array, PyTree, Values]:
+        """Returns what `_in_ticks` does: all microbatches through one block after the other."""
+        num_microbatches = x_M.shape[0]
+
+        def step(x_M: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
+            block, index, cache = layer
+
+            def one(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
+                # A module of this trace, so that what it assigns does not leave it.
+                own = jax.tree.map(lambda a: a, block)
+                inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
+                return apply_layer(
+                    own, x, index, microbatch, key=key, cache=cache, **inputs, **others
+                )
+
+            if num_microbatches == 1:
+                x, cache, values = one(x_M[0], 0, cache)
+                return x[None], (cache, values)
+            # A map, not a vmap: of some operations (ragged_dot) JAX has none.
+            x_M, _, values_M = jax.lax.map(
+                lambda given: one(*given, None), (x_M, jnp.arange(num_microbatches))
+            )
+            return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
+
+        blocks, cache = in_repeats_form((self.blocks, cache))
+        layers = blocks, jnp.arange(self.num_layers), cache
+        x_M, stacked_outputs = jax.lax.scan(remat(step, self.checkpoint_policy), x_M, layers)
+        cache, values = in_stages_form(stacked_outputs, self._stack_shape)
+        return x_M, cache, values
+
+    @property
+    def _layout(self) -> StageLayout:
+        return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
+
+    @property
+    def _runs_in_ticks(self) -> bool:
+        return self._layout.num_devices > 1 if self.pipelined is None else self.pipelined
+
+    @property
+    def _stack_shape(self) -> tuple[int, int, int]:
+        num_chunks = self.circular_repeat * self.num_stages
+        return self.circular_repeat, self.num_stages, self.num_layers // num_chunks
+
+    def _num_microbatches_of(self, num_rows: int) -> int:
+        """Returns M for a batch, checked."""
+        name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
+        wanted = getattr(self, name)
+        if num_rows % wanted:
+            raise ConfigError(
+                f"Pipeline.{name} is {wanted}, which does not divide the batch's {num_rows} rows. "
+                f"Make the batch size a multiple of {wanted}, or {name} a divisor of {num_rows}."
+            )
+        num_microbatches = wanted if self.microbatch_size is None else num_rows // wanted
+        self._check_schedule(num_microbatches)
+        return num_microbatches
+
+    def _check_schedule(self, num_microbatches: int) -> None:
+        if self.circular_repeat > 1 and num_microbatches < self.num_stages:
+            raise ConfigError(
+                f"Pipeline.circular_repeat is {self.circular_repeat} with {num_microbatches} "
+                f"microbatches for num_stages {self.num_stages}: stage 0 would wait for the first "
+                "to come round. Have as many microbatches as stages, or circular_repeat 1."
+            )
+        if self.stream_io and num_microbatches % self.num_stages:
+            raise ConfigError(
+                f"Pipeline.stream_io splits the {num_microbatches} microbatches over num_stages "
+                f"{self.num_stages}, which does not divide them. Make the microbatches a multiple "
+                "of the stages, or set stream_io=False."
+            )

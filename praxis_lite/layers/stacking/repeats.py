@@ -1,0 +1,189 @@
+"""Stacks of blocks: equal ones scanned (one block's program whatever the depth), or in a row."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import (
+    BaseLayer,
+    assign,
+    assigned_values,
+    require_positive,
+    scope_of,
+    stacked,
+)
+from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, check_policy, remat
+from praxis_lite.layers.stacking.residual_branches import split_keys
+from praxis_lite.layers.stochastics import Dropout
+from praxis_lite.sharding.split_dims import DimSplit
+
+__all__ = ["CHECKPOINT_POLICIES", "Repeat", "StackedTransformer"]
+
+# What is called with `rngs` and returns a layer (x, key=, cache=, **inputs) -> (x, cache).
+Block = Callable[..., Any]
+
+
+class Repeat(BaseLayer):
+    """Applies `num_layers` blocks, each with weights of its own, one after the other.
+
+    Args:
+      block: called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
+        (x, cache); `inputs` (positions, paddings, ...) are the same for every block. A
+        StackedTransformer makes several layers of the repeated block, different ones if wanted.
+      num_layers: how many blocks.
+      unroll: compile every block apart rather than scan one; the weights are then unstacked.
+      checkpoint_policy: a name in CHECKPOINT_POLICIES.
+      stack_split: how the stacked dim of the weights splits.
+
+    Raises:
+      ConfigError: num_layers is not positive, or no policy has that name.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        num_layers: int,
+        *,
+        unroll: bool = False,
+        checkpoint_policy: str = "save_nothing",
+        stack_split: DimSplit = None,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, num_layers=num_layers)
+        check_policy(checkpoint_policy, self)
+        keys = jax.random.split(rngs.params(), num_layers)
+        if unroll:
+            self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
+        else:
+            blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
+            self.blocks = stacked(blocks, stack_split)
+        self.num_layers, self.unroll = num_layers, unroll
+        self.checkpoint_policy = checkpoint_policy
+
+    def init_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the blocks' caches, stacked on a leading dim."""
+        # A block's cache depends on its settings, not its weights: the stack serves as one block.
+        block = self.blocks[0] if self.unroll else self.blocks
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (self.num_layers, *x.shape)),
+            block.init_cache(*args, **kwargs),
+        )
+
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
+    ) -> tuple[jax.Array, Any]:
+        keys = None if key is None else jax.random.split(key, self.num_layers)
+
+        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
+            block, key, cache = layer
+            x, cache = block(x, key=key, cache=cache, **inputs)
+            return checkpoint_name(x, "transformer_layer_out"), (cache, assigned_values(block))
+
+        step = remat(step, self.checkpoint_policy)
+        if not self.unroll:
+            x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
+            assign(self.blocks, values)
+            return x, cache
+        caches = []
+        for i, block in enumerate(self.blocks):
+            layer_key, layer_cache = jax.tree.map(lambda leaf, i=i: leaf[i], (keys, cache))
+            with scope_of(self, block):
+                x, (layer_cache, values) = step(x, (block, layer_key, layer_cache))
+            assign(block, values)
+            caches.append(layer_cache)
+        if cache is None:
+            return x, None
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+
+
+class StackedTransformer(BaseLayer):
+    """Applies `num_layers` blocks in a row, `x_layers_0`, `x_layers_1`, ...: x -> (x, cache).
+
+    Its call is a block's, so that a Repeat or a pipeline can repeat it.
+
+    Args:
+      block: see Repeat; or several, a pattern that is repeated along the depth (window, global,
+        window, global, ...). Pax's list of templates repeats each where it stands instead.
+      num_layers: how many blocks; a multiple of the pattern's length.
+      residual_droppath_prob: of an imaginary last block after the last; block i has the share
+        i / num_layers of it (stochastic depth, arXiv:1603.09382, the deeper, the more often).
+      input_dropout_prob: dropout of x before the first block.
+      remat: compute each block again in the backward pass, but for what `checkpoint_policy` keeps.
+      checkpoint_policy: a name in CHECKPOINT_POLICIES.
+
+    Raises:
+      ConfigError: the pattern does not divide num_layers, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        block: Block | Sequence[Block],
+        num_layers: int,
+        *,
+        residual_droppath_prob: float = 0.0,
+        input_dropout_prob: float = 0.0,
+        remat: bool = False,
+        checkpoint_policy: str = "save_dot_except_logits_ffn1",
+        rngs: nnx.Rngs,
+    ):
+        require_positive(self, num_layers=num_layers)
+        check_policy(checkpoint_policy, self)
+        pattern = list(block) if isinstance(block, Sequence) else [block]
+        num_repeats(self, pattern, num_layers)
+        if not 0.0 <= residual_droppath_prob < 1.0:
+            raise ConfigError(
+                f"StackedTransformer.residual_droppath_prob is {residual_droppath_prob}; wanted is "
+                "0 <= p < 1."
+            )
+        self.layer_names = tuple(f"x_layers_{i}" for i in range(num_layers))
+        for i, name in enumerate(self.layer_names):
+            droppath = residual_droppath_prob * i / num_layers
+            settings = {"residual_droppath_prob": droppath} if droppath else {}
+            setattr(self, name, pattern[i % len(pattern)](**settings, rngs=rngs))
+        self.input_dropout = Dropout(input_dropout_prob)
+        self.checkpoint_policy = checkpoint_policy if remat else "save_everything"
+
+    def init_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the blocks' caches by their names."""
+        return {
+            name: getattr(self, name).init_cache(*args, **kwargs) for name in self.layer_names
+        }
+
+    def __call__(
+        self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
+    ) -> tuple[jax.Array, Any]:
+        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
+            block, key, cache = layer
+            x, cache = block(x, key=key, cache=cache, **inputs)
+            return x, (cache, assigned_values(block))
+
+        step = remat(step, self.checkpoint_policy)
+        input_key, *keys = split_keys(key, 1 + len(self.layer_names))
+        x, caches = self.input_dropout(x, input_key), {}
+        for name, layer_key in zip(self.layer_names, keys, strict=True):
+            block = getattr(self, name)
+            layer_cache = None if cache is None else cache[name]
+            with scope_of(self, block):
+                x, (caches[name], values) = step(x, (block, layer_key, layer_cache))
+            assign(block, values)
+            x = checkpoint_name(x, "transformer_layer_out")
+        return x, None if cache is None else caches
+
+
+def num_repeats(layer: object, pattern: Sequence[Block], num_layers: int) -> int:
+    """Returns how often a pattern of blocks comes in `num_layers`.
+
+    Raises:
+      ConfigError: not a whole number of times; names the layer's class.
+    """
+    if not pattern or num_layers % len(pattern):
+        raise ConfigError(
+            f"{type(layer).__name__}.num_layers is {num_layers}, but the pattern has "
+            f"{len(pattern)} blocks. Make num_layers a multiple of them, or change the pattern."
+        )
+    return num_layers // len(pattern)

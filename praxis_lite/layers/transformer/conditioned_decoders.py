@@ -1,0 +1,59 @@
+"""An encoder-decoder and its inputs as one language model, as `praxis_lite.decode` wants it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.base_layer import rebuilt
+
+# B batch, S time of the inputs, T time of the targets, D model dims, V classes.
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedDecoder:
+    """The language model of targets that follow from one batch of inputs.
+
+    Attributes:
+      model: a TransformerEncoderDecoder.
+      encoded: [B, S, D], what its encoder returned.
+      input_paddings: [B, S], 1.0 for padding.
+    """
+
+    model: Any
+    encoded: jax.Array
+    input_paddings: jax.Array | None
+
+    def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
+        """Returns a cache with the inputs in it where there are `batch_size` of them."""
+        length = self.encoded.shape[1]
+        cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
+        if batch_size != self.encoded.shape[0]:
+            return cache  # Only its shapes are asked for.
+        # A padded token brings them there; the first true one takes its place.
+        nothing = jnp.zeros((batch_size, 1), jnp.int32)
+        _, cache = self.model.decode(
+            nothing,
+            encoded=self.encoded,
+            input_paddings=self.input_paddings,
+            target_paddings=jnp.ones(nothing.shape, jnp.float32),
+            target_segment_pos=nothing,
+            cache=cache,
+        )
+        return cache
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        paddings: jax.Array | None = None,
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Returns float32 logits [B, T, V] and the cache with these targets in it."""
+        model = rebuilt(self.model)
+        x, cache = model.decode(
+            ids, target_paddings=paddings, target_segment_pos=positions, cache=cache
+        )
+        return model.softmax(x), cache

@@ -1,0 +1,269 @@
+"""A sequence-to-sequence transformer. Names and structure are Pax's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import BaseLayer, require_floating, require_positive
+from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding
+from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
+from praxis_lite.layers.normalizations import LayerNorm
+from praxis_lite.layers.stacking.repeats import Repeat
+from praxis_lite.layers.stacking.residual_branches import split_keys
+from praxis_lite.layers.transformer.conditioned_decoders import ConditionedDecoder
+from praxis_lite.layers.transformer.models import (
+    embed,
+    position_embedding,
+    repeated_block,
+    with_positions,
+    with_total_loss,
+)
+from praxis_lite.layers.transformer.transformers import Transformer
+
+# B batch, S time of the source, T time of the target, D model dims, V classes.
+Template = Callable[..., Any]
+
+
+class TransformerEncoderDecoder(BaseLayer):
+    """Returns float32 logits [B, T, V] of targets [B, T] that follow from inputs [B, S].
+
+    Raffel et al. 2020, arXiv:1910.10683, describe the family; numerics are Pax's.
+
+    Args:
+      vocab_size: V, of inputs and targets.
+      model_dims, hidden_dims, num_heads, dim_per_head: sizes handed to the templates.
+      num_encoder_layers, num_decoder_layers: how many blocks each stack has.
+      fprop_dtype: of the activations; weights stay float32, logits are float32.
+      softmax_tpl: called with (V, D, rngs=) and, where it embeds ids too, fprop_dtype=.
+      encoder_embedding_tpl, decoder_embedding_tpl: embed the inputs and the targets, called as
+        the softmax. None: the decoder's does it, and without one the softmax.
+      position_emb_tpl: of inputs and targets, called with (D, rngs=); None: none, or those below.
+      encoder_position_emb_tpl, decoder_position_emb_tpl: in the place of position_emb_tpl, which
+        must then be None.
+      encoder_layer_tpl, decoder_layer_tpl: a block; or several, a pattern repeated along the
+        depth. The encoder's sees the whole input, the decoder's attends to what it returns.
+      encoder_stacked_transformer_tpl, decoder_stacked_transformer_tpl: called with (block, num
+        blocks, rngs=).
+      encoder_ln_tpl, decoder_ln_tpl: after each stack.
+
+    Raises:
+      ConfigError: a size is not positive, a pattern does not divide its stack, or there are shared
+        positions and separate ones.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        model_dims: int,
+        hidden_dims: int,
+        num_heads: int,
+        num_encoder_layers: int,
+        num_decoder_layers: int,
+        *,
+        dim_per_head: int | None = None,
+        fprop_dtype: jnp.dtype = jnp.float32,
+        softmax_tpl: Template = SharedEmbeddingSoftmax,
+        encoder_embedding_tpl: Template | None = None,
+        decoder_embedding_tpl: Template | None = None,
+        position_emb_tpl: Template | None = PositionalEmbedding,
+        encoder_position_emb_tpl: Template | None = None,
+        decoder_position_emb_tpl: Template | None = None,
+        encoder_layer_tpl: Template | Sequence[Template] = Transformer,
+        decoder_layer_tpl: Template | Sequence[Template] = Transformer,
+        encoder_stacked_transformer_tpl: Template = Repeat,
+        decoder_stacked_transformer_tpl: Template = Repeat,
+        encoder_ln_tpl: Template = LayerNorm,
+        decoder_ln_tpl: Template = LayerNorm,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(
+            self, vocab_size=vocab_size, model_dims=model_dims,
+            num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers,
+        )
+        require_floating(self, fprop_dtype=fprop_dtype)
+        if position_emb_tpl is not None and (encoder_position_emb_tpl or decoder_position_emb_tpl):
+            raise ConfigError(
+                "TransformerEncoderDecoder has a position_emb_tpl for inputs and targets, and an "
+                "encoder_position_emb_tpl or decoder_position_emb_tpl. Set position_emb_tpl=None "
+                "for separate positions, or leave the others out."
+            )
+
+        def embedding(template: Template | None) -> Any:
+            if template is None:
+                return None
+            return template(vocab_size, model_dims, fprop_dtype=fprop_dtype, rngs=rngs)
+
+        def position(template: Template | None) -> Any:
+            return position_embedding(template, None, model_dims, rngs=rngs)
+
+        def stack(layer: Any, stacked: Template, num_layers: int, **settings: Any) -> Any:
+            sizes = (num_layers, model_dims, hidden_dims, num_heads)
+            block, num_blocks = repeated_block(
+                self, layer, *sizes, dim_per_head=dim_per_head, **settings
+            )
+            return stacked(block, num_blocks, rngs=rngs)
+
+        embeds_targets = decoder_embedding_tpl is None
+        self.softmax = softmax_tpl(
+            vocab_size, model_dims, **({"fprop_dtype": fprop_dtype} if embeds_targets else {}),
+            rngs=rngs,
+        )
+        self.encoder_embedding_lookup = embedding(encoder_embedding_tpl)
+        self.decoder_embedding_lookup = embedding(decoder_embedding_tpl)
+        self.position_emb = position(position_emb_tpl)
+        self.encoder_position_emb = position(encoder_position_emb_tpl)
+        self.decoder_position_emb = position(decoder_position_emb_tpl)
+        self.encoder = stack(
+            encoder_layer_tpl, encoder_stacked_transformer_tpl, num_encoder_layers,
+            mask_self_attention=False,
+        )
+        self.decoder = stack(
+            decoder_layer_tpl, decoder_stacked_transformer_tpl, num_decoder_layers,
+            use_cross_attention=True,
+        )
+        self.encoder_ln = encoder_ln_tpl(model_dims, rngs=rngs)
+        self.decoder_ln = decoder_ln_tpl(model_dims, rngs=rngs)
+        self.fprop_dtype, self.vocab_size = fprop_dtype, vocab_size
+
+    def __call__(
+        self, inputs: jax.Array, targets: jax.Array, **kwargs: Any
+    ) -> tuple[jax.Array, None]:
+        """Returns the logits, and None for a cache; arguments as `compute_loss`."""
+        return self.softmax(self._activations(inputs, targets, **kwargs)), None
+
+    def compute_loss(
+        self,
+        inputs: jax.Array,
+        targets: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        **kwargs: Any,
+    ) -> dict[str, jax.Array]:
+        """Returns the loss of predicting `labels` and its parts, as TransformerLm's.
+
+        Args:
+          inputs: int [B, S].
+          targets, labels, weights: [B, T]: what the decoder is given, what it is to predict, and
+            how much each counts.
+          key: turns dropout on.
+          kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding; of packed rows
+            input_segment_ids, input_segment_pos, target_segment_ids and target_segment_pos, where
+            targets see the inputs of their own segment.
+        """
+        x = self._activations(inputs, targets, key=key, **kwargs)
+        outputs = self.softmax.compute_loss(x, labels, weights, key=key)
+        return with_total_loss(self, outputs, weights)
+
+    def encode(
+        self,
+        inputs: jax.Array,
+        *,
+        input_paddings: jax.Array | None = None,
+        input_segment_ids: jax.Array | None = None,
+        input_segment_pos: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns what the decoder attends to: [B, S, D]; arguments as `compute_loss`."""
+        lookups = (self.encoder_embedding_lookup, self.decoder_embedding_lookup, self.softmax)
+        x = embed(next(layer for layer in lookups if layer is not None), inputs)
+        position_emb = self.position_emb or self.encoder_position_emb
+        x, _ = self.encoder(
+            with_positions(position_emb, x, input_segment_pos),
+            positions=input_segment_pos,
+            segment_ids=_segments(input_segment_ids, input_paddings),
+            paddings=input_paddings,
+            key=key,
+        )
+        return self.encoder_ln(x)
+
+    def decode(
+        self,
+        targets: jax.Array,
+        *,
+        encoded: jax.Array | None = None,
+        input_paddings: jax.Array | None = None,
+        input_segment_ids: jax.Array | None = None,
+        target_paddings: jax.Array | None = None,
+        target_segment_ids: jax.Array | None = None,
+        target_segment_pos: jax.Array | None = None,
+        key: jax.Array | None = None,
+        cache: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns what the softmax gets, [B, T, D], and the decoder's cache.
+
+        With a cache the targets are appended to it at their positions `target_segment_pos`, and
+        `encoded` may be left out once a call has had it.
+        """
+        lookup = self.decoder_embedding_lookup
+        x = embed(self.softmax if lookup is None else lookup, targets)
+        position_emb = self.position_emb or self.decoder_position_emb
+        segments = {}
+        if cache is None:
+            segments = {
+                "segment_ids": _segments(target_segment_ids, target_paddings),
+                "encoded_segment_ids": _segments(input_segment_ids, input_paddings),
+            }
+        x, cache = self.decoder(
+            with_positions(position_emb, x, target_segment_pos),
+            positions=target_segment_pos,
+            paddings=target_paddings,
+            encoded=encoded,
+            encoded_paddings=input_paddings,
+            **segments,
+            key=key,
+            cache=cache,
+        )
+        return self.decoder_ln(x), cache
+
+    def init_cache(self, batch_size: int, max_seq_length: int, *, encoded_length: int) -> Any:
+        """Returns the decoder's empty cache.
+
+        Raises:
+          ConfigError: learned positions end before max_seq_length.
+        """
+        position_emb = self.position_emb or self.decoder_position_emb
+        if position_emb is not None:
+            position_emb.check_length(max_seq_length)
+        return self.decoder.init_cache(
+            batch_size, max_seq_length, self.fprop_dtype, encoded_length=encoded_length
+        )
+
+    def given(
+        self, inputs: jax.Array, *, input_paddings: jax.Array | None = None
+    ) -> ConditionedDecoder:
+        """Returns the language model of targets that follow from these inputs [B, S]."""
+        encoded = self.encode(inputs, input_paddings=input_paddings)
+        return ConditionedDecoder(self, encoded, input_paddings)
+
+    def _activations(
+        self,
+        inputs: jax.Array,
+        targets: jax.Array,
+        *,
+        input_paddings: jax.Array | None = None,
+        input_segment_ids: jax.Array | None = None,
+        input_segment_pos: jax.Array | None = None,
+        key: jax.Array | None = None,
+        **of_targets: Any,
+    ) -> jax.Array:
+        encoder_key, decoder_key = split_keys(key, 2)
+        of_inputs = {"input_paddings": input_paddings, "input_segment_ids": input_segment_ids}
+        encoded = self.encode(
+            inputs, **of_inputs, input_segment_pos=input_segment_pos, key=encoder_key
+        )
+        return self.decode(targets, encoded=encoded, key=decoder_key, **of_inputs, **of_targets)[0]
+
+
+def _segments(
+    segment_ids: jax.Array | None, paddings: jax.Array | None
+) -> jax.Array | None:
+    """Returns the segments of packed rows, or one of all tokens but the padding, which is 0."""
+    if segment_ids is None and paddings is not None:
+        return (1.0 - paddings).astype(jnp.int32)
+    return segment_ids

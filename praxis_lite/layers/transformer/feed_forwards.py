@@ -1,0 +1,167 @@
+"""The feed-forward part of a transformer block. Names and maths are Pax's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.activations import ActivationFn
+from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.linears import FeedForward
+from praxis_lite.layers.normalizations import LayerNorm
+from praxis_lite.layers.stacking.residual_branches import (
+    check_norm_policy,
+    normed_branch,
+    split_keys,
+)
+from praxis_lite.layers.stochastics import Dropout, StochasticResidual
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch, T time, D model dims, F hidden dims.
+
+
+class TransformerFeedForward(BaseLayer):
+    """Returns `x + ffn(norm(x))`, or what the options make of it: [B, T, D] -> [B, T, D].
+
+    Args:
+      output_dims: other than D, which is only possible without a skip connection.
+      activation: a name or a function, see `activations`.
+      use_gated_activation: multiply the hidden, unactivated, by an activated second projection
+        (arXiv:2002.05202).
+      apply_padding_first: zero padded positions of the inputs, and not of the hidden activations
+        and of what is added to the inputs.
+      fflayer_tpl: called as FeedForward, with (input dims, output dims, has_bias=, ...).
+      ln_tpl: the norm, called with (input_dims, rngs=).
+      norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after) or "post_skip"
+        (after the skip connection).
+      relu_dropout_prob, residual_dropout_prob: of the hidden activations and of what is added.
+      add_skip_connection: add the inputs.
+      residual_weight: factor of what is added to the inputs; as in Pax, without effect where
+        residual_droppath_prob is set.
+      residual_droppath_prob: share of the rows that skip the layer (stochastic depth).
+      weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
+        transpose.
+      hidden_split_dims_mapping: of the hidden activations, [B, T, F].
+      activation_split_dims_mapping: of the outputs, [B, T, D].
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        hidden_dims: int,
+        *,
+        output_dims: int | None = None,
+        has_bias: bool = True,
+        activation: str | ActivationFn = "relu",
+        use_gated_activation: bool = False,
+        apply_padding_first: bool = False,
+        norm_policy: str = "pre",
+        add_skip_connection: bool = True,
+        residual_weight: float = 1.0,
+        relu_dropout_prob: float = 0.0,
+        residual_dropout_prob: float = 0.0,
+        residual_droppath_prob: float = 0.0,
+        fflayer_tpl: Callable[..., Any] = FeedForward,
+        ln_tpl: Callable[..., Any] = LayerNorm,
+        weight_split_dims_mapping: SplitDims = None,
+        hidden_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        output_dims = output_dims or input_dims
+        require_positive(
+            self, input_dims=input_dims, hidden_dims=hidden_dims, output_dims=output_dims
+        )
+        check_norm_policy(norm_policy, self)
+        if add_skip_connection and output_dims != input_dims:
+            raise ConfigError(
+                f"TransformerFeedForward.output_dims is {output_dims}, but what is added to the "
+                f"inputs must have their {input_dims} dims. Set add_skip_connection=False, or "
+                "leave output_dims out."
+            )
+        if residual_droppath_prob and not add_skip_connection:
+            raise ConfigError(
+                "TransformerFeedForward.residual_droppath_prob drops what is added to the inputs, "
+                "but add_skip_connection is False. Set one of them only."
+            )
+        split_D, split_F = (*(weight_split_dims_mapping or ()), None, None)[:2]
+
+        def into_hidden(name: str, activation: Any) -> FeedForward:
+            return fflayer_tpl(
+                input_dims,
+                hidden_dims,
+                has_bias=has_bias,
+                activation=activation,
+                checkpoint_str=name,
+                weight_split_dims_mapping=(split_D, split_F),
+                activation_split_dims_mapping=hidden_split_dims_mapping,
+                rngs=rngs,
+            )
+
+        has_two, outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
+        self.layer_norm = (
+            None if has_two else ln_tpl(output_dims if outer else input_dims, rngs=rngs)
+        )
+        self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
+        self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
+        # As Pax: of the pair it is the gate that is activated.
+        self.ffn_layer1 = into_hidden("ffn1", "identity" if use_gated_activation else activation)
+        self.ffn_layer1_gate = (
+            into_hidden("ffn1_gate", activation) if use_gated_activation else None
+        )
+        self.ffn_layer2 = fflayer_tpl(
+            hidden_dims,
+            output_dims,
+            has_bias=has_bias,
+            activation="identity",
+            weight_split_dims_mapping=(split_F, split_D),
+            activation_split_dims_mapping=activation_split_dims_mapping,
+            rngs=rngs,
+        )
+        self.relu_dropout = Dropout(relu_dropout_prob)
+        self.residual_dropout = Dropout(residual_dropout_prob)
+        self.residual_droppath = StochasticResidual(
+            survival_prob=1.0 - residual_droppath_prob,
+            residual_weight=1.0 if residual_droppath_prob else residual_weight,
+        )
+        self.norm_policy, self.add_skip_connection = norm_policy, add_skip_connection
+        self.apply_padding_first = apply_padding_first
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        paddings: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Args: inputs [B, T, D]; paddings [B, T], 1.0 where nothing is added to the inputs."""
+        relu_key, residual_key, droppath_key = split_keys(key, 3)
+
+        def without_padding(x: jax.Array, is_first: bool) -> jax.Array:
+            if paddings is None or is_first != self.apply_padding_first:
+                return x
+            return x * (1.0 - paddings).astype(x.dtype)[..., None]
+
+        def feed_forward(x: jax.Array) -> jax.Array:
+            hidden_BTF = self.ffn_layer1(x)
+            if self.ffn_layer1_gate is not None:
+                hidden_BTF = hidden_BTF * self.ffn_layer1_gate(x)
+            hidden_BTF = self.relu_dropout(without_padding(hidden_BTF, False), relu_key)
+            outputs = checkpoint_name(self.ffn_layer2(hidden_BTF), "ffn2")
+            return without_padding(outputs, False)
+
+        def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
+            outputs = self.residual_dropout(outputs, residual_key)
+            if not self.add_skip_connection:
+                return outputs
+            return self.residual_droppath(inputs, outputs, droppath_key)
+
+        norms = (self.layer_norm, self.pre_layer_norm, self.post_layer_norm)
+        inputs = without_padding(inputs, True)
+        outputs = normed_branch(self.norm_policy, norms, inputs, feed_forward, join, key)
+        return constrain(outputs, self.activation_split_dims_mapping)

@@ -1,0 +1,60 @@
+"""Configs of whole models whose settings go together: what Pax leaves to each experiment."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.projections import AttentionProjection
+from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
+from praxis_lite.layers.initializers import WeightInit
+from praxis_lite.layers.normalizations import RmsNorm
+from praxis_lite.layers.transformer.models import TransformerLm
+from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
+
+
+def rotary_lm(
+    *,
+    tr_fflayer_tpl: Callable[..., Any] = TransformerFeedForward,
+    attention: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> "fdl.Partial[TransformerLm]":
+    """Returns the config of a decoder-only LM that learns from its first steps, as is usual today.
+
+    It is a TransformerLm, with Pax's defaults but for these, which Pax's own experiments set too:
+
+    - Positions are rotary (RoPE, arXiv:2104.09864), and nothing is added to the embeddings.
+    - Norms are RMS norms (arXiv:1910.07467), before each part and at the end; attention and softmax
+      have no biases.
+    - Queries are divided by sqrt(dim_per_head), in place of a learned scale per dim.
+    - Attention weights are drawn by their true fans. By default they are drawn as a convolution's,
+      several times smaller, and learn later.
+    - The table that embeds and predicts is normal, of variance 1 / D, and what it embeds is
+      multiplied by sqrt(D): embeddings have elements of about one, and so have logits.
+
+    Args:
+      tr_fflayer_tpl: of each block's feed-forward part.
+      attention: further settings of DotProductAttention, such as {"num_kv_heads": 2}.
+      settings: of TransformerLm: its sizes, and what else is to differ.
+    """
+    block = fdl.Partial(
+        Transformer, ln_tpl=RmsNorm, tr_fflayer_tpl=tr_fflayer_tpl,
+        tr_atten_tpl=fdl.Partial(
+            DotProductAttention, use_bias=False, internal_enable_per_dim_scale=False,
+            scale_query_by_dim_per_head=True, use_rotary_position_emb=True,
+            proj_tpl=fdl.Partial(AttentionProjection, explicit_fan_in_fan_out_axes=True),
+            **(attention or {}),
+        ),
+    )
+    softmax = fdl.Partial(
+        SharedEmbeddingSoftmax, scale_sqrt_depth=True, has_bias=False,
+        weight_init=fdl.Config(WeightInit.GaussianSqrtFanIn),
+    )
+    return fdl.Partial(
+        TransformerLm,
+        **{
+            "softmax_tpl": softmax, "position_emb_tpl": None, "final_ln_tpl": RmsNorm,
+            "transformer_layer_tpl": block, **settings,
+        },
+    )

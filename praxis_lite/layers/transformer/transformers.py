@@ -1,0 +1,253 @@
+"""Transformer blocks: self-attention, cross-attention, feed-forward. Names and maths are Pax's."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.normalizations import LayerNorm
+from praxis_lite.layers.stacking.residual_branches import (
+    check_norm_policy,
+    normed_branch,
+    split_keys,
+)
+from praxis_lite.layers.stochastics import Dropout, StochasticResidual
+from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
+
+__all__ = ["Transformer", "TransformerFeedForward"]
+
+# B batch, T time, S time of what is attended across, D model dims.
+_KEYS = (
+    "self_attention",
+    "self_attention_dropout",
+    "self_attention_droppath",
+    "cross_attention",
+    "cross_attention_dropout",
+    "cross_attention_droppath",
+    "ff_layer",
+)
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    """Returns the settings that say something: a sublayer need not have those that do not."""
+    return {name: value for name, value in settings.items() if value not in (None, 0.0)}
+
+
+class Transformer(BaseLayer):
+    """Returns a block's [B, T, D] and its cache: attention, cross-attention if any, feed-forward.
+
+    The block's dims, its norm policy and whatever probabilities are not 0 go to the templates,
+    which are called with `rngs`.
+
+    Args:
+      norm_policy: see TransformerFeedForward; of all the block's parts.
+      atten_dropout_prob, residual_dropout_prob, relu_dropout_prob: of the attention probabilities,
+        of what is added to the residual stream, of the hidden activations.
+      residual_droppath_prob: share of the rows that skip a part of the block (stochastic depth).
+      mask_self_attention: True: no token sees a later one. False: every token sees all, as in an
+        encoder; so are the stacks of Pax, whose setting this is, by default. None: True, unless the
+        call hands an atten_mask, which then says all, as in Pax's block.
+      use_cross_attention: attend to `encoded` between self-attention and feed-forward.
+      allow_skip_cross_attention: leave that out where there is no `encoded` (and no cache).
+      fold_padding_with_segment_mask: padded tokens are a segment of their own, and attend to each
+        other, as in Pax's TransformerLm; otherwise what they get is the mean of all tokens. Other
+        tokens see none of them either way.
+      ln_tpl: the norms, of the feed-forward too, called with (input_dims, rngs=).
+      tr_atten_tpl: called with (input_dims, num_heads, dim_per_head=, rngs=).
+      cross_atten_tpl: None: as tr_atten_tpl; called with is_cross_attention=True besides.
+      tr_fflayer_tpl: called with (input_dims, hidden_dims, ln_tpl=, rngs=).
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        hidden_dims: int,
+        num_heads: int,
+        *,
+        dim_per_head: int | None = None,
+        norm_policy: str = "pre",
+        atten_dropout_prob: float = 0.0,
+        residual_dropout_prob: float = 0.0,
+        relu_dropout_prob: float = 0.0,
+        residual_droppath_prob: float = 0.0,
+        mask_self_attention: bool | None = None,
+        use_cross_attention: bool = False,
+        allow_skip_cross_attention: bool = False,
+        fold_padding_with_segment_mask: bool = False,
+        ln_tpl: Callable[..., Any] = LayerNorm,
+        tr_atten_tpl: Callable[..., Any] = DotProductAttention,
+        cross_atten_tpl: Callable[..., Any] | None = None,
+        tr_fflayer_tpl: Callable[..., Any] = TransformerFeedForward,
+        rngs: nnx.Rngs,
+    ):
+        check_norm_policy(norm_policy, self)
+
+        def norm(is_there: bool) -> Any:
+            return ln_tpl(input_dims, rngs=rngs) if is_there else None
+
+        def attention(template: Callable[..., Any], **settings: Any) -> Any:
+            settings |= _given(atten_dropout_prob=atten_dropout_prob)
+            return template(
+                input_dims, num_heads, dim_per_head=dim_per_head, **settings, rngs=rngs
+            )
+
+        has_two, crosses = norm_policy == "primer_hybrid", use_cross_attention
+        self.layer_norm = norm(not has_two)
+        self.pre_layer_norm, self.post_layer_norm = norm(has_two), norm(has_two)
+        self.self_attention = attention(
+            tr_atten_tpl, **({"is_causal": False} if mask_self_attention is False else {})
+        )
+        self.cross_layer_norm = norm(crosses and not has_two)
+        self.pre_cross_layer_norm = norm(crosses and has_two)
+        self.post_cross_layer_norm = norm(crosses and has_two)
+        self.cross_attention = (
+            attention(cross_atten_tpl or tr_atten_tpl, is_cross_attention=True) if crosses else None
+        )
+        self.ff_layer = tr_fflayer_tpl(
+            input_dims,
+            hidden_dims,
+            ln_tpl=ln_tpl,
+            **({} if norm_policy == "pre" else {"norm_policy": norm_policy}),
+            **_given(
+                relu_dropout_prob=relu_dropout_prob,
+                residual_dropout_prob=residual_dropout_prob,
+                residual_droppath_prob=residual_droppath_prob,
+            ),
+            rngs=rngs,
+        )
+        self.residual_dropout = Dropout(residual_dropout_prob)
+        self.residual_droppath = StochasticResidual(survival_prob=1.0 - residual_droppath_prob)
+        self.norm_policy, self.mask_self_attention = norm_policy, mask_self_attention
+        self.allow_skip_cross_attention = allow_skip_cross_attention
+        self.fold_padding_with_segment_mask = fold_padding_with_segment_mask
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_seq_length: int,
+        dtype: Any,
+        *,
+        encoded_length: int | None = None,
+    ) -> Any:
+        """Returns the attention's empty cache; with cross-attention both, by attribute name."""
+        cache = self.self_attention.init_cache(batch_size, max_seq_length, dtype)
+        if self.cross_attention is None:
+            return cache
+        if encoded_length is None:
+            return {"self_attention": cache}
+        cross = self.cross_attention.init_cache(
+            batch_size, max_seq_length, dtype, encoded_length=encoded_length
+        )
+        return {"self_attention": cache, "cross_attention": cross}
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        paddings: jax.Array | None = None,
+        atten_mask: jax.Array | None = None,
+        encoded: jax.Array | None = None,
+        encoded_paddings: jax.Array | None = None,
+        encoded_segment_ids: jax.Array | None = None,
+        key: jax.Array | None = None,
+        cache: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns outputs [B, T, D] and the cache with these tokens in it.
+
+        Args:
+          inputs: [B, T, D].
+          atten_mask: float [B or 1, 1 or N, 1 or T, T] of self-attention, LARGE_NEGATIVE where a
+            token is not seen. It alone says what is seen, as in Pax: paddings, segment_ids and the
+            order of the tokens count no more.
+          encoded: [B, S, D], what the encoder gave.
+          key: turns dropout on.
+          others: see DotProductAttention; `paddings` are the feed-forward's too.
+
+        Raises:
+          ConfigError: there is an atten_mask and mask_self_attention=True; or no `encoded` where
+            the block attends to it.
+        """
+        if atten_mask is not None and self.mask_self_attention is True:
+            raise ConfigError(
+                "Transformer.mask_self_attention is True, and the call hands an atten_mask; as in "
+                "Pax a mask alone says what a token sees. Leave it out, and let the mask hide "
+                "later tokens where they are to be hidden (jnp.minimum(atten_mask, "
+                "causal_mask(T)) of praxis_lite.layers.attention.masks)."
+            )
+        keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
+        own = {"segment_ids": segment_ids, "paddings": paddings}
+        if atten_mask is not None:
+            own = {"atten_mask": atten_mask}
+        elif cache is None and paddings is not None:
+            # As Pax's stacks: what a padded token attends to follows from its segment, 0.
+            is_masked = self.mask_self_attention is not False
+            if segment_ids is None and (self.fold_padding_with_segment_mask or is_masked):
+                own["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
+            if self.fold_padding_with_segment_mask:
+                own["paddings"] = None
+        caches = {"self_attention": cache}
+        if self.cross_attention is not None and cache is not None:
+            caches = dict(cache)
+
+        def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
+            # What is not there is not handed on: a layer in attention's place need not know it.
+            inputs = {name: value for name, value in inputs.items() if value is not None}
+            outputs, caches[name] = getattr(self, name)(
+                x, key=keys[name], cache=caches.get(name), **inputs
+            )
+            return outputs
+
+        def join(x: jax.Array, attended: jax.Array, name: str) -> jax.Array:
+            attended = self.residual_dropout(attended, keys[f"{name}_dropout"])
+            return self.residual_droppath(x, attended, keys[f"{name}_droppath"])
+
+        outputs = normed_branch(
+            self.norm_policy,
+            (self.layer_norm, self.pre_layer_norm, self.post_layer_norm),
+            inputs,
+            lambda x: attend("self_attention", x, positions=positions, **own),
+            functools.partial(join, name="self_attention"),
+            key,
+        )
+        if self._crosses(encoded, caches):
+            across = {
+                "positions": positions,
+                "segment_ids": segment_ids,
+                "encoded": encoded,
+                "encoded_paddings": encoded_paddings,
+                "encoded_segment_ids": encoded_segment_ids,
+            }
+            outputs = normed_branch(
+                self.norm_policy,
+                (self.cross_layer_norm, self.pre_cross_layer_norm, self.post_cross_layer_norm),
+                outputs,
+                lambda x: attend("cross_attention", x, **across),
+                functools.partial(join, name="cross_attention"),
+                key,
+            )
+        outputs = self.ff_layer(
+            outputs, paddings=paddings, segment_ids=segment_ids, key=keys["ff_layer"]
+        )
+        if cache is None:
+            return outputs, None
+        return outputs, caches if self.cross_attention is not None else caches["self_attention"]
+
+    def _crosses(self, encoded: jax.Array | None, caches: dict[str, Any]) -> bool:
+        if self.cross_attention is None:
+            return False
+        if encoded is not None or "cross_attention" in caches:
+            return True
+        if not self.allow_skip_cross_attention:
+            raise ConfigError(
+                "Transformer.use_cross_attention is set, but the block got no `encoded`. Give it "
+                "what the encoder returns, or set allow_skip_cross_attention=True."
+            )
+        return False

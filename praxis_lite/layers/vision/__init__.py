@@ -1,0 +1,4 @@
+"""Images: convolutions, poolings, residual networks, vision transformers.
+
+Never sees text or a cache.
+"""

@@ -1,0 +1,54 @@
+"""A classifier: a network that makes features, and a softmax over classes. Names are Pax's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.layers.base_layer import BaseLayer, require_floating
+
+
+class ClassificationModel(BaseLayer):
+    """Returns float32 class logits [B, V] of inputs [B, ...].
+
+    Args:
+      network_tpl: called with (rngs=), then with inputs and `key=`; returns features [B, D].
+      softmax_tpl: called with (rngs=); a FullSoftmax, or what has its calls.
+      fprop_dtype: of inputs and activations; weights stay float32.
+
+    Raises:
+      ConfigError: fprop_dtype is no floating-point dtype.
+    """
+
+    def __init__(
+        self,
+        network_tpl: Callable[..., Any],
+        softmax_tpl: Callable[..., Any],
+        *,
+        fprop_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        require_floating(self, fprop_dtype=fprop_dtype)
+        self.network = network_tpl(rngs=rngs)
+        self.softmax = softmax_tpl(rngs=rngs)
+        self.fprop_dtype = fprop_dtype
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """A key means a training pass."""
+        return self.softmax(self._features(inputs, key)).astype(jnp.float32)
+
+    def compute_loss(
+        self,
+        inputs: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
+        *,
+        key: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns what the softmax's `compute_loss` does for labels int [B] and weights [B]."""
+        return self.softmax.compute_loss(self._features(inputs, key), labels, weights, key=key)
+
+    def _features(self, inputs: jax.Array, key: jax.Array | None) -> jax.Array:
+        return self.network(inputs.astype(self.fprop_dtype), key=key)

@@ -1,0 +1,274 @@
+"""Convolutions over images and over time. Names, weights and numerics are Pax's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.layers.activations import ActivationFn, activation_fn
+from praxis_lite.layers.base_layer import (
+    BaseLayer,
+    Initializer,
+    broadcast_as,
+    require_positive,
+    xavier,
+    zeros,
+)
+from praxis_lite.layers.normalizations import IdentityNorm
+from praxis_lite.layers.vision.batch_norms import BatchNorm
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch, H height (or time), W width, C input channels, D output channels.
+PADDINGS = ("SAME", "VALID")
+
+
+def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
+    """Checks settings that are sequences of `count` positive integers.
+
+    Raises:
+      ConfigError: one is not; names the layer's class and the setting.
+    """
+    for name, sizes in settings.items():
+        if isinstance(sizes, str) or not isinstance(sizes, Sequence) or len(sizes) != count:
+            raise ConfigError(
+                f"{type(layer).__name__}.{name} is {sizes!r}; wanted are {count} positive integers."
+            )
+        require_positive(layer, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
+
+
+def check_choice(layer: object, name: str, value: str, choices: Sequence[str]) -> None:
+    """Checks a setting that is one of a few words.
+
+    Raises:
+      ConfigError: it is none of them; names the layer's class, the setting and the nearest.
+    """
+    if value not in choices:
+        near = did_you_mean(value.upper(), choices) if isinstance(value, str) else ""
+        raise ConfigError(
+            f"{type(layer).__name__}.{name} is {value!r}; wanted is one of {list(choices)}.{near}"
+        )
+
+
+def _split_of_outputs(weight_split_dims_mapping: SplitDims, rank: int) -> SplitDims:
+    """Returns the split of a bias, [D], given that of a weight [..., D] of `rank`."""
+    return (*(weight_split_dims_mapping or ()), *(None,) * rank)[rank - 1 : rank]
+
+
+class Conv2D(BaseLayer):
+    """Returns images convolved with a learned filter: [B, H, W, C] -> [B, H', W', D].
+
+    Its weight is `w` [height, width, C per group, D], its bias `b` [D].
+
+    Args:
+      filter_shape: height, width, input channels, output channels. Fewer input channels than the
+        inputs have make groups, each with a share of the outputs: 1 is a depthwise convolution.
+      filter_stride: along height and width.
+      dilations: distance between a filter's places, along height and width.
+      bias: add a learned bias.
+      kernel_init, bias_init: initializers of the two.
+      padding: 'SAME' (zeros around the image) or 'VALID' (places within the image alone).
+      tf_equivalent_padding: 'SAME' as TensorFlow and XLA have it: as little padding as gives
+        ceil(H / stride) places. Otherwise, as Pax, kernel - 1 zeros whatever the stride, half of
+        them (rounded down) before the image.
+      is_causal: along height (time) no place sees later ones. Needs 'SAME' and
+        tf_equivalent_padding.
+      weight_norm_tpl: a norm of the weight, called with (D, rngs=), then with the weight.
+      weight_split_dims_mapping: of `w`; the bias splits as its last dim.
+      activation_split_dims_mapping: of the outputs, [B, H', W', D].
+
+    Raises:
+      ConfigError: a setting of another kind than the above; inputs whose channels are no multiple
+        of the filter's, or whose groups do not divide D.
+    """
+
+    def __init__(
+        self,
+        filter_shape: Sequence[int],
+        filter_stride: Sequence[int] = (1, 1),
+        *,
+        dilations: Sequence[int] = (1, 1),
+        bias: bool = False,
+        kernel_init: Initializer = xavier,
+        bias_init: Initializer = zeros,
+        padding: str = "SAME",
+        tf_equivalent_padding: bool = False,
+        is_causal: bool = False,
+        weight_norm_tpl: Callable[..., Any] = IdentityNorm,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(self, 4, filter_shape=filter_shape)
+        check_sizes(self, 2, filter_stride=filter_stride, dilations=dilations)
+        check_choice(self, "padding", padding, PADDINGS)
+        if is_causal and (padding != "SAME" or not tf_equivalent_padding):
+            raise ConfigError(
+                f"{type(self).__name__}.is_causal is True with padding {padding!r} and "
+                f"tf_equivalent_padding {tf_equivalent_padding}; a causal convolution needs "
+                f"padding='SAME' and tf_equivalent_padding=True."
+            )
+        self.w = self.weight(filter_shape, weight_split_dims_mapping, init=kernel_init, rngs=rngs)
+        bias_split = _split_of_outputs(weight_split_dims_mapping, 4)
+        self.b = (
+            self.weight(filter_shape[-1:], bias_split, init=bias_init, rngs=rngs) if bias else None
+        )
+        self.weight_norm = weight_norm_tpl(filter_shape[-1], rngs=rngs)
+        self.filter_shape, self.filter_stride = tuple(filter_shape), tuple(filter_stride)
+        self.dilations, self.padding = tuple(dilations), padding
+        self.tf_equivalent_padding, self.is_causal = tf_equivalent_padding, is_causal
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def _zeros_around(self) -> str | list[tuple[int, int]]:
+        if self.padding == "VALID" or (self.tf_equivalent_padding and not self.is_causal):
+            return self.padding
+        sizes = zip(self.dilations, self.filter_shape[:2], strict=True)
+        totals = [dilation * (size - 1) for dilation, size in sizes]
+        around = [(total // 2, total - total // 2) for total in totals]
+        return [(totals[0], 0), around[1]] if self.is_causal else around
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return constrain(self._convolved(inputs), self.activation_split_dims_mapping)
+
+    def _convolved(self, inputs: jax.Array) -> jax.Array:
+        num_groups = self._num_groups(inputs)
+        outputs = jax.lax.conv_general_dilated(
+            inputs,
+            self.weight_norm(self.w[...]).astype(inputs.dtype),
+            window_strides=self.filter_stride,
+            padding=self._zeros_around(),
+            rhs_dilation=self.dilations,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=num_groups,
+        )
+        if self.b is not None:
+            outputs += broadcast_as(self.b[...].reshape(1, 1, 1, -1), outputs)
+        return outputs
+
+    def _num_groups(self, inputs: jax.Array) -> int:
+        channels, (_, _, per_group, num_outputs) = inputs.shape[-1], self.filter_shape
+        groups = channels // per_group
+        if inputs.ndim != 4 or channels % per_group or num_outputs % max(groups, 1):
+            raise ConfigError(
+                f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
+                f"the shape {inputs.shape}; wanted are inputs [B, H, W, C] with C a multiple of "
+                f"the filter's third size, and that multiple a divisor of its last."
+            )
+        return groups
+
+
+class ConvBNAct(Conv2D):
+    """Returns `activation(norm(conv(x)))`: [B, H, W, C] -> [B, H', W', D].
+
+    Beside Conv2D's settings:
+
+    Args:
+      batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; None:
+        there is none.
+      activation: a name of `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
+    """
+
+    def __init__(
+        self,
+        filter_shape: Sequence[int],
+        filter_stride: Sequence[int] = (1, 1),
+        *,
+        batch_norm_tpl: Callable[..., Any] | None = BatchNorm,
+        activation: str | ActivationFn = "relu",
+        dilations: Sequence[int] = (1, 1),
+        bias: bool = False,
+        kernel_init: Initializer = xavier,
+        bias_init: Initializer = zeros,
+        padding: str = "SAME",
+        tf_equivalent_padding: bool = False,
+        is_causal: bool = False,
+        weight_norm_tpl: Callable[..., Any] = IdentityNorm,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            filter_shape,
+            filter_stride,
+            dilations=dilations,
+            bias=bias,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            padding=padding,
+            tf_equivalent_padding=tf_equivalent_padding,
+            is_causal=is_causal,
+            weight_norm_tpl=weight_norm_tpl,
+            weight_split_dims_mapping=weight_split_dims_mapping,
+            activation_split_dims_mapping=activation_split_dims_mapping,
+            rngs=rngs,
+        )
+        activation_fn(activation, self)
+        self.bn = None if batch_norm_tpl is None else batch_norm_tpl(filter_shape[-1], rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        outputs = self._convolved(inputs)
+        if self.bn is not None:
+            outputs = self.bn(outputs, key=key)
+        outputs = activation_fn(self.activation, self)(outputs)
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+
+class DepthwiseConv1D(BaseLayer):
+    """Returns each channel of a sequence convolved over time: [B, T, C] -> [B, T, C * multiplier].
+
+    Its weight is `w` [kernel, 1, C * multiplier], its bias `b` [C * multiplier].
+
+    Args:
+      filter_shape: kernel size, input channels, channel multiplier.
+      bias: add a learned bias.
+      is_causal: no time sees later ones; otherwise as many zeros before as after.
+      rhs_dilation_rate: distance between a filter's places.
+      weight_split_dims_mapping: of `w`; the bias splits as its last dim.
+
+    Raises:
+      ConfigError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        filter_shape: Sequence[int],
+        *,
+        bias: bool = False,
+        bias_init: Initializer = zeros,
+        is_causal: bool = False,
+        rhs_dilation_rate: int = 1,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(self, 3, filter_shape=filter_shape)
+        require_positive(self, rhs_dilation_rate=rhs_dilation_rate)
+        kernel, channels, multiplier = filter_shape
+        shape = (kernel, 1, channels * multiplier)
+        self.w = self.weight(shape, weight_split_dims_mapping, rngs=rngs)
+        bias_split = _split_of_outputs(weight_split_dims_mapping, 3)
+        self.b = self.weight(shape[2:], bias_split, init=bias_init, rngs=rngs) if bias else None
+        self.filter_shape, self.is_causal = tuple(filter_shape), is_causal
+        self.rhs_dilation_rate = rhs_dilation_rate
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
+        """Args: inputs [B, T, C]; paddings [B, T], 1.0 where inputs count as zeros."""
+        if paddings is not None:
+            inputs = jnp.where(paddings[..., None] > 0, 0, inputs)
+        before = self.rhs_dilation_rate * (self.filter_shape[0] - 1)
+        outputs = jax.lax.conv_general_dilated(
+            inputs,
+            self.w[...].astype(inputs.dtype),
+            window_strides=(1,),
+            padding=[(before, 0)] if self.is_causal else "SAME",
+            rhs_dilation=(self.rhs_dilation_rate,),
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=self.filter_shape[1],
+        )
+        if self.b is not None:
+            outputs += broadcast_as(self.b[...].reshape(1, 1, -1), outputs)
+        return constrain(outputs, self.activation_split_dims_mapping)

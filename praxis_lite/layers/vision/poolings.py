@@ -1,0 +1,224 @@
+"""Maxima and means over windows or over whole dims. Names and numerics are Pax's.
+
+Means are summed in float32. Layers here have no weights; they take `rngs` so as to be templates.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.vision.convolutions import PADDINGS, check_choice, check_sizes
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch, H height (or time), W width, C channels, T time.
+POOLING_TYPES = ("MAX", "AVG")
+
+
+def _lowest(dtype: jnp.dtype) -> float | int:
+    """Returns what no element of `dtype` is less than."""
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).min)
+
+
+def _max_over(x: jax.Array, window: Sequence[int], stride: Sequence[int], padding: str):
+    return jax.lax.reduce_window(x, _lowest(x.dtype), jax.lax.max, window, stride, padding)
+
+
+def _sum_over(x: jax.Array, window: Sequence[int], stride: Sequence[int], padding: str):
+    return jax.lax.reduce_window(
+        x.astype(jnp.float32), 0.0, jax.lax.add, window, stride, padding
+    )
+
+
+def _inverse(counts: jax.Array) -> jax.Array:
+    """Returns 1 / counts, 0 where there are none."""
+    return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
+
+
+class Pooling(BaseLayer):
+    """Returns the maxima or means of windows, and their paddings: [B, H, W, C] -> [B, H', W', C].
+
+    Args:
+      window_shape: along height and width.
+      window_stride: along height and width.
+      pooling_type: 'MAX' or 'AVG'; a mean is over the places of the window within the image.
+      padding: 'SAME' (ceil(H / stride) places) or 'VALID' (windows within the image alone).
+
+    Raises:
+      ConfigError: a size is not positive, or another type or padding.
+    """
+
+    def __init__(
+        self,
+        window_shape: Sequence[int],
+        window_stride: Sequence[int],
+        *,
+        pooling_type: str = "MAX",
+        padding: str = "SAME",
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_sizes(self, 2, window_shape=window_shape, window_stride=window_stride)
+        check_choice(self, "pooling_type", pooling_type, POOLING_TYPES)
+        check_choice(self, "padding", padding, PADDINGS)
+        self.window_shape, self.window_stride = tuple(window_shape), tuple(window_stride)
+        self.pooling_type, self.padding = pooling_type, padding
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(
+        self, inputs: jax.Array, paddings: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Args: inputs [B, H, W, C]; paddings [B, H], 1.0 along the height where not to look.
+
+        A place with padding in its window is padding, and 0, where windows move or shrink the
+        image ('VALID', or a stride); otherwise where the input is. As in Pax, a mean's sum runs
+        over padded inputs too: they are taken to be zeros.
+        """
+        (height, width), (down, across) = self.window_shape, self.window_stride
+        windows = (1, height, width, 1), (1, down, across, 1), self.padding
+        rows = (1, height), (1, down), self.padding
+        is_true = None if paddings is None else 1.0 - paddings
+        if self.pooling_type == "MAX":
+            if is_true is not None:
+                inputs = jnp.where(is_true[..., None, None] > 0, inputs, _lowest(inputs.dtype))
+            outputs = _max_over(inputs, *windows)
+        else:
+            ones = jnp.ones((1, *inputs.shape[1:3], 1))
+            outputs = _sum_over(inputs, *windows) / _sum_over(ones, *windows)
+            if is_true is not None:
+                places = _sum_over(jnp.ones((1, inputs.shape[1])), *rows)
+                outputs *= (places * _inverse(_sum_over(is_true, *rows)))[..., None, None]
+            outputs = outputs.astype(inputs.dtype)
+        if paddings is not None:
+            if down > 1 or self.padding == "VALID":
+                paddings = _max_over(paddings, *rows)
+            outputs = jnp.where(paddings[..., None, None] < 1, outputs, 0)
+        return constrain(outputs, self.activation_split_dims_mapping), paddings
+
+
+class GlobalPooling(BaseLayer):
+    """Returns the maximum or mean over whole dims.
+
+    Args:
+      pooling_dims: the dims, counted from 0, for instance (1, 2) of [B, H, W, C].
+      pooling_type: 'AVG' or 'MAX'.
+      keepdims: keep the dims, with size 1.
+
+    Raises:
+      ConfigError: another type; no dims, or negative ones.
+    """
+
+    def __init__(
+        self,
+        pooling_dims: Sequence[int],
+        *,
+        pooling_type: str = "AVG",
+        keepdims: bool = False,
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_choice(self, "pooling_type", pooling_type, POOLING_TYPES)
+        is_list = isinstance(pooling_dims, Sequence) and not isinstance(pooling_dims, str)
+        if not is_list or not pooling_dims or not all(
+            isinstance(dim, int) and dim >= 0 for dim in pooling_dims
+        ):
+            raise ConfigError(
+                f"GlobalPooling.pooling_dims is {pooling_dims!r}; wanted are dims counted from 0, "
+                f"for instance (1, 2) to pool over the places of [B, H, W, C]."
+            )
+        self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type
+        self.keepdims = keepdims
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        epsilon: float = 1e-8,
+        compatible_paddings: jax.Array | None = None,
+    ) -> jax.Array:
+        """Args: compatible_paddings: of the inputs' rank, 1.0 where not to look.
+
+        `epsilon` is added to a mean's count where there are paddings.
+        """
+        is_true, dims = None, {"axis": self.pooling_dims, "keepdims": self.keepdims}
+        if compatible_paddings is not None:
+            is_true = compatible_paddings <= 0
+        if self.pooling_type == "MAX":
+            if is_true is not None:
+                inputs = jnp.where(is_true, inputs, _lowest(inputs.dtype))
+            outputs = self._max(inputs)
+        elif is_true is None:
+            outputs = jnp.mean(inputs, dtype=jnp.float32, **dims).astype(inputs.dtype)
+        else:
+            total = jnp.sum(jnp.where(is_true, inputs, 0), dtype=jnp.float32, **dims)
+            count = jnp.sum(1.0 - compatible_paddings, dtype=jnp.float32, **dims)
+            outputs = (total / (count + epsilon)).astype(inputs.dtype)
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+    def _max(self, x: jax.Array) -> jax.Array:
+        # Not jnp.max, whose gradient looks for elements equal to the maximum: what XLA computes
+        # twice, in two fusions, may differ in its last bit, and where none is equal it is NaN
+        # (seen on jax 0.10 on the CPU, without optimization). Here it goes to the first maximum.
+        is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
+        window = [size if there else 1 for size, there in zip(x.shape, is_pooled, strict=True)]
+        outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
+        return outputs if self.keepdims else jnp.squeeze(outputs, axis=self.pooling_dims)
+
+
+class Pooling1D(BaseLayer):
+    """Returns means or maxima over windows of time, and paddings: [B, T, ...] -> [B, T', ...].
+
+    T' is ceil(T / stride); windows reach as far before as after, 'SAME'.
+
+    Args:
+      stride: places from one window to the next.
+      window: its size; 0: as the stride. With 1 every stride-th time is taken.
+      pooling_type: 'AVG', over the true elements of a window (0 where there are none), or 'MAX'.
+
+    Raises:
+      ConfigError: stride is not positive, window is negative, or another type.
+    """
+
+    def __init__(
+        self,
+        stride: int = 1,
+        window: int = 0,
+        *,
+        pooling_type: str = "AVG",
+        activation_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        require_positive(self, stride=stride)
+        if window != 0:
+            require_positive(self, window=window)
+        check_choice(self, "pooling_type", pooling_type, POOLING_TYPES)
+        self.stride, self.window, self.pooling_type = stride, window or stride, pooling_type
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+
+    def __call__(
+        self, inputs: jax.Array, paddings: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Args: inputs [B, T, ...]; paddings [B, T], 1.0 where not to look."""
+        strided = None if paddings is None else paddings[:, :: self.stride]
+        if self.window == 1:
+            return inputs[:, :: self.stride], strided
+
+        def to_rank(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape, *(1,) * (inputs.ndim - 2))
+
+        rest = (1,) * (inputs.ndim - 2)
+        windows = (1, self.window, *rest), (1, self.stride, *rest), "SAME"
+        is_true = jnp.ones((1, inputs.shape[1])) if paddings is None else 1.0 - paddings
+        if self.pooling_type == "MAX":
+            inputs = jnp.where(to_rank(is_true) > 0, inputs, _lowest(inputs.dtype))
+            outputs = _max_over(inputs, *windows)
+            if strided is not None:
+                outputs = jnp.where(to_rank(strided) < 1, outputs, 0)
+        else:
+            total = _sum_over(jnp.where(to_rank(is_true) > 0, inputs, 0), *windows)
+            count = _sum_over(to_rank(is_true), *windows)
+            outputs = (total * _inverse(count)).astype(inputs.dtype)
+        return constrain(outputs, self.activation_split_dims_mapping), strided

@@ -1,0 +1,229 @@
+"""Residual networks of convolutions. Names, structure and defaults are Pax's."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.activations import ActivationFn, activation_fn
+from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.stochastics import StochasticResidual
+from praxis_lite.layers.vision.batch_norms import BatchNorm
+from praxis_lite.layers.vision.convolutions import ConvBNAct, check_sizes
+from praxis_lite.layers.vision.poolings import GlobalPooling, Pooling
+
+# B batch, H height, W width, C channels.
+
+# Pax's GaussianSqrtFanOut(1.4141): He et al. 2015, arXiv:1502.01852.
+_he_fan_out = jax.nn.initializers.variance_scaling(1.4141**2, "fan_out", "normal")
+_pax_conv_params = functools.partial(
+    ConvBNAct, batch_norm_tpl=functools.partial(BatchNorm, decay=0.9), kernel_init=_he_fan_out
+)
+_over_places = functools.partial(GlobalPooling, pooling_dims=(1, 2))
+
+
+class ResNetBlock(BaseLayer):
+    """Returns `activation(x + convs(x))`: [B, H, W, input_dim] -> [B, H', W', output_dim].
+
+    The bottleneck: a 1x1 convolution to a quarter of the output channels, one of `kernel_size` and
+    `stride`, a 1x1 convolution out. Where the shape changes x goes through a 1x1 convolution as
+    well. H' is ceil(H / stride). He et al. 2015, arXiv:1512.03385.
+
+    Args:
+      conv_params: each convolution with norm and activation, called with (filter_shape, stride,
+        activation=, rngs=).
+      activation: between the convolutions and at the end. Pax: activation_tpl.
+      residual_droppath_prob: share of examples whose convolutions a training pass leaves out.
+      zero_init_residual: the last norm's scale starts at 0, so that the block starts as identity
+        (arXiv:1706.02677).
+
+    Raises:
+      ConfigError: a size is not positive; zero_init_residual without a norm that has gamma.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        *,
+        conv_params: Callable[..., Any] = ConvBNAct,
+        kernel_size: int = 3,
+        stride: int = 1,
+        activation: str | ActivationFn = "relu",
+        residual_droppath_prob: float = 0.0,
+        zero_init_residual: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        require_positive(
+            self, input_dim=input_dim, output_dim=output_dim, kernel_size=kernel_size, stride=stride
+        )
+        activation_fn(activation, self)
+        filters = self._filters(input_dim, output_dim, kernel_size, stride)
+        for i, (filter_shape, filter_stride) in enumerate(filters):
+            is_last = i == len(filters) - 1
+            conv = conv_params(
+                filter_shape,
+                (filter_stride, filter_stride),
+                activation="identity" if is_last else activation,
+                rngs=rngs,
+            )
+            setattr(self, f"body_{i}", conv)  # Pax's names.
+        if zero_init_residual:
+            gamma = getattr(getattr(conv, "bn", None), "gamma", None)
+            if gamma is None:
+                raise ConfigError(
+                    f"{type(self).__name__}.zero_init_residual is True, but conv_params give no "
+                    f"norm with a gamma. Set batch_norm_tpl of conv_params, or leave it False."
+                )
+            gamma.set_value(jnp.full(gamma.shape, -1.0))  # Stored less one.
+        self.num_convs = len(filters)
+        is_same_shape = input_dim == output_dim and stride == 1
+        self.shortcut = (
+            None
+            if is_same_shape
+            else conv_params(
+                (1, 1, input_dim, output_dim), (stride, stride), activation="identity", rngs=rngs
+            )
+        )
+        self.residual_droppath = StochasticResidual(survival_prob=1.0 - residual_droppath_prob)
+        self.activation = activation
+
+    def _filters(
+        self, input_dim: int, output_dim: int, kernel_size: int, stride: int
+    ) -> list[tuple[tuple[int, int, int, int], int]]:
+        """Returns shape and stride of each convolution."""
+        if output_dim < 4:
+            raise ConfigError(
+                f"{type(self).__name__}.output_dim is {output_dim}; wanted are 4 channels or more, "
+                f"for the convolution in the middle has a quarter of them."
+            )
+        inner = output_dim // 4
+        return [
+            ((1, 1, input_dim, inner), 1),
+            ((kernel_size, kernel_size, inner, inner), stride),
+            ((1, 1, inner, output_dim), 1),
+        ]
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """A key means a training pass: batch statistics are the batch's."""
+        outputs = inputs
+        for i in range(self.num_convs):
+            outputs = getattr(self, f"body_{i}")(outputs, key=key)
+        if self.shortcut is not None:
+            inputs = self.shortcut(inputs, key=key)
+        return activation_fn(self.activation, self)(self.residual_droppath(inputs, outputs, key))
+
+
+class ResNetBasicBlock(ResNetBlock):
+    """Returns `activation(x + convs(x))` with two convolutions of `kernel_size`, the first strided.
+
+    Settings are ResNetBlock's.
+    """
+
+    def _filters(
+        self, input_dim: int, output_dim: int, kernel_size: int, stride: int
+    ) -> list[tuple[tuple[int, int, int, int], int]]:
+        return [
+            ((kernel_size, kernel_size, input_dim, output_dim), stride),
+            ((kernel_size, kernel_size, output_dim, output_dim), 1),
+        ]
+
+
+class ResNet(BaseLayer):
+    """Returns features [B, channels[-1]] of images [B, H, W, C]. Defaults are ResNet-50's.
+
+    An entry convolution, a 3x3 maximum with stride 2, stages of blocks, a mean over all places.
+    ResNet-101: blocks=(3, 4, 23, 3); -152: (3, 8, 36, 3); -18: block_params=ResNetBasicBlock,
+    channels=(64, 128, 256, 512), blocks=(2, 2, 2, 2); -34: so with (3, 4, 6, 3).
+
+    Args:
+      conv_params: each convolution with norm and activation, its splits among its settings.
+      block_params: each block, called with (input_dim, output_dim, conv_params=, kernel_size=,
+        stride=, rngs=).
+      strides, channels, blocks, kernels: of each stage: the stride of its first block, output
+        channels, number of blocks, kernel size.
+      entryflow_conv_kernel: height, width and input channels of the entry convolution.
+      entryflow_conv_stride: of that, along height and width.
+      output_spatial_pooling_params: what ends it, called with (rngs=); None: features are
+        [B, H', W', channels[-1]].
+      return_block_features: return a dict of each stage's features, from 2 on, instead.
+      entry_max_pool: whether there is the maximum after the entry convolution.
+
+    Raises:
+      ConfigError: not as many strides as channels, blocks and kernels; a size is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        conv_params: Callable[..., Any] = _pax_conv_params,
+        block_params: Callable[..., Any] = ResNetBlock,
+        strides: Sequence[int] = (1, 2, 2, 2),
+        channels: Sequence[int] = (256, 512, 1024, 2048),
+        blocks: Sequence[int] = (3, 4, 6, 3),
+        kernels: Sequence[int] = (3, 3, 3, 3),
+        entryflow_conv_kernel: Sequence[int] = (7, 7, 3),
+        entryflow_conv_stride: Sequence[int] = (2, 2),
+        output_spatial_pooling_params: Callable[..., Any] | None = _over_places,
+        return_block_features: bool = False,
+        entry_max_pool: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        num_stages = len(strides)
+        check_sizes(
+            self, num_stages, strides=strides, channels=channels, blocks=blocks, kernels=kernels
+        )
+        check_sizes(self, 3, entryflow_conv_kernel=entryflow_conv_kernel)
+        # As Pax: the bottleneck's stages begin with a quarter of their channels.
+        width = channels[0] // (4 if _class_of(block_params) is ResNetBlock else 1)
+        self.entryflow_conv = conv_params(
+            (*entryflow_conv_kernel, width), tuple(entryflow_conv_stride), rngs=rngs
+        )
+        self.entryflow_maxpool = Pooling((3, 3), (2, 2)) if entry_max_pool else None
+        names: list[list[str]] = []
+        stages = zip(channels, blocks, kernels, strides, strict=True)
+        for stage, (channel, num_blocks, kernel, stride) in enumerate(stages):
+            names.append([f"stage_{stage}_block_{i}" for i in range(num_blocks)])
+            for i, name in enumerate(names[-1]):
+                block = block_params(
+                    width,
+                    channel,
+                    conv_params=conv_params,
+                    kernel_size=kernel,
+                    stride=stride if i == 0 else 1,
+                    rngs=rngs,
+                )
+                setattr(self, name, block)  # Pax's names.
+                width = channel
+        self.output_spatial_pooling = (
+            output_spatial_pooling_params(rngs=rngs) if output_spatial_pooling_params else None
+        )
+        self.block_names = tuple(map(tuple, names))
+        self.return_block_features = return_block_features
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> Any:
+        """A key means a training pass: batch statistics are the batch's."""
+        outputs, features = self.entryflow_conv(inputs, key=key), {}
+        if self.entryflow_maxpool is not None:
+            outputs, _ = self.entryflow_maxpool(outputs)
+        for stage, names in enumerate(self.block_names):
+            for name in names:
+                key, block_key = (None, None) if key is None else jax.random.split(key)
+                outputs = getattr(self, name)(outputs, key=block_key)
+            features[2 + stage] = outputs
+        if self.return_block_features:
+            return features
+        if self.output_spatial_pooling is None:
+            return outputs
+        return self.output_spatial_pooling(outputs)
+
+
+def _class_of(template: Callable[..., Any]) -> Any:
+    """Returns what a (partial of a partial of a) class is of."""
+    while isinstance(template, functools.partial):
+        template = template.func
+    return template

@@ -1,0 +1,299 @@
+"""Matrix products in int8 or float8 while training: a setting around a model, by Qwix.
+
+    task.model = fdl.Partial(
+        quantized, model=fdl.Partial(TransformerLm, ...),
+        rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
+
+Weights, slots and checkpoints are those of the model without it: a weight is rounded each time that
+it is used, with a scale per output channel, activations with a scale per token, and the product is
+summed in int32 (float8: float32) and scaled back. Gradients go through the rounding as if it were
+not there. Without `bwd_qtype` the two products of the backward pass are made of what was not
+rounded, in the model's dtype.
+
+What it does not do: products of two activations (attention's logits), experts, convolutions,
+recurrences and embeddings stay as they are, as do LoRA's thin ones; of the layers that are not
+rounded though a pattern matches them, the log tells. A softmax with a `chunk_size` cannot have its
+weight rounded. Stored weights stay float32, so that decoding rounds them for every token. Rounding
+is to nearest, in the backward pass too. A sum of more than 133,000 int8 products could leave int32
+(with a `bwd_qtype`, a weight's gradient is one over all tokens of a device), were all near the
+largest.
+
+Qwix's own way in, `qwix.quantize_model`, is not used: it intercepts one method of a model (an LM
+has two, `__call__` and `compute_loss`), finds layers by walking Python's stack, and asks Flax for
+methods that are deprecated. What is used is its arithmetic: `qwix.quantize` and `qwix.einsum`.
+"""
+
+import dataclasses
+import functools
+import logging
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.layers.attention.projections import (
+    AttentionProjection,
+    CombinedQKVProjectionLayer,
+    OneHeadedAttentionProjection,
+)
+from praxis_lite.layers.base_layer import BaseLayer, spec_of
+from praxis_lite.layers.einsums import Einsum
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.whole_model.adapters import DENSE
+from praxis_lite.sharding import constrain
+
+QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+# The largest int8 is 127. Qwix's own bound of 127.5 puts the largest element of each row between
+# two integers, where the last bit of a float decides, which may differ from mesh to mesh.
+_CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
+# Layers that are one einsum with their weight, and a bias. A class of one's own may do more.
+QUANTIZABLE = (
+    Linear,
+    Einsum,
+    AttentionProjection,
+    OneHeadedAttentionProjection,
+    CombinedQKVProjectionLayer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationRule:
+    """How the layers are multiplied whose weight's path a pattern matches.
+
+    Attributes:
+      regex: matched from the start of a weight's path (`re.match`), such as
+        "transformer/.*/ffn_layer"; of several rules the first that matches counts.
+      qtype: of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; None: as they are.
+      bwd_qtype: of the incoming gradient in both products of the backward pass, whose other factor
+        is rounded to `qtype`; None: the backward pass is not rounded.
+
+    Raises:
+      ConfigError: no type has that name, the two are not both integers or both floats, or `regex`
+        is no regular expression.
+    """
+
+    regex: str
+    qtype: str | None = "int8"
+    bwd_qtype: str | None = None
+
+    def __post_init__(self):
+        for name in ("qtype", "bwd_qtype"):
+            value = getattr(self, name)
+            if value is not None and value not in QTYPES:
+                raise ConfigError(
+                    f"QuantizationRule.{name} is {value!r}; wanted is None or one of "
+                    f"{', '.join(QTYPES)}.{did_you_mean(str(value), QTYPES)}"
+                )
+        if self.bwd_qtype is not None and (self.qtype or "")[:3] != self.bwd_qtype[:3]:
+            raise ConfigError(
+                f"QuantizationRule: qtype is {self.qtype!r} and bwd_qtype {self.bwd_qtype!r}; the "
+                "backward pass multiplies the two. Take int8 for both, or float8 types for both."
+            )
+        try:
+            re.compile(self.regex)
+        except re.error as error:
+            raise ConfigError(
+                f"QuantizationRule.regex {self.regex!r} is no regular expression: {error}."
+            ) from error
+
+
+def quantized(
+    *args: Any,
+    model: Callable[..., nnx.Module],
+    rules: Sequence[QuantizationRule],
+    rngs: nnx.Rngs,
+    **kwargs: Any,
+) -> nnx.Module:
+    """Returns what `model` builds, its dense layers (QUANTIZABLE) multiplying by the rules.
+
+    Raises:
+      ConfigError: Qwix is not installed, there are no rules, or one has no layer; names the weights
+        there are.
+    """
+    _qwix()
+    if not rules:
+        raise ConfigError("quantized.rules is empty; wanted is a QuantizationRule or several.")
+    layer = model(*args, rngs=rngs, **kwargs)
+    nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(layer)}
+    dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if _is_dense(node)}
+    used, names = set(), {}
+    for path, node in dense.items():
+        for i, rule in enumerate(rules):
+            if re.match(rule.regex, path):
+                used.add(i)
+                _quantize(node, rule)
+                names.setdefault(rule.qtype, []).append(path)
+                break
+    for i, rule in enumerate(rules):
+        if i not in used:
+            _raise_unused(rule, list(dense))
+    left = [
+        path
+        for path, node in nodes.items()
+        if _is_matrix(node) and path not in dense
+        if any(re.match(rule.regex, path) for rule in rules)
+    ]
+    _log_once(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
+    return layer
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def quantized_einsum(
+    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array
+) -> jax.Array:
+    """Returns `einsum(equation, x, w)` of rounded factors, in x's dtype.
+
+    Args:
+      equation: "bd,df->bf": two factors, each letter in two of the three.
+      qtype, bwd_qtype: see QuantizationRule.
+    """
+    return _einsum(equation, (x, qtype), (w, qtype)).astype(x.dtype)
+
+
+def _forward(equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array):
+    return quantized_einsum(equation, qtype, bwd_qtype, x, w), (x, w)
+
+
+def _backward(
+    equation: str, qtype: str, bwd_qtype: str | None, residuals: tuple, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
+    factors, outputs = equation.split("->")
+    of_x, of_w = factors.split(",")
+    for_x, for_w = f"{outputs},{of_w}->{of_x}", f"{outputs},{of_x}->{of_w}"
+    if bwd_qtype is None:
+        dx, dw = jnp.einsum(for_x, g, w.astype(g.dtype)), jnp.einsum(for_w, g, x)
+    else:
+        dx = _einsum(for_x, (g, bwd_qtype), (w, qtype))
+        dw = _einsum(for_w, (g, bwd_qtype), (x, qtype))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+quantized_einsum.defvjp(_forward, _backward)
+
+
+def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
+    """Returns the float32 product of factors, each rounded to its type.
+
+    A factor has a scale for each index that the product keeps.
+    """
+    qwix = _qwix()
+    letters, outputs = equation.split("->")
+    rounded = [
+        qwix.quantize(
+            factor.astype(jnp.float32),
+            jnp.dtype(qtype),
+            channelwise_axes=[i for i, letter in enumerate(own) if letter in outputs],
+            calibration_method=_CALIBRATION[qtype],
+        )
+        for own, (factor, qtype) in zip(letters.split(","), factors, strict=True)
+    ]
+    return qwix.einsum(equation, *rounded)
+
+
+def _call(layer: Any, inputs: jax.Array) -> Any:
+    """What a quantized layer computes: its einsum, rounded, and its bias."""
+    rule, base = layer.quantization, layer.unquantized_class
+    form = DENSE[base](layer)  # Only here: one layer of a stack is at hand, not the stack.
+    taken = form.inputs + form.weight
+    free = [letter for letter in string.ascii_letters if letter not in taken]
+    lead = "".join(free[: inputs.ndim - len(form.inputs)])
+    letters = form.leading + lead + form.outputs
+    outputs = quantized_einsum(
+        f"{lead}{form.inputs},{form.weight}->{letters}",
+        rule.qtype,
+        rule.bwd_qtype,
+        inputs,
+        layer.w[...].reshape(form.shape),
+    )
+    if getattr(layer, "b", None) is not None:
+        size_of = dict(zip(form.weight, form.shape, strict=True))
+        bias = layer.b[...].astype(inputs.dtype)
+        outputs += bias.reshape([size_of.get(letter, 1) for letter in letters])
+    wanted = jax.eval_shape(lambda inputs: base.__call__(layer, inputs), inputs)
+    if isinstance(wanted, tuple):
+        return tuple(outputs)
+    # One head has a dim that its weight lacks.
+    return constrain(outputs.reshape(wanted.shape), layer.activation_split_dims_mapping)
+
+
+def _factors(layer: Any, inputs: jax.Array) -> list:
+    raise ConfigError(
+        f"A softmax with a chunk_size takes the weight of its linear layer apart, which a rule "
+        f"({layer.quantization.regex!r}) rounds to {layer.quantization.qtype}. Set chunk_size to "
+        'None, or put QuantizationRule("softmax", qtype=None) before the other rules.'
+    )
+
+
+def _is_dense(node: Any) -> bool:
+    return _dense_class(type(node)) in QUANTIZABLE
+
+
+def _is_matrix(node: Any) -> bool:
+    if not isinstance(node, nnx.Param):
+        return False
+    spec = spec_of(node)
+    return len(spec.shape) - len(spec.stack_shape) > 1
+
+
+def _dense_class(cls: type) -> type:
+    """Returns the class itself, or that which LoRA has adapted."""
+    return getattr(cls, "base_class", cls)
+
+
+def _quantize(layer: BaseLayer, rule: QuantizationRule) -> None:
+    """Makes a dense layer one that multiplies by `rule`."""
+    if rule.qtype is None:
+        return
+    layer.quantization = rule
+    # The class, rather than a layer around this one, so that `w` keeps its path.
+    object.__setattr__(layer, "__class__", _quantized_class(type(layer)))
+
+
+@functools.cache
+def _quantized_class(cls: type) -> type:
+    if "base_class" in vars(cls):  # LoRA's: it adds its own product to that of its base.
+        base = cls.base_class
+        members = {"base_class": _quantized_class(base), "unquantized_class": base}
+    else:
+        members = {"unquantized_class": cls, "__call__": _call}
+        if cls is Linear:
+            members["factors"] = _factors
+    return type(cls)(f"Quantized{cls.__name__}", (cls,), {**members, "__module__": __name__})
+
+
+def _raise_unused(rule: QuantizationRule, paths: Sequence[str]) -> None:
+    taken = any(re.match(rule.regex, path) for path in paths)
+    what = "that a rule before it has not taken" if taken else "of a dense layer"
+    near = did_you_mean(rule.regex, paths)
+    shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
+    raise ConfigError(
+        f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; wanted is the beginning "
+        f"of one of {shown}.{near} Mend it, or take the rule out."
+    )
+
+
+@functools.cache
+def _log_once(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, ...]) -> None:
+    logger = logging.getLogger("praxis_lite")
+    for qtype, paths in names:
+        what = "not rounded, by a rule" if qtype == "None" else f"products in {qtype}"
+        logger.info("%s: %s", what, ", ".join(paths))
+    if left:
+        logger.info("not rounded, being no dense layers: %s", ", ".join(left))
+
+
+@functools.cache
+def _qwix() -> Any:
+    try:
+        import qwix
+    except ImportError as error:
+        raise ConfigError(
+            f"Quantized products need Qwix, which cannot be imported ({error}): pip install qwix."
+        ) from error
+    return qwix

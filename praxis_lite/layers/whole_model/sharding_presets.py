@@ -1,0 +1,129 @@
+"""Sharding presets: how a whole model splits, by one word. Data, to be read, copied and changed.
+
+Two tables. `LOGICAL_DIMS` names, once per class, the dims of what a layer declares a split of.
+`SHARDING_PRESETS` has by word the mesh axes that these names split over; a name that a preset lacks
+is not split. `set_sharding_params` puts the two together. A preset with a change is a dict,
+
+    {**SHARDING_PRESETS["megatron"], "mlp": ("data", "mdl")}
+
+and a layer of your own splits as this library's do once it has a row:
+
+    LOGICAL_DIMS[MyMlp] = {"weight_split_dims_mapping": ("embed", "mlp")}
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.relative_bias import RelativeBias
+from praxis_lite.layers.embedding.embeddings import Embedding
+from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
+from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
+from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
+from praxis_lite.layers.normalizations import LayerNorm, RmsNorm, WeightNormL2
+from praxis_lite.layers.recurrent.recurrents import RgLruBlock
+from praxis_lite.layers.stacking.pipelines import Pipeline
+from praxis_lite.layers.stacking.repeats import Repeat
+from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
+from praxis_lite.layers.vision.batch_norms import BatchNorm, GroupNorm
+from praxis_lite.layers.vision.classifiers import ClassificationModel
+from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
+from praxis_lite.layers.vision.vits import VisionTransformer
+from praxis_lite.sharding.split_dims import DimSplit
+
+# Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. A mesh whose
+# axes have other names has presets of its own: dicts as these.
+_OVER_DATA, _OVER_ALL = ("replica", "data"), ("replica", "data", "mdl")
+
+# The first matmul of a pair splits what it makes, the second what it takes: one sum over `mdl`
+# after each pair (Megatron, arXiv:1909.08053).
+_TENSOR_PARALLEL: dict[str, DimSplit] = {
+    "heads": "mdl",
+    "mlp": "mdl",
+    "vocab": "mdl",
+    "activation_heads": "mdl",
+    "activation_mlp": "mdl",
+    "activation_vocab": "mdl",
+}
+
+SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
+    # Data parallel: each device has all weights and a part of the batch.
+    "replicated": {"batch": _OVER_ALL, "expert": None},
+    # ZeRO-3 (arXiv:1910.02054): weights split over all devices but replicas, and gathered where
+    # they are used.
+    "fsdp": {"batch": _OVER_ALL, "embed": ("data", "mdl"), "expert": None},
+    # Tensor parallel over `mdl`, data parallel over the rest: weights are whole along `data`.
+    "megatron": {"batch": _OVER_DATA, "expert": None, **_TENSOR_PARALLEL},
+    # Both: two dims of each weight. It says nothing of experts, as Pax's set_sharding_params_v1.
+    "fsdp+tensor": {"batch": _OVER_DATA, "embed": "data", **_TENSOR_PARALLEL},
+    # As megatron, and between the pairs `mdl` splits time (sequence parallelism, arXiv:2205.05198).
+    "sequence": {
+        "batch": _OVER_DATA, "expert": None, "residual_length": "mdl", **_TENSOR_PARALLEL,
+    },
+    # Both, and experts on an axis of their own, over which the batch splits, too (GShard,
+    # arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
+    "expert": {
+        "batch": ("data", "expert"), "expert": "expert", "embed": "data", **_TENSOR_PARALLEL,
+    },
+}
+
+# Names of weights' dims: embed (model dims), mlp (hidden dims), heads, head_dim, vocab, expert. Of
+# activations': batch, length, the same with activation_, and residual_length, time in the residual
+# stream between the parts of blocks. None is a dim that no preset splits.
+_RESIDUAL = ("batch", "residual_length", "activation_embed")
+_LOGITS = ("batch", "length", "activation_vocab")
+_SOFTMAX = {
+    "weight_split_dims_mapping": ("embed", "vocab"),
+    "activation_split_dims_mapping": _LOGITS,
+}
+_ATTENTION = {
+    "weight_split_dims_mapping": ("embed", "heads", "head_dim"),
+    "activation_split_dims_mapping": (
+        "batch", "length", "activation_heads", "activation_head_dim",
+    ),
+    "output_split_dims_mapping": _RESIDUAL,
+}
+
+# A class, or the nearest that it descends from: field -> a name per dim. A template's name instead
+# of a field: what that template gets there, in place of what it gets elsewhere.
+LOGICAL_DIMS: dict[type, dict[str, Any]] = {
+    SharedEmbeddingSoftmax: {**_SOFTMAX, "lookup_split_dims_mapping": _RESIDUAL},
+    FullSoftmax: _SOFTMAX,
+    Embedding: {
+        "weight_split_dims_mapping": ("vocab", "embed"),
+        "activation_split_dims_mapping": _RESIDUAL,
+    },
+    TrainablePositionalEmbedding: {"weight_split_dims_mapping": (None, "embed")},
+    DotProductAttention: _ATTENTION,
+    RgLruBlock: _ATTENTION,
+    TransformerFeedForward: {
+        "weight_split_dims_mapping": ("embed", "mlp"),
+        "hidden_split_dims_mapping": ("batch", "length", "activation_mlp"),
+        "activation_split_dims_mapping": _RESIDUAL,
+    },
+    TransformerFeedForwardMoe: {
+        "weight_split_dims_mapping": ("expert", "embed", "mlp"),
+        "gate_split_dims_mapping": ("embed", None),
+        "activation_split_dims_mapping": _RESIDUAL,
+    },
+    Pipeline: {"activation_split_dims_mapping": _RESIDUAL},
+    VitEntryLayers: {
+        "weight_split_dims_mapping": (None, "embed"),
+        "activation_split_dims_mapping": _RESIDUAL,
+    },
+    VisionTransformer: {"activation_split_dims_mapping": _RESIDUAL},
+    # Features may be of an image or of each token.
+    VitExitLayers: {
+        "weight_split_dims_mapping": ("embed", None),
+        "activation_split_dims_mapping": ("batch",),
+    },
+    ClassificationModel: {
+        "softmax_tpl": {"activation_split_dims_mapping": ("batch", "activation_vocab")}
+    },
+    # No splits, but --set reaches their settings once they are configs.
+    Repeat: {},
+    Transformer: {},
+}
+
+# Whose weights are so small that all presets leave them whole: nothing is reported of them.
+LEFT_WHOLE = (LayerNorm, RmsNorm, BatchNorm, GroupNorm, WeightNormL2, RelativeBias)

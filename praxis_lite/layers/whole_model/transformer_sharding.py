@@ -1,0 +1,196 @@
+"""All splits of a model's config by one word, or by a dict of a few names."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.layers.embedding.positional_embeddings import (
+    PositionalEmbedding,
+    TrainablePositionalEmbedding,
+)
+from praxis_lite.layers.whole_model.sharding_presets import (
+    LEFT_WHOLE,
+    LOGICAL_DIMS,
+    SHARDING_PRESETS,
+)
+from praxis_lite.sharding.split_dims import DimSplit
+
+Preset = Mapping[str, DimSplit]
+
+
+def set_sharding_params(
+    model: fdl.Buildable, preset: str | Preset = "fsdp+tensor"
+) -> fdl.Buildable:
+    """Returns `model`, the config of a model or of a part of one, with all its splits set.
+
+    Those of every layer in LOGICAL_DIMS, itself and the templates under it, given or by default;
+    their other settings stay. Experts are set by a preset that has the name "expert" (None: whole),
+    and else stay as they are. Logs a warning, once for each class, where a layer has weights to
+    split and neither LOGICAL_DIMS nor the config says how.
+
+    Batches best come as `preset["batch"]` says: an inputs_split_mapping of {"map_2d": (that, None)}
+    for ids; one of None, over all devices.
+
+    Args:
+      preset: a name in SHARDING_PRESETS; or a dict from the names in LOGICAL_DIMS to the mesh axes
+        (one, a tuple of them, None) that they split over. A name that it lacks is not split.
+
+    Raises:
+      ConfigError: there is no such preset or name, or two dims of an array get the same axis.
+    """
+    preset, unsplit = _checked(preset), {}
+    _set_splits(model, preset, False, unsplit)
+    if not any(axes for name, axes in preset.items() if name != "batch"):
+        return model  # What is whole is so by the preset.
+    for name, fields in unsplit.items():
+        logging.getLogger("praxis_lite").warning(
+            "set_sharding_params leaves %s as it is, whole on every device: the preset does not "
+            "say how it splits. Set its %s, or add it to LOGICAL_DIMS of "
+            "praxis_lite.layers.whole_model.sharding_presets.",
+            name,
+            fields,
+        )
+    return model
+
+
+def _checked(preset: str | Preset) -> Preset:
+    """Returns the mesh axes by name."""
+    named = SHARDING_PRESETS.get(preset) if isinstance(preset, str) else preset
+    if not isinstance(named, Mapping):
+        raise ConfigError(
+            f"set_sharding_params: there is no preset {preset!r}; wanted is one of "
+            f"{tuple(SHARDING_PRESETS)}, or a dict from names of dims to mesh axes."
+            f"{did_you_mean(str(preset), SHARDING_PRESETS)}"
+        )
+    known = dict.fromkeys(name for row in LOGICAL_DIMS.values() for name in _names(row))
+    for name, axes in named.items():
+        if name not in known:
+            raise ConfigError(
+                f"set_sharding_params: no layer has dims of the name {name!r}; wanted is one of "
+                f"{tuple(known)}.{did_you_mean(str(name), known)}"
+            )
+        if not isinstance(axes, str | int | list | tuple | None):
+            raise ConfigError(
+                f"set_sharding_params: {name!r} splits over {axes!r}; wanted is a mesh axis, a "
+                "tuple of them, or None."
+            )
+    return named
+
+
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    for dims in row.values():
+        yield from _names(dims) if isinstance(dims, Mapping) else filter(None, dims)
+
+
+def _set_splits(
+    config: fdl.Buildable, preset: Preset, is_told: bool, unsplit: dict[str, str]
+) -> None:
+    """Sets the splits of a config and of the templates in it.
+
+    Args:
+      is_told: the layer that has it for a template gives it its splits when it calls it.
+      unsplit: gets the name of a class whose weights nothing splits, and the fields that would.
+    """
+    layer = fdl.get_callable(config)
+    parameters = inspect.signature(layer).parameters
+    row = _row(layer)
+    if row is not None and ("expert" in preset or "expert" not in _names(row)):
+        _set_row(config, row, preset)
+    fields = [  # Of a layer with weights.
+        name for name in parameters
+        if name.endswith("split_dims_mapping") and not name.startswith("activation")
+    ]
+    is_split = any(getattr(config, name, None) is not None for name in fields)
+    if fields and not (is_split or is_told or _is_left_whole(layer)):
+        unsplit[_name(layer)] = ", ".join(fields)
+    if inspect.isclass(layer):  # A function, such as `adapted`, hands on what it is given.
+        is_told = bool(fields)
+    if _learns_positions(config, parameters):
+        config.position_emb_tpl = fdl.Partial(TrainablePositionalEmbedding)
+    for name, templates in _templates(config, parameters):
+        ones = templates if isinstance(templates, list | tuple) else [templates]
+        new = [_with_splits(one, preset, is_told, unsplit) for one in ones]
+        if any(one is not old for one, old in zip(new, ones, strict=True)):
+            setattr(config, name, new if ones is templates else new[0])
+        inner = (row or {}).get(name)
+        if inner is not None and isinstance(new[0], fdl.Buildable):
+            _set_row(new[0], inner, preset)
+
+
+def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> bool:
+    """Returns whether a TransformerLm puts learned positions in the default's place."""
+    if not {"max_seq_length", "position_emb_tpl"} <= parameters.keys():
+        return False
+    template = getattr(config, "position_emb_tpl", None)
+    max_seq_length = getattr(config, "max_seq_length", None)
+    return max_seq_length is not None and template in (None, PositionalEmbedding)
+
+
+def _templates(
+    config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
+) -> Iterator[tuple[str, Any]]:
+    """Yields by name what a config has for templates, given or by default; configs by any name."""
+    given = fdl.ordered_arguments(config)
+    defaults = {name: p.default for name, p in parameters.items() if name not in given}
+    for name, value in (defaults | given).items():
+        ones = value if isinstance(value, list | tuple) else (value,)
+        is_config = any(isinstance(one, fdl.Buildable) for one in ones)
+        if isinstance(name, str) and (is_config or name.endswith("_tpl") or name == "block"):
+            yield name, value
+
+
+def _with_splits(template: Any, *args: Any) -> Any:
+    """Returns a template as a config with its splits set; as it is, where it has none to set."""
+    if isinstance(template, fdl.Buildable):
+        _set_splits(template, *args)
+        return template
+    if isinstance(template, functools.partial):
+        config = fdl.Partial(template.func, *template.args, **template.keywords)
+    elif inspect.isclass(template) or inspect.isfunction(template):
+        config = fdl.Partial(template)
+    else:
+        return template
+    before = fdl.ordered_arguments(config)
+    _set_splits(config, *args)
+    is_set = _row(fdl.get_callable(config)) is not None or fdl.ordered_arguments(config) != before
+    return config if is_set else template
+
+
+def _row(layer: Any) -> Mapping[str, Any] | None:
+    """Returns what LOGICAL_DIMS has of a class, or of the nearest that it descends from."""
+    bases = layer.__mro__ if inspect.isclass(layer) else ()
+    return next((LOGICAL_DIMS[base] for base in bases if base in LOGICAL_DIMS), None)
+
+
+def _is_left_whole(layer: Any) -> bool:
+    return inspect.isclass(layer) and issubclass(layer, LEFT_WHOLE)
+
+
+def _name(layer: Any) -> str:
+    return getattr(layer, "__name__", repr(layer))
+
+
+def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> None:
+    for field, dims in row.items():
+        if isinstance(dims, Mapping):
+            continue  # Of a template.
+        split = tuple(preset.get(name) for name in dims)
+        name_of: dict[Any, str] = {}
+        for name, entry in zip(dims, split, strict=True):
+            for axis in entry if isinstance(entry, list | tuple) else (entry,):
+                if axis is None or (isinstance(axis, int) and axis < 0):
+                    continue
+                if axis in name_of:
+                    raise ConfigError(
+                        f"set_sharding_params: {_name(fdl.get_callable(config))}.{field} has the "
+                        f"dims {dims}, of which {name_of[axis]!r} and {name!r} both split over the "
+                        f"mesh axis {axis!r}. An axis splits one dim of an array: change one of "
+                        "the two names in the preset."
+                    )
+                name_of[axis] = name
+        setattr(config, field, split)

@@ -1,0 +1,76 @@
+"""Pax's Lion: computed in float32, its momentum stored in bfloat16."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.learner.optimizers.settings import require_decay_rates, require_not_negative
+
+PyTree = Any
+
+
+class LionState(NamedTuple):
+    """m: momentum of the gradients, in `m_dtype`."""
+
+    m: PyTree
+
+
+def lion(
+    learning_rate: float | Callable[[jax.Array], jax.Array],
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    clip_threshold: float = 1.0,
+    weight_decay: float = 0.0,
+    m_dtype: Any = jnp.bfloat16,
+) -> optax.GradientTransformation:
+    """Returns Pax's Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms").
+
+    It is `optax.lion`, but for a momentum in bfloat16, where optax rounds it once more on the way.
+    optax's `weight_decay` is 1e-3 by default.
+
+    Args:
+      learning_rate: a number, or a schedule of the number of updates made.
+      beta1: share of the momentum in what the sign is taken of.
+      beta2: decay rate of the momentum.
+      clip_threshold: the most that the root mean square of a tensor's update may be, before the
+        learning rate. It is 1 or less without clipping, so only a threshold below 1 has an effect;
+        0: no clipping.
+      weight_decay: times the weights, all of them, added after the clipping. For one that leaves
+        weights out, see `regularized`.
+      m_dtype: of the momentum as it is stored.
+
+    Raises:
+      ConfigError: a setting is out of range.
+    """
+    require_decay_rates("lion", beta1=beta1, beta2=beta2)
+    require_not_negative("lion", clip_threshold=clip_threshold, weight_decay=weight_decay)
+    parts = [_scale_by_sign(beta1, beta2, m_dtype)]
+    if clip_threshold:
+        parts.append(optax.clip_by_block_rms(clip_threshold))
+    if weight_decay:
+        parts.append(optax.add_decayed_weights(weight_decay))
+    return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+
+
+def _scale_by_sign(beta1: float, beta2: float, m_dtype: Any) -> optax.GradientTransformation:
+    def init(params: PyTree) -> LionState:
+        return LionState(optax.tree.zeros_like(params, dtype=m_dtype))
+
+    def update(
+        grads: PyTree, state: LionState, params: PyTree | None = None
+    ) -> tuple[PyTree, LionState]:
+        del params
+
+        def mixed(beta: float) -> PyTree:
+            return jax.tree.map(
+                lambda g, m: (1.0 - beta) * g + beta * m.astype(g.dtype), grads, state.m
+            )
+
+        updates = jax.tree.map(jnp.sign, mixed(beta1))
+        return updates, LionState(optax.tree.cast(mixed(beta2), m_dtype))
+
+    return optax.GradientTransformation(init, update)

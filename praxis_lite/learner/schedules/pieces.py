@@ -1,0 +1,85 @@
+"""Schedules one after the other, once or over and over."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.learner.schedules.shapes import (
+    Count,
+    Schedule,
+    constant,
+    require,
+    require_positive,
+)
+
+
+def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
+    """Returns schedules one after the other, each of which counts from its own first step.
+
+    `optax.join_schedules`, checked.
+
+    Args:
+      boundaries: the first step of each schedule but the first.
+
+    Raises:
+      ConfigError: boundaries are not in order, or not one fewer than schedules.
+    """
+    check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
+    joined = optax.join_schedules(schedules, boundaries)
+    return lambda count: jnp.asarray(joined(count), jnp.float32)
+
+
+def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
+    """Returns values[i] from step boundaries[i - 1] on.
+
+    Raises:
+      ConfigError: boundaries are not in order, or not one fewer than values.
+    """
+    check_pieces("piecewise_constant", boundaries, "values", values, len(boundaries) + 1)
+    return piecewise_schedule(boundaries=boundaries, schedules=[constant(v) for v in values])
+
+
+def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
+    """Returns schedules[i] for steps[i] steps, over and over; each is given the absolute count.
+
+    Raises:
+      ConfigError: not as many steps as schedules, or one is not positive.
+    """
+    name = "cycle_schedule"
+    require(
+        len(schedules) == len(steps) > 0,
+        f"{name}: {len(schedules)} schedules and {len(steps)} steps; wanted are as many of each.",
+    )
+    require_positive(name, **{f"steps[{i}]": n for i, n in enumerate(steps)})
+    ends = [sum(steps[: i + 1]) for i in range(len(steps))]
+
+    def schedule(count: Count) -> jax.Array:
+        place = jnp.asarray(count) % ends[-1]
+        rate = jnp.asarray(schedules[-1](count), jnp.float32)
+        for end, piece in zip(ends[-2::-1], schedules[-2::-1], strict=True):
+            rate = jnp.where(place < end, piece(count), rate)
+        return rate
+
+    return schedule
+
+
+def check_pieces(
+    name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], wanted: int
+) -> None:
+    """Checks that boundaries are in order, and that there are as many pieces as wanted.
+
+    Raises:
+      ConfigError: they are not; names the schedule.
+    """
+    require(
+        len(pieces) == wanted,
+        f"{name}: {len(boundaries)} boundaries and {len(pieces)} {what}; wanted are {wanted} "
+        f"{what} for these boundaries.",
+    )
+    require(
+        list(boundaries) == sorted(boundaries) and all(b >= 0 for b in boundaries),
+        f"{name}: boundaries are {list(boundaries)}; wanted are steps in ascending order.",
+    )

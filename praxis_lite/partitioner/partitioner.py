@@ -1,0 +1,271 @@
+"""A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.models.axis_rules import flax_axis_rules
+from praxis_lite.models.layer_paths import naming_the_layer
+from praxis_lite.partitioner import steps
+from praxis_lite.partitioner.train_state import TrainState, state_layout
+from praxis_lite.sharding import global_batch, reshard_by_rank
+from praxis_lite.sharding.inputs import (
+    GlobalBatch,
+    abstract_global_batch,
+    check_inputs_split_mapping,
+    is_true_row,
+    process_rows,
+    replicated_key,
+    true_rows,
+)
+from praxis_lite.sharding.xla_errors import without_xla_errors
+from praxis_lite.task import Task, WeightedScalars
+
+PyTree = Any
+
+
+class Partitioner:
+    """Compiles a task's steps for a mesh; any mesh, an unattached topology's included.
+
+    Every compiled step slices the state and the batch to their true shapes, reshards the inputs
+    by rank, runs the pure step, and (train) pads the new state.
+
+    Attributes:
+      task: the single-device view.
+      mesh: with Auto axes.
+      layout: StateLayout of the TrainState.
+      init: (key) -> TrainState, each array made in its shards.
+      train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
+      decode_step: (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch.
+
+    Raises:
+      ConfigError: a weight's split does not fit; before anything compiles.
+    """
+
+    def __init__(self, task: Task, mesh: Mesh):
+        self.task, self.mesh = task, mesh
+        with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
+            self.layout = state_layout(task, dict(mesh.shape))
+        self._mdl_layout = self.layout.select("mdl_vars")
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        state_shardings = self.layout.shardings(mesh)
+        mdl_shardings = state_shardings.mdl_vars
+        # The batch's sharding is None, "as it comes": `global_batch` has placed it.
+        self.init = jax.jit(
+            self._init, out_shardings=state_shardings, compiler_options=_init_options(mesh)
+        )
+        self.train_step = jax.jit(
+            without_xla_errors(self._train_step),
+            in_shardings=(state_shardings, None, self.replicated),
+            out_shardings=(state_shardings, self.replicated),
+            donate_argnums=0,
+        )
+        self._eval = jax.jit(
+            without_xla_errors(self._eval_step, static_argnums=3),
+            static_argnums=3,
+            in_shardings=(mdl_shardings, None, self.replicated),
+            out_shardings=self.replicated,
+        )
+        self.decode_step = jax.jit(
+            without_xla_errors(self._decode_step),
+            in_shardings=(mdl_shardings, None, self.replicated),
+            out_shardings=self.replicated,
+        )
+        self._eval_params = jax.jit(
+            self._eval_params_of_state,
+            static_argnames="use_ema",
+            out_shardings=mdl_shardings["params"],
+        )
+
+    def key(self, seed: int) -> jax.Array:
+        """Returns the run's key, on every device."""
+        return replicated_key(jax.random.key(seed), self.mesh)
+
+    def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
+        """Returns the key to evaluate or decode a batch with, on every device.
+
+        Args:
+          seed: of the run.
+          step: of the weights.
+          batch: the batch's index in its dataset.
+        """
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
+        return replicated_key(key, self.mesh)
+
+    def eval_step(
+        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
+    ) -> WeightedScalars:
+        """Returns the metrics of a batch, on every device.
+
+        Args:
+          key: see `batch_key`; None: one that is always the same.
+        """
+        return self._eval(mdl_vars, batch, key, False)
+
+    def eval_examples(
+        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array], jax.Array]:
+        """Returns as `eval_step` the metrics; besides the per-example outputs, on every device.
+
+        Returns:
+          metrics; outputs by name, [B, ...] for the B rows that are no padding; and bool [B], False
+          for the pipeline's rows of filler.
+        """
+        return self._eval(mdl_vars, batch, key, True)
+
+    def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
+        """Returns a process's NumPy rows as global arrays; see `sharding.inputs.global_batch`."""
+        return global_batch(inputs, self.mesh, num_rows)
+
+    def process_rows(self, num_rows: int) -> slice:
+        """Returns which rows of a global batch this process feeds."""
+        return process_rows(num_rows, self.mesh)
+
+    def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
+        """Checks the rows and ranks of a batch for a step before anything compiles.
+
+        Raises:
+          ConfigError: leaves disagree on their rows, or a rank has no entry in the mapping.
+        """
+        abstract_global_batch(element_spec, self.mesh)
+        check_inputs_split_mapping(
+            element_spec, self.task.inputs_split_mapping, self.mesh.axis_names
+        )
+
+    def lower(self, step: str, element_spec: PyTree) -> jax.stages.Lowered:
+        """Returns a step, named as in `trace`, lowered for batches of `element_spec`."""
+        return self.trace(step, element_spec).lower()
+
+    def trace(self, step: str, element_spec: PyTree) -> jax.stages.Traced:
+        """Returns a step traced for batches of `element_spec`; the first call finds it traced.
+
+        Args:
+          step: "train", "eval", "eval_examples" or "decode".
+
+        Raises:
+          ConfigError: what a layer or the task refuses only when it is called, such as an
+            activation's mapping; before anything compiles.
+        """
+        batch = abstract_global_batch(element_spec, self.mesh)
+        state = self.layout.abstract(self.mesh)
+        # Placed as `key` places it: the compiled program is then the one that calls find cached.
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
+        if step == "train":
+            return self.train_step.trace(state, batch, key)
+        if step.startswith("eval"):
+            return self._eval.trace(state.mdl_vars, batch, key, step == "eval_examples")
+        return self.decode_step.trace(state.mdl_vars, batch, key)
+
+    def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
+        """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
+
+        Args:
+          state: of whose opt_states only `Learner.eval_opt_states` are read.
+          use_ema: take the moving averages that the learner keeps.
+
+        Raises:
+          ConfigError: `use_ema`, and the learner keeps none.
+        """
+        names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
+        if not names:
+            return state.mdl_vars
+        read = {name: state.opt_states[name] for name in names}
+        params = self._eval_params(state.mdl_vars["params"], read, use_ema=use_ema)
+        return {**state.mdl_vars, "params": params}
+
+    def with_mdl_vars(
+        self, function: Callable[..., Any], static_argnums: int | Sequence[int] = ()
+    ) -> Callable[..., Any]:
+        """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
+
+        To be compiled by `jax.jit`, for loops that need another step than the three here. A
+        GlobalBatch among the arguments reaches `function` as its inputs.
+
+        Args:
+          static_argnums: as of `jax.jit`; to be given to that as well.
+        """
+
+        def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
+            with self._tracing():
+                true_args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
+                return function(self._mdl_layout.unpad(mdl_vars), *true_args)
+
+        return without_xla_errors(on_the_mesh, static_argnums)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        # The mesh is set while a step is traced, so that no caller has to and no call pays for it.
+        with (
+            naming_the_layer(),
+            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
+            flax_axis_rules(self.task.weight_sharding),
+        ):
+            yield
+
+    def _inputs(self, batch: GlobalBatch) -> PyTree:
+        axis_names = self.mesh.axis_names
+        inputs = true_rows(batch, axis_names)
+        return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
+
+    def _init(self, key: jax.Array) -> TrainState:
+        with self._tracing():
+            state = steps.init_state(self.task, key, self.layout.weight_specs)
+            return self.layout.pad(state)
+
+    def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
+        with self._tracing():
+            state = self.layout.unpad(state)
+            state, outputs = steps.train_step(
+                self.task, state, self._inputs(batch), key,
+                weight_specs=self.layout.weight_specs, value_and_grad=self._value_and_grad,
+            )
+            return self.layout.pad(state), outputs
+
+    def _value_and_grad(
+        self, *args: Any, **settings: Any
+    ) -> tuple[WeightedScalars, PyTree, PyTree]:
+        return steps.value_and_grad(*args, **settings)
+
+    def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
+        with self._tracing():
+            layout = self._mdl_layout.select("params")
+            opt_layout = self.layout.select("opt_states")
+            opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
+            params = self.task.learner.eval_params(
+                layout.unpad(params), opt_states,
+                self.layout.weight_specs, use_ema=use_ema,
+            )
+            return layout.pad(params)
+
+    def _eval_step(
+        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None, with_examples: bool
+    ) -> PyTree:
+        with self._tracing():
+            inputs = self._inputs(batch)
+            metrics, examples = self._evaluated(self._mdl_layout.unpad(mdl_vars), inputs, key)
+            return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
+
+    def _evaluated(
+        self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
+        return steps.eval_step(self.task, mdl_vars, inputs, key)
+
+    def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):
+        with self._tracing():
+            mdl_vars = self._mdl_layout.unpad(mdl_vars)
+            return steps.decode_step(self.task, mdl_vars, self._inputs(batch), key)
+
+
+def _init_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Returns compiler options under which init, which runs once, compiles fast.
+
+    LLVM spends half a second on each random draw on CPU; nearly without its optimisations a tenth.
+    Not at level 0: there it rounds a product before a sum or not as the code around them is, which
+    depends on the shard's shape, and a weight's last bit on the mesh.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_backend_optimization_level": 1} if is_cpu else None

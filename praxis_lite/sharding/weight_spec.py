@@ -1,0 +1,51 @@
+"""What a layer declares of a weight: its shape, its dtype and how it splits."""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from praxis_lite.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """A weight as the partitioner sees it.
+
+    Attributes:
+      shape: true shape, stacked dims first.
+      dtype: of the stored weight.
+      split_dims_mapping: split of the dims that the layer declared; None: replicated.
+      stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length says how
+        many leading dims are layers rather than a tensor's own dims.
+      logical_axes: a name or None per dim of the whole shape, which rules turn into mesh axes; in
+        place of the two mappings. None: the weight has no names.
+      logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
+      declared_by: what decided the split, as the layout reports it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    split_dims_mapping: SplitDims = None
+    stack_split_dims_mapping: tuple[DimSplit, ...] = ()
+    logical_axes: tuple[str | None, ...] | None = None
+    logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
+    declared_by: str = ""
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        return self.shape[: len(self.stack_split_dims_mapping)]
+
+    def partition_spec(self, axis_names: tuple[str, ...], path: str) -> PartitionSpec:
+        """Returns the spec of the whole array, extended to its rank.
+
+        Raises:
+          ConfigError: the mapping does not fit the shape or the axes; names `path`.
+        """
+        own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
+        mapping = tuple(self.split_dims_mapping or ())
+        # Checked by itself first, so that the message shows what the layer's author wrote.
+        to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
+        return to_partition_spec(
+            self.stack_split_dims_mapping + mapping, axis_names, rank=len(self.shape), path=path
+        )

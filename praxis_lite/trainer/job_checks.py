@@ -1,0 +1,259 @@
+"""What is checked of a job before its first step compiles."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.experiment.experiment import Job, check_dataset_name
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.inputs.batches import checked_batches
+from praxis_lite.inputs.position import step_of
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig
+from praxis_lite.task import Task
+
+
+def check_parts(job: Any) -> None:
+    """Checks that a job is made of what a job is made of; a config.json may say anything.
+
+    Raises:
+      ConfigError: names the path and both types.
+    """
+    if not isinstance(job, Job):
+        raise ConfigError(f"The config is of a {type(job).__name__}, wanted praxis_lite's Job.")
+    parts = {
+        "mesh": (job.mesh, MeshConfig), "task": (job.task, Task), "run": (job.run, RunConfig),
+        "datasets": (job.datasets, Mapping), "decode_datasets": (job.decode_datasets, Mapping),
+    }
+    for path, (found, wanted) in parts.items():
+        _check_part(path, found, wanted)
+    if not hasattr(job.task, "weight_sharding"):
+        name = type(job.task).__name__
+        raise ConfigError(
+            f"{name} was built without Task's own constructor: let {name}.__init__ call "
+            "super().__init__(model, learner)."
+        )
+    for root in ("datasets", "decode_datasets"):
+        for name, pipeline in getattr(job, root).items():
+            check_dataset_name(name, root)
+            _check_part(f"{root}.{name}", pipeline, InputPipeline)
+
+
+def _check_part(path: str, found: Any, wanted: type) -> None:
+    if not isinstance(found, wanted):
+        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
+        raise ConfigError(
+            f"{path} is built as a {type(found).__name__}, wanted {article} {wanted.__name__}. "
+            "Mend it in the experiment, or start a new job if config.json was changed."
+        )
+
+
+def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
+    """Checks that training has a batch for every step, and that every evaluation ends.
+
+    Raises:
+      ConfigError: names the dataset and what to change.
+    """
+    for name, pipeline in datasets.items():
+        found = pipeline.num_batches
+        if name == TRAIN and found is not None and found < run.num_train_steps:
+            raise ConfigError(
+                f"datasets.{TRAIN} ends after {found} batches, but run.num_train_steps is "
+                f"{run.num_train_steps}. Use a pipeline without end (shuffle=True), or make at "
+                f"most {found} steps."
+            )
+        if name != TRAIN and found is None and run.max_eval_batches is None:
+            raise ConfigError(
+                f"datasets.{name} has no end, so no evaluation on it would end. Use a pipeline of "
+                "one pass (shuffle=False, or num_batches), or set run.max_eval_batches."
+            )
+
+
+def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
+    """Checks that training has a batch for every step without those that were left out.
+
+    Args:
+      skipped: the indices of the batches left out after loss spikes.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    found = pipeline.num_batches
+    if found is not None and found - len(skipped) < run.num_train_steps:
+        raise ConfigError(
+            f"datasets.{TRAIN} has {found} batches, of which {len(skipped)} were left out after "
+            f"loss spikes ({', '.join(map(str, skipped[:5]))}): too few for run.num_train_steps="
+            f"{run.num_train_steps}. Make at most {found - len(skipped)} steps."
+        )
+
+
+def check_resumable(
+    data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
+) -> list[str]:
+    """Checks that the training data goes on where the checkpoint left it.
+
+    Args:
+      data: what was saved beside the state, `DataPosition.as_json`.
+      accepted: names that may differ (run.accept_changed_data); one stands for all below it too.
+
+    Returns:
+      A line for each difference that was accepted.
+
+    Raises:
+      ConfigError: the pipeline is not the one that the checkpoint was trained with; names what
+        differs, with both values. Or an accepted name is none of the data's.
+    """
+    # What JSON makes of both: a tuple is a list there.
+    old, new = (
+        dict(flat(json.loads(json.dumps(one))))
+        for one in (data["fingerprint"], pipeline.fingerprint())
+    )
+    names = sorted(old.keys() | new.keys())
+    accepted = [name for name in accepted if name != RUN_SEED]
+    covered = {name: [n for n in names if f"{n}.".startswith(f"{name}.")] for name in accepted}
+    for name, found in covered.items():
+        if not found:
+            raise ConfigError(
+                f"run.accept_changed_data names {name!r}, but the training data is described by "
+                f"{names}.{did_you_mean(name, names)}"
+            )
+    differing = {
+        name: f"{name} was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in names
+        if old.get(name) != new.get(name)
+    }
+    allowed = {name for found in covered.values() for name in found}
+    if refused := [name for name in differing if name not in allowed]:
+        in_brackets = ",".join(refused) + ("," if len(refused) == 1 else "")
+        raise ConfigError(
+            f"datasets.{TRAIN} is not what the checkpoint of step {step_of(data)} was trained "
+            f"with: {'; '.join(differing[name] for name in refused)}. Set it back, or start a new "
+            "job in another job_log_dir, or accept that the job goes on with other batches: --set "
+            f"'run.accept_changed_data={in_brackets}'."
+        )
+    return [f"datasets.{TRAIN}: {said} (run.accept_changed_data)" for said in differing.values()]
+
+
+RUN_SEED = "run.seed"
+
+
+def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Checks that the run draws as the checkpoint's did: another seed is another dropout.
+
+    Args:
+      data: as `check_resumable`.
+
+    Returns:
+      A line if another seed was accepted (run.accept_changed_data).
+
+    Raises:
+      ConfigError: the seed is another.
+    """
+    old = data.get("run_seed", run.seed)
+    if old == run.seed:
+        return []
+    said = f"{RUN_SEED} was {old}, is {run.seed}"
+    if RUN_SEED not in run.accept_changed_data:
+        raise ConfigError(
+            f"The checkpoint of step {step_of(data)} was trained with another seed: {said}. Set it "
+            "back, or start a new job in another job_log_dir, or accept that dropout goes on with "
+            f"other numbers: --set 'run.accept_changed_data={RUN_SEED},'."
+        )
+    return [f"{said} (run.accept_changed_data)"]
+
+
+def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
+    """Checks a batch of each dataset but `train`, whose own is read before any step is made.
+
+    And that the fingerprint of `train` can be saved with a checkpoint.
+
+    Raises:
+      ConfigError: as `checked_batches`; or the fingerprint is no JSON.
+    """
+    fingerprint = datasets[TRAIN].fingerprint()
+    try:
+        json.dumps(fingerprint)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"datasets.{TRAIN}: {datasets[TRAIN].class_name()}.fingerprint returns "
+            f"{shown(repr(fingerprint))}, which is no JSON: {error}. Return a dict of numbers, "
+            "texts and lists of them."
+        ) from None
+    if not isinstance(fingerprint, Mapping):
+        raise ConfigError(
+            f"datasets.{TRAIN}: {datasets[TRAIN].class_name()}.fingerprint returns "
+            f"{shown(repr(fingerprint))}; wanted is a dict of all that determines the batches."
+        )
+    for name, pipeline in datasets.items():
+        if name != TRAIN:
+            next(checked_batches(pipeline, f"datasets.{name}"), None)
+
+
+def nondeterministic_data(datasets: Mapping[str, InputPipeline]) -> list[str]:
+    """Returns a line for each dataset that another run may see in other batches."""
+    reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
+    return [
+        f"datasets.{name} is not deterministic: {reason}; a resumed run will see other batches"
+        for name, reason in reasons.items()
+        if reason
+    ]
+
+
+def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
+    """Checks that there are averages of the weights where they are to be evaluated.
+
+    Raises:
+      ConfigError: the learner keeps none.
+    """
+    opt_states = partitioner.layout.shapes.opt_states
+    for use_ema in (run.eval_use_ema_states, run.decode_use_ema_states):
+        partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
+
+
+def check_watched_metrics(
+    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], run: RunConfig
+) -> None:
+    """Checks that the metrics which stop training or keep a checkpoint are among those evaluated.
+
+    Raises:
+      ConfigError: one is not; names those there are. Or no evaluation comes before the last step,
+        or checkpoints are saved at steps without one.
+    """
+    for setting in ("early_stopping", "best_checkpoints"):
+        watching = getattr(run, setting)
+        if watching is None:
+            continue
+        names = []
+        for name, pipeline in datasets.items():
+            if name != TRAIN:
+                scalars = partitioner.trace("eval", pipeline.element_spec()).out_info
+                names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
+        if watching.metric not in names:
+            raise ConfigError(
+                f"run.{setting}.metric is '{watching.metric}', but evaluations have "
+                f"{sorted(names) or 'no dataset'}.{did_you_mean(watching.metric, names)}"
+            )
+        if run.eval_every_steps is None:
+            raise ConfigError(
+                f"run.{setting} watches {watching.metric}, but the only evaluation is at the last "
+                "step: set run.eval_every_steps."
+            )
+    saved_every = run.checkpoint_every_steps
+    if run.best_checkpoints and (saved_every is None or saved_every % run.eval_every_steps):
+        raise ConfigError(
+            f"run.best_checkpoints needs an evaluation at each checkpoint, but "
+            f"run.checkpoint_every_steps is {saved_every} and run.eval_every_steps "
+            f"{run.eval_every_steps}. Make the first a multiple of the second."
+        )
+
+
+def flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested mappings with its name: `corpus.sha256`."""
+    for name, value in fingerprint.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,103 @@
+"""What a job's files say of the steps that were made: what was evaluated, lost and skipped."""
+
+import json
+import math
+from collections.abc import Collection
+from typing import Any
+
+from praxis_lite.errors import LastStepUnsound
+from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.job import processes
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.loss_spikes import losses_of
+from praxis_lite.trainer.metrics import read_json_lines
+
+
+def lacks_evaluation(
+    run: RunConfig,
+    eval_sets: Collection[str],
+    job: JobDir,
+    saved_step: int | None,
+    step: int,
+) -> bool:
+    """Returns whether a job that goes on from its own checkpoint has yet to evaluate that step."""
+    evaluates = step == run.num_train_steps or is_due(step, run.eval_every_steps)
+    if step != saved_step or not evaluates:
+        return False
+    evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
+    return _of_first("lacks evaluation", bool(eval_sets) and evaluated.isdisjoint(eval_sets))
+
+
+def watched_history(
+    early_stopping: EarlyStopping | None, job: JobDir, last_step: int
+) -> dict[int, float]:
+    """Returns the metric that may stop training, by step, of the evaluations to `last_step`."""
+    if early_stopping is None:
+        return {}
+    dataset, metric = early_stopping.metric.split("/", 1)
+    values: dict[int, float] = {}
+    for line in _evaluations(job):
+        if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
+            # The first of a step is training's own; --mode=eval adds others.
+            values.setdefault(line["step"], line[metric])
+    return dict(_of_first("watched history", list(values.items())))
+
+
+def _evaluations(job: JobDir) -> list[dict[str, Any]]:
+    path = job.eval_metrics_jsonl
+    return read_json_lines(path) if path.exists() else []
+
+
+def _of_first(name: str, value: Any) -> Any:
+    """Returns what the first process has found in the job's files, which are its alone."""
+    return json.loads(processes.exchange(name, json.dumps(value))[0])
+
+
+def losses_before(run: RunConfig, job: JobDir) -> list[float]:
+    """Returns the losses that a spike is judged by, as the first process has them on disk."""
+    if run.loss_spike_factor is None:
+        return []
+    return _of_first("losses before", losses_of(read_json_lines(job.metrics_jsonl)))
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Returns whether what is done every so many steps is done after this one; None: never."""
+    return every is not None and step % every == 0
+
+
+def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
+    """Checks how a run ended, once all of it is on disk.
+
+    Args:
+      step: the last one made.
+      num_skipped: steps in a row, up to it, that were skipped.
+
+    Raises:
+      LastStepUnsound: the last step was skipped, or a loss of its evaluation is not finite.
+    """
+    advice = (
+        "Look at loss, grad_norm and learning_rate in metrics.jsonl, and run with --set "
+        "run.debug_nans=true, which names the layer or the data; lower the learning rate, clip the "
+        "gradient, mend the data, or take bfloat16 in place of float16. To go on from here, raise "
+        "run.num_train_steps."
+    )
+    if num_skipped:
+        which = (
+            f"The last step, {step}, was skipped"
+            if num_skipped == 1
+            else f"The last {num_skipped} steps, to step {step}, were skipped"
+        )
+        raise LastStepUnsound(
+            f"{which}: not kept, for the loss, gradient or learning rate was not finite, or the "
+            f"gradient too large. The weights in {job.path} are those of step "
+            f"{step - num_skipped}. {advice}"
+        )
+    losses = {line["dataset"]: line["loss"] for line in _evaluations(job)
+              if line["step"] == step and "loss" in line}
+    for dataset, loss in _of_first("last losses", losses).items():
+        if not math.isfinite(loss):
+            raise LastStepUnsound(
+                f"The evaluation of step {step} has {dataset}/loss {loss}, so its weights, which "
+                f"are kept in {job.path}, or the data are not sound. {advice}"
+            )

@@ -1,0 +1,104 @@
+"""A job on its mesh: all of it checked, nothing compiled."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.inputs.base import TRAIN, IndexedPipeline
+from praxis_lite.inputs.batches import check_ids, check_members, checked_batches, checked_spec
+from praxis_lite.job import processes
+from praxis_lite.job.processes.same_everywhere import check_same
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh, simulate_devices
+from praxis_lite.trainer.job_checks import (
+    check_averages,
+    check_num_batches,
+    check_parts,
+    check_watched_metrics,
+    flat,
+)
+from praxis_lite.trainer.memory import check_fits
+
+
+def partitioner_of(job: Job, mode: str) -> Partitioner:
+    """Returns the task on its mesh, after all that can be checked before anything compiles.
+
+    Args:
+      mode: "train", "eval", "decode" or "explain": what is checked; "load": no data.
+
+    Raises:
+      ConfigError: the mesh, the data, the task or what the run watches do not fit each other.
+    """
+    check_parts(job)
+    _use_compilation_cache()
+    simulate_devices(job.mesh.num_devices, processes.count())
+    mesh = make_mesh(job.mesh)
+    if jax.process_count() != processes.count():
+        raise ConfigError(
+            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
+            "connected. Start each with --coordinator, --num_processes and --process_id."
+        )
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    platform = mesh.devices.flat[0].platform
+    devices = (
+        f"{mesh.size} simulated CPU devices, for there is no accelerator"
+        if platform == "cpu"
+        else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
+    )
+    print(f"mesh ({axes}): {devices}", flush=True)
+    partitioner = (job.partitioner or Partitioner)(job.task, mesh)
+    if mode != "explain":
+        check_fits(partitioner.layout, mesh, mode)
+    check_averages(partitioner, job.run)
+    if mode == "train" and TRAIN not in job.datasets:
+        raise ConfigError(
+            f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
+            "to the experiment's datasets()."
+        )
+    wanted = {
+        "train": ("datasets",),
+        "eval": ("datasets",),
+        "decode": ("decode_datasets",),
+        "explain": ("datasets", "decode_datasets"),
+        "load": (),
+    }[mode]
+    for root in wanted:
+        specs = {}
+        for name, pipeline in getattr(job, root).items():
+            check_members(pipeline, f"{root}.{name}")
+            pipeline.check()
+            specs[name] = checked_spec(pipeline, f"{root}.{name}")
+        if root == "datasets" and mode != "explain":
+            check_num_batches(job.datasets, job.run)
+        for name, pipeline in getattr(job, root).items():
+            spec, task = specs[name], job.task
+            required = task.required_inputs if root == "datasets" else task.required_decode_inputs
+            task.check_inputs(spec, required, f"{root}.{name}")
+            step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
+            partitioner.check_batch(spec, step)
+            if mode != "explain" and isinstance(pipeline, IndexedPipeline):
+                # The first batch before anything compiles, the others before their steps.
+                rows = partitioner.process_rows(pipeline.batch_size)
+                batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
+                first = next(batches)[1] if rows.start < rows.stop else {}
+                check_ids(first, task.num_ids(), f"{root}.{name}, batch 0", first_row=rows.start)
+            # What a layer refuses only when it is called is heard now; the step stays traced.
+            # Training evaluates, too.
+            if mode == step or (mode == "train" and step == "eval"):
+                partitioner.trace("eval_examples" if mode == "eval" else step, spec)
+        if processes.count() > 1:
+            fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
+            check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))
+    if mode == "train":
+        check_watched_metrics(partitioner, job.datasets, job.run)
+    return partitioner
+
+
+def _use_compilation_cache() -> None:
+    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
+        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))

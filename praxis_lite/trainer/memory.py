@@ -1,0 +1,104 @@
+"""Whether a state fits into the memory of its devices, and what is said where memory runs out."""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.errors import ConfigError, OutOfMemory, shown
+from praxis_lite.explain.hlo import format_bytes
+from praxis_lite.explain.layout_table import shape_text
+from praxis_lite.job.processes import host_memory
+from praxis_lite.partitioner import StateLayout
+from praxis_lite.partitioner.train_state import LeafLayout
+
+_NUM_NAMED = 3
+_SMALLER_STATE = (
+    "Split it over more devices (mesh.ici_mesh_shape, with a sharding preset such as fsdp, or "
+    "Learner.slot_mesh_axes for slots alone), take an optimizer with smaller slots (adafactor, "
+    "lion, low_precision_slots in bfloat16), or make the model smaller"
+)
+
+
+def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
+    """Checks, before any array is made, that the devices of this process can hold the state.
+
+    What is refused cannot fit. What is accepted may still be too large, for gradients, activations
+    and copies come on top.
+
+    Args:
+      layout: of the TrainState.
+      mode: "train" needs all of the state, "eval" and "decode" the weights.
+
+    Raises:
+      ConfigError: it does not fit; says how much is needed, what there is, and what to change.
+    """
+    is_training, devices = mode == "train", mesh.local_devices
+    leaves = [leaf for leaf in layout.leaves() if is_training or leaf.path.startswith("mdl_vars/")]
+    each = sum(leaf.bytes_per_device for leaf in leaves)
+    what = "The state of training" if is_training else "What is evaluated or decoded with"
+    if devices[0].platform == "cpu":
+        # A step makes each device a buffer of its own; arrays that were read may share one.
+        needed = each * len(devices) if is_training else sum(map(_whole_bytes, leaves))
+        found = host_memory.available_bytes()
+        if needed <= found:
+            return
+        said = (
+            f"{what} takes {format_bytes(needed)} on {len(devices)} simulated devices, which share "
+            f"this machine's memory, and {format_bytes(int(found))} are available here. "
+            f"{_largest(leaves)} {_SMALLER_STATE}; of simulated devices each has a copy of what is "
+            "not split, so take fewer of them, or devices that exist."
+        )
+    else:
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        found = min((limit for limit in limits if limit), default=math.inf)
+        if each <= found:
+            return
+        said = (
+            f"{what} does not fit: each device of the mesh holds {format_bytes(each)} of it, and "
+            f"has {format_bytes(int(found))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
+        )
+    raise ConfigError(f"{said} --mode=explain needs no memory for it.")
+
+
+@contextlib.contextmanager
+def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
+    """Makes one paragraph of an out-of-memory of the compiler, the devices or the host.
+
+    Raises:
+      OutOfMemory: with what was asked for, and the largest arrays of the state.
+    """
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        said = str(error)
+        is_memory = isinstance(error, MemoryError) or re.search(
+            "RESOURCE_EXHAUSTED|out of memory", said, re.IGNORECASE
+        )
+        if not is_memory:
+            raise
+        each = sum(leaf.bytes_per_device for leaf in layout.leaves())
+        first = said.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+        raise OutOfMemory(
+            f"The job ran out of memory: {shown(first or type(error).__name__, 300)}. Each device "
+            f"holds {format_bytes(each)} of the state of training; gradients, activations and the "
+            f"batch come on top. {_largest(layout.leaves())} For smaller activations lower "
+            "batch_size, set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a "
+            f"checkpoint_policy of the stack. {_SMALLER_STATE}."
+        ) from error
+
+
+def _largest(leaves: Iterable[LeafLayout]) -> str:
+    largest = sorted(leaves, key=lambda leaf: -leaf.bytes_per_device)[:_NUM_NAMED]
+    named = [
+        f"{leaf.path} {shape_text(leaf.shape)} {leaf.dtype}, {format_bytes(leaf.bytes_per_device)}"
+        for leaf in largest
+    ]
+    return f"The largest arrays on each device: {'; '.join(named)}."
+
+
+def _whole_bytes(leaf: LeafLayout) -> int:
+    return math.prod(leaf.padded_shape) * leaf.dtype.itemsize

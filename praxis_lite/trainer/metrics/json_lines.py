@@ -1,0 +1,167 @@
+"""metrics.jsonl: one flushed line per step, each step once, however often the run was killed."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, not_written
+from praxis_lite.job.whole_files import write_whole
+
+# Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# What a person looks for first; the other keys follow by name, so that the order depends on
+# nothing but the keys themselves.
+_LEADING_KEYS = ("step", "dataset", "loss")
+
+
+class JsonLinesWriter:
+    """Appends lines to a file, one per step, each flushed as it is written.
+
+    Opening the file mends what an earlier run left: a last line cut short by a kill goes, and so do
+    the lines after `resume_step`, which the resumed run writes anew. The mended file replaces the
+    old one in one step, so a kill in the middle loses nothing.
+
+    Numbers are written with as many digits as float64 needs, so float32 round-trips bit for bit.
+    NaN and the infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+
+    Attributes:
+      num_kept: the lines of earlier runs that stay.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
+        """Opens `path`, and creates its directory where there is none.
+
+        Args:
+            path: the file; its lines are those of this class.
+            resume_step: lines of a later step are dropped. None: the run starts from nothing and
+                every line is dropped. sys.maxsize: every line stays.
+        Raises:
+            ConfigError: a line in the middle of the file cannot be read.
+        """
+        self._path = pathlib.Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if resume_step is not None and self._path.exists():
+            kept = [line for line in read_json_lines(self._path) if line["step"] <= resume_step]
+        self.num_kept = len(kept)
+        content = "".join(map(_as_text, kept)).encode()
+        # A file that is in order stays the same file: another process may be adding to it.
+        if not self._path.exists() or self._path.read_bytes() != content:
+            write_whole(self._path, content)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Appends one line, which must have an integer `step`; scalar arrays become numbers.
+
+        Raises:
+            ConfigError: the disk is full; the lines before stay whole.
+        """
+        if not isinstance(line.get("step"), int | np.integer):
+            raise ValueError(f"{self._path}: a line needs an integer 'step', got {dict(line)}")
+        # One write per line: a reader sees at most one unfinished line, the last.
+        size = os.path.getsize(self._path)
+        try:
+            self._file.write(_as_text(line))
+            self._file.flush()
+        except OSError as error:
+            # What is left in the buffer goes with the file; then a part of it that was written.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)
+            raise not_written(self._path, error) from error
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the file's lines, "NaN" and the infinities as floats again.
+
+    A last line that is cut short is left out: its writer was killed, or is writing it now.
+
+    Raises:
+        ConfigError: there is no such file, or another line is no JSON object with a `step`.
+    """
+    path = pathlib.Path(path)
+    try:
+        # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
+        texts = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line["step"], int):
+                raise TypeError("step is no integer")
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(texts) and isinstance(error, ValueError):
+                break
+            raise ConfigError(
+                f"{path}, line {number}: not a JSON object with an integer 'step': {text[:80]!r}. "
+                "Mend or remove that line; only the last one may be cut short.") from error
+        lines.append(_with_non_finite(line))
+    return lines
+
+
+def _as_text(line: Mapping[str, Any]) -> str:
+    keys = [key for key in _LEADING_KEYS if key in line]
+    keys += sorted(line.keys() - set(keys))
+    plain = {key: strict_json(line[key], key) for key in keys}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def strict_json(value: Any, key: str) -> Any:
+    """Returns `value` as what strict JSON can hold: NaN and the infinities become words.
+
+    Args:
+        value: numbers, texts, scalar arrays, and mappings and lists of them.
+        key: what an error names.
+    Raises:
+        ValueError: another kind of value is in it.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): strict_json(entry, f"{key}.{name}") for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(entry, key) for entry in value]
+    if not isinstance(value, float):
+        array = np.asarray(value)
+        # ml_dtypes' bfloat16 is of kind 'V', which NumPy uses for raw bytes too: ask for a number.
+        if array.shape != () or array.dtype.kind in "OSUMmc":
+            raise ValueError(f"metric {key!r}: cannot write {type(value).__name__} of shape "
+                             f"{array.shape}, dtype {array.dtype}; want a scalar number or text.")
+        if array.dtype.kind in "biu":
+            return array.item()
+        value = float(array)
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _with_non_finite(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _with_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_non_finite(entry) for entry in value]
+    return value

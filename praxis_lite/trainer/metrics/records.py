@@ -1,0 +1,59 @@
+"""A JSON line per row of a dataset: what was decoded of it, or what its evaluation gave."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.errors import not_written
+from praxis_lite.job.whole_files import write_whole
+from praxis_lite.trainer.metrics.json_lines import strict_json
+
+
+def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
+    """Returns a record for each true row: its numbers, or nested lists of them, by name.
+
+    Args:
+      outputs: arrays [B, ...] of any number type.
+      is_true_row: bool [B].
+    """
+    arrays = {name: _of_numpy(np.asarray(x)) for name, x in outputs.items()}
+    rows = np.flatnonzero(np.asarray(is_true_row))
+    return [{name: x[row].tolist() for name, x in arrays.items()} for row in rows]
+
+
+def write_records(
+    path: Path, records: Sequence[Mapping[str, Any]], note: Callable[[str], None]
+) -> None:
+    """Writes a file of records, whole. Other records that it had are kept beside it.
+
+    These go to NAME.1, or the next number that is free; the same records are written over. NaN
+    and the infinities are the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+      note: told where the other records are.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    lines = [json.dumps(strict_json(one, path.name), ensure_ascii=False) for one in records]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_bytes() != content:
+            number = 1
+            while (former := path.with_name(f"{path.name}.{number}")).exists():
+                number += 1
+            os.replace(path, former)
+            note(f"{path} had other records; they are in {former.name} now")
+    except OSError as error:
+        raise not_written(path, error) from error
+    write_whole(path, content)
+
+
+def _of_numpy(x: np.ndarray) -> np.ndarray:
+    # NumPy's own kinds print as numbers; bfloat16 and its like, of ml_dtypes, do not.
+    return x if x.dtype.kind in "biuf" else x.astype(np.float32)

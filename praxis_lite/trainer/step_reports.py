@@ -1,0 +1,155 @@
+"""What is said of each training step: its line, its curve, its progress, its faults."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.inputs.batches import non_finite_rows
+from praxis_lite.learner.optimizer_groups import MAX_LEARNING_RATE
+from praxis_lite.partitioner import Partitioner, TrainState
+from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
+from praxis_lite.trainer.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter
+
+
+@dataclasses.dataclass
+class PendingStep:
+    """A step whose outputs are still on the devices.
+
+    Attributes:
+      batch: the index of its batch.
+      inputs: this process's rows of the batch, on the host, from `first_row` on.
+    """
+
+    step: int
+    batch: int
+    outputs: Any
+    inputs: Any
+    first_row: int
+
+
+class StepReports:
+    """Reads what a step put out, once the next one runs, and says it everywhere it is said.
+
+    Attributes:
+      pending: the step to be read next.
+      last_time: when the step before it was read, in seconds of time.perf_counter.
+    """
+
+    def __init__(
+        self,
+        partitioner: Partitioner,
+        run: RunConfig,
+        writer: JsonLinesWriter,
+        board: TensorBoardWriter,
+        progress: ProgressLine,
+        checkpoints: Checkpoints,
+        spikes: SpikeDetector,
+        num_batches_left_out: int,
+    ):
+        self._weight_unit = partitioner.task.weight_unit
+        self._run, self._writer, self._board = run, writer, board
+        self._progress, self._checkpoints = progress, checkpoints
+        self._spikes, self._num_left_out = spikes, num_batches_left_out
+        self._num_skipped = 0
+        self._board_every = run.log_every_steps or max(1, run.num_train_steps // 200)
+        self.pending: PendingStep | None = None
+        self.last_time = time.perf_counter()
+
+    def begin(self, state: TrainState) -> None:
+        """Takes from the state that training begins with how many steps were skipped before."""
+        self._num_skipped = int(jax.device_get(state.opt_states["num_skipped_steps"]))
+
+    def report(self) -> None:
+        """Reads the pending step, if there is one, and says it."""
+        if self.pending is None:
+            return
+        pending, step, batch = self.pending, self.pending.step, self.pending.batch
+        outputs = jax.device_get(self.pending.outputs)
+        self.pending = None
+        now = time.perf_counter()
+        line = _metrics_line(step, outputs, now - self.last_time, self._weight_unit)
+        self.last_time = now
+        _check_rates(line)
+        median = self._spikes.median_below(line["loss"])
+        if self._run.loss_spike_factor is not None:
+            line |= {"is_loss_spike": int(median is not None)}
+            line |= {"num_batches_left_out": self._num_left_out}
+        self._writer.write(line)
+        if step % self._board_every == 0 or step == self._run.num_train_steps:
+            self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
+        has_tokens = self._weight_unit == "tokens"
+        num_tokens = float(outputs["metrics"]["loss"][1]) if has_tokens else None
+        self._progress.update(step, loss=line["loss"], num_tokens=num_tokens)
+        if median is not None:
+            self._progress.note(
+                f"step {step}: loss spike: {line['loss']:.4f} is {line['loss'] / median:.1f} times "
+                f"{median:.4f}, the median of the losses before (run.loss_spike_factor is "
+                f"{self._run.loss_spike_factor})"
+            )
+            if self._run.on_loss_spike == "roll_back":
+                raise LossSpike(step, batch)
+        self._report_skipped(pending, outputs["learner"])
+
+    def _report_skipped(self, pending: PendingStep, learner: Mapping[str, Any]) -> None:
+        step, num_skipped = pending.step, int(learner["num_skipped_steps"])
+        data = ""
+        if num_skipped > self._num_skipped:
+            if found := non_finite_rows(pending.inputs, pending.first_row):
+                data = f"datasets.train: batch {pending.batch} (counted from 0) has {found}"
+            self._progress.note(
+                f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
+                f"gradient too large ({num_skipped} skipped so far); weights and slots stay"
+                + (f". {data}" if data else "")
+            )
+        self._num_skipped = num_skipped
+        in_a_row, most = int(learner["num_skipped_in_a_row"]), self._run.max_skipped_steps_in_a_row
+        if most is not None and in_a_row >= most:
+            last_good = step - in_a_row
+            kept = [saved for saved in self._checkpoints.all_steps() if saved <= last_good]
+            checkpoint = (
+                f"The newest checkpoint from before is of step {kept[-1]}, in "
+                f"{self._checkpoints.directory}"
+                if kept
+                else "There is no checkpoint from before"
+            )
+            mend_data = f"{data}: mend the data. " if data else ""
+            raise ConfigError(
+                f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
+                "gradient or learning rate was not finite, or their gradient too large; step "
+                f"{last_good} was the last good one. {checkpoint}. {mend_data}Look at grad_norm "
+                "and learning_rate in metrics.jsonl, lower the learning rate, clip, or take "
+                "bfloat16 in place of float16; to go on skipping, raise "
+                "run.max_skipped_steps_in_a_row (None: no limit)."
+            )
+
+
+def _check_rates(line: Mapping[str, Any]) -> None:
+    """Checks the rates that schedules gave; a step whose rate is not finite was skipped."""
+    for name, value in line.items():
+        if name.startswith("learning_rate") and MAX_LEARNING_RATE < value < float("inf"):
+            raise ConfigError(
+                f"The {name} of step {line['step']} is {value:g}; wanted is at most "
+                f"{MAX_LEARNING_RATE:g}. A model learns nothing at this one: mend the schedule."
+            )
+
+
+def _metrics_line(
+    step: int, outputs: Mapping[str, Any], seconds: float, weight_unit: str
+) -> dict[str, Any]:
+    metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
+    learner = {name: np.asarray(value).item() for name, value in outputs["learner"].items()}
+    weight = float(outputs["metrics"]["loss"][1])
+    return {
+        "step": step,
+        **metrics,
+        **learner,
+        "step_time": seconds,
+        f"{weight_unit}_per_second": weight / seconds,
+    }
