@@ -13,7 +13,7 @@ from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import open_for_training
-from tests.job_runs import CHECKOUT, home, launch, start_process
+from tests.support.job_runs import CHECKOUT, home, launch, start_process
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 

@@ -23,7 +23,7 @@ from praxis_lite.checkpoints.steps.step_dirs import commit
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.partitioner import Partitioner, StateLayout, TrainState
 from praxis_lite.sharding import MeshConfig, make_mesh
-from tests.job_runs import CHECKOUT, home
+from tests.support.job_runs import CHECKOUT, home
 
 MESHES = [(1, 4, 2), (1, 3, 2), (2, 2, 2), (1, 1, 1)]
 

@@ -32,8 +32,8 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import StateLayout, TrainState
 from tests.checkpoints.test_checkpoints import SMALL, small_state
 from tests.checkpoints.test_damage import mesh
-from tests.job_runs import CHECKOUT, launch, lines_of, succeed
-from tests.line_jobs import LINE
+from tests.support.job_runs import CHECKOUT, launch, lines_of, succeed
+from tests.support.line_jobs import LINE
 
 RETRYING = SaveSettings(retries=2, retry_seconds=0.0)
 

@@ -12,7 +12,7 @@ from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.layers import TransformerLm, WeightInit
 from praxis_lite.learner import Learner, optimizers
 from praxis_lite.tasks.language_model import LanguageModelTask
-from tests import callables as zoo
+from tests.support import callables as zoo
 
 
 def task_with(*settings, packages=()):
@@ -87,7 +87,7 @@ def test_a_function_takes_settings_and_an_instance_is_set_field_by_field():
 
 
 def test_a_users_own_function_is_named_where_its_package_is_listed():
-    setting = "model.transformer_layer_tpl=tests.callables.Layer"
+    setting = "model.transformer_layer_tpl=tests.support.callables.Layer"
     with pytest.raises(ConfigError, match="wanted .*a function or class is said by its name"):
         task_with(setting)
     assert task_with(setting, packages=["tests"]).model.transformer_layer_tpl is zoo.Layer

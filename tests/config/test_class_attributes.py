@@ -14,7 +14,7 @@ from praxis_lite.layers import SHARDING_PRESETS, TransformerLm, set_sharding_par
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig
 from praxis_lite.tasks.language_model import LanguageModelTask
-from tests import callables as zoo
+from tests.support import callables as zoo
 
 
 class Sized(Experiment):

@@ -12,7 +12,7 @@ from praxis_lite import ConfigError, Job, RunConfig
 from praxis_lite.config.overrides import all_paths, apply_overrides, check_required
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig
-from tests import callables as zoo
+from tests.support import callables as zoo
 
 
 def job():
@@ -305,7 +305,7 @@ HOSTILE = [
     "decode_datasets.p.__fn_or_cls__=7",
     "datasets[train].__dict__=7",
     "task.activation=os.system",
-    "task.activation=tests.callables.power",
+    "task.activation=tests.support.callables.power",
     "task.activation=numpy.save()",
     "task=os",
     "run.seed=__import__('os').system('touch canary')",

@@ -22,9 +22,9 @@ from praxis_lite.config.text import config_difference, config_lines, dump_config
 from praxis_lite.experiment import registry
 from praxis_lite.experiments.classify import Spirals
 from praxis_lite.experiments.lm import PyDocs
-from tests import callables as zoo
+from tests.support import callables as zoo
 
-NAME = "tests.callables.Mine"
+NAME = "tests.support.callables.Mine"
 
 
 def again(config):
@@ -145,7 +145,7 @@ def test_dumping_leaves_the_config_as_it_was_and_is_deterministic():
         (lambda x: x, "no name at the top of a module"),
         (np.ones(7), "<numpy.ndarray>"),
         (np.float32(7), "<numpy.float32>"),
-        (zoo.Mesh((1, 1, 1)), "<tests.callables.Mesh>"),
+        (zoo.Mesh((1, 1, 1)), "<tests.support.callables.Mesh>"),
         (jax.jit(lambda x: x), "no name at the top of a module"),
     ],
     ids=lambda value: str(type(value)),
@@ -164,14 +164,14 @@ def test_a_name_outside_is_refused_before_anything_is_imported(module):
 
 
 def with_corpus(module, name):
-    return dump_config(job(), NAME).replace("tests.callables:Corpus", f"{module}:{name}")
+    return dump_config(job(), NAME).replace("tests.support.callables:Corpus", f"{module}:{name}")
 
 
 def test_a_detour_through_an_allowed_module_is_refused():
     with pytest.raises(ConfigError, match=r"names tests\.job_runs\.os\.system"):
-        load(with_corpus("tests.job_runs", "os.system"))
+        load(with_corpus("tests.support.job_runs", "os.system"))
     with pytest.raises(ConfigError, match=r"names tests\.callables\.Layer\.__init__"):
-        load(with_corpus("tests.callables", "Layer.__init__"))
+        load(with_corpus("tests.support.callables", "Layer.__init__"))
     with pytest.raises(ConfigError, match=r"builtins\.eval"):
         load(with_corpus("builtins", "eval"))
 
@@ -179,7 +179,8 @@ def test_a_detour_through_an_allowed_module_is_refused():
 def test_calling_itself_an_experiment_opens_no_standard_library():
     text = dump_config(clip(), "praxis_lite.experiments.lm.PyDocs")
     text = text.replace("optax:clip_by_global_norm", "{}")
-    for package, name in {"subprocess": "subprocess:run", "tests": "tests.callables:chain"}.items():
+    chain = "tests.support.callables:chain"
+    for package, name in {"subprocess": "subprocess:run", "tests": chain}.items():
         found = text.replace("praxis_lite.experiments.lm", package).replace("{}", name)
         with pytest.raises(ConfigError, match=f"names {name.replace(':', '.')}"):
             load_config(found)
@@ -188,7 +189,7 @@ def test_calling_itself_an_experiment_opens_no_standard_library():
 def test_nothing_is_imported_for_a_refused_text(tmp_path):
     # Allowed is the first of the two; and still nothing of it runs.
     text = with_corpus("praxis_lite.experiments.lm", "x")
-    text = text.replace("tests.callables:", "zoo_that_runs:")
+    text = text.replace("tests.support.callables:", "zoo_that_runs:")
     (tmp_path / "zoo_that_runs.py").write_text("print('RAN')")
     (tmp_path / "config.json").write_text(text)
     code = """
@@ -213,15 +214,15 @@ def test_a_foreign_package_is_refused_at_the_start_and_can_be_allowed():
 
 def test_code_that_has_changed_is_named():
     with pytest.raises(ConfigError, match=r"names tests\.callables\.Gone, which is not there"):
-        load(with_corpus("tests.callables", "Gone"))
+        load(with_corpus("tests.support.callables", "Gone"))
     with pytest.raises(
         ConfigError, match=r"names tests\.callables\.gone\.Corpus, which is not there"
     ):
-        load(with_corpus("tests.callables.gone", "Corpus"))
+        load(with_corpus("tests.support.callables.gone", "Corpus"))
     with pytest.raises(
         ConfigError, match=r"corpus\.path: config\.json sets it, and tests\.callables\.Mesh"
     ):
-        load(with_corpus("tests.callables", "Mesh"))
+        load(with_corpus("tests.support.callables", "Mesh"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "7", '{"format": 1}'])
@@ -277,7 +278,7 @@ def test_the_lines_show_defaults_in_the_order_of_the_roots():
     roots = list(dict.fromkeys(line.partition("=")[0].partition(".")[0] for line in lines))
     assert roots == ["mesh", "task", "datasets", "decode_datasets", "run", "partitioner"]
     wanted = {
-        "mesh='tests.callables.Mesh()'",
+        "mesh='tests.support.callables.Mesh()'",
         "mesh.ici_mesh_shape=1,4,2",
         "mesh.dcn_mesh_shape=None",
         "mesh.axis_names=replica,data,mdl",
@@ -304,7 +305,7 @@ def test_the_difference_names_what_changed_and_nothing_else():
         "task.activation: jax.nn.gelu -> jax.nn.relu",
         "datasets.train.corpus.path: a.txt -> b.txt",
         "datasets.eval[0].path: a.txt -> b.txt",
-        "decode_datasets.more: (absent) -> tests.callables.Corpus()",
+        "decode_datasets.more: (absent) -> tests.support.callables.Corpus()",
         "decode_datasets.more.path: (absent) -> c",
         "decode_datasets.more.options: (absent) -> {}",
         "run.num_train_steps: 257 -> 400",

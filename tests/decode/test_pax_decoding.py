@@ -16,7 +16,7 @@ from praxis_lite import layers
 from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample, pax_outputs
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
-from tests.goldens import GOLDENS, golden
+from tests.support.goldens import GOLDENS, golden
 
 OPTIONS = Path(__file__).parent / "pax_options/decode.npz"
 LONGEST = 12  # Tokens of a row in every case after a forward pass.

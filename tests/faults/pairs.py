@@ -5,10 +5,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tests import process_pairs
 from tests.faults.outcome import Outcome, Row, last_step, outcome_of, steps_of
 from tests.faults.zoo import CHECKOUT, home, train_argv
-from tests.job_runs import home as jobzoo
+from tests.support import process_pairs
+from tests.support.job_runs import home as jobzoo
 
 # Enough for a signal to come in the middle.
 NUM_STEPS = 60

@@ -16,7 +16,7 @@ from praxis_lite.layers import Repeat
 from praxis_lite.models import NnxModel
 from praxis_lite.sharding import WeightSharding
 from praxis_lite.sharding.weight_sharding import decide_shardings
-from tests.goldens import trimmed
+from tests.support.goldens import trimmed
 
 ROWS, COLUMNS = 7, 13
 AXES = {"data": 2, "model": 4}

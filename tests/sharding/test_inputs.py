@@ -14,7 +14,7 @@ from praxis_lite.sharding.inputs import (
     check_inputs_split_mapping,
     true_rows,
 )
-from tests.goldens import golden, trimmed
+from tests.support.goldens import golden, trimmed
 
 AXES = ("replica", "data", "mdl")
 

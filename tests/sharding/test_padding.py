@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from praxis_lite.sharding import pad_tree, padded_shape, unpad_tree
-from tests.goldens import golden
+from tests.support.goldens import golden
 
 P = PartitionSpec
 AXES = ("replica", "data", "mdl")

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from praxis_lite.explain import hlo
-from tests.lm_runs import (
+from tests.support.lm_runs import (
     NUM_ROWS,
     SEQ_LEN,
     SIZES,

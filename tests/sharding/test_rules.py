@@ -23,7 +23,7 @@ from praxis_lite.sharding import (
 )
 from praxis_lite.sharding.rules import JobMesh, Leaf, Outcome, rule_text
 from praxis_lite.sharding.strategies import parsed_rules
-from tests.goldens import GOLDENS, golden, trimmed
+from tests.support.goldens import GOLDENS, golden, trimmed
 
 FILE = "reference/sharding_rules_cases.json"
 CASES = golden(FILE)["cases"] if (GOLDENS / FILE).exists() else []

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.sharding import constrain, to_partition_spec
-from tests.goldens import golden, trimmed
+from tests.support.goldens import golden, trimmed
 
 AXES = ("replica", "data", "mdl")
 

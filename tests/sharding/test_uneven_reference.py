@@ -22,7 +22,7 @@ from praxis_lite.layers.base_layer import ones, zeros
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
-from tests.goldens import GOLDENS, golden, trimmed
+from tests.support.goldens import GOLDENS, golden, trimmed
 
 FILE = "reference/uneven_padding.json"
 RUNS = sorted(golden(FILE)["runs"]) if (GOLDENS / FILE).exists() else []

@@ -1,0 +1,106 @@
+"""What the pages say of the code, where the code can be asked: numbers, flags, files, absences."""
+
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from praxis_lite import main, task
+from praxis_lite.experiment import experiment
+from praxis_lite.learner import learner
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.partitioner.partitioner import _init_options
+from praxis_lite.sharding import mesh
+from praxis_lite.trainer.metrics import progress
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "praxis_lite"
+PAGES = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+ARCHITECTURE, FROM_PAX = PAGES["architecture.md"], PAGES["coming_from_pax.md"]
+FLAGS = {flag for action in main._parser()._actions for flag in action.option_strings}
+MODULES = {path.stem for path in LIBRARY.rglob("*.py")} | {
+    path.parent.name for path in LIBRARY.rglob("__init__.py")
+}
+# Of pip, pytest, tensorboard, XLA and of modules with command lines of their own.
+OTHERS_FLAGS = {"--no-deps", "--wheel-dir", "--dist", "--logdir"}
+
+
+def lines_below(folder):
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in folder.rglob("*.py"))
+
+
+def number(page, pattern):
+    return int(re.search(pattern, " ".join(page.split()))[1].replace(",", ""))
+
+
+def test_numbers_in_the_pages_are_those_of_the_code():
+    cpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
+    level = _init_options(cpu)["xla_backend_optimization_level"]
+    assert number(ARCHITECTURE, r"LLVM optimization level (\d+)") == level
+    most = number(ARCHITECTURE, r"as many devices as the mesh has, at most (\d+)")
+    assert most == mesh.MAX_SIMULATED_DEVICES
+    assert "about twenty lines a run" in ARCHITECTURE and progress._LINES_PER_RUN == 20
+    said, found = number(ARCHITECTURE, r"about ([\d,]+) lines"), lines_below(LIBRARY)
+    assert abs(said - found) < 0.1 * found, found
+    assert "a quarter of them layers" in " ".join(ARCHITECTURE.split())
+    assert 0.2 < lines_below(LIBRARY / "layers") / found < 0.3
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name != "coming_from_pax.md"])
+def test_every_flag_that_a_page_names_exists(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[page])) - OTHERS_FLAGS
+    own = {flag for flag in named if not flag.startswith("--xla_")}
+    texts = [path.read_text() for path in LIBRARY.rglob("*.py") if "argparse" in path.read_text()]
+    texts += [(ROOT / "Makefile").read_text()]
+    for folder in ("benchmarks", "tests/faults"):
+        texts += [path.read_text() for path in (ROOT / folder).glob("*.py")]
+    unknown = {flag for flag in own - FLAGS if not any(f'"{flag}"' in text for text in texts)}
+    assert not unknown
+
+
+def test_what_has_no_counterpart_here_has_none():
+    exists = FLAGS | {f"--{name}" for name in MODULES}
+    exists |= {f"--{name}" for name in experiment.RunConfig.__annotations__}
+    for owner in (learner.Learner, task.Task):
+        exists |= {f"--{name}" for name in inspect.signature(owner).parameters}
+    rows = [line.strip("| ").split(" | ") for line in FROM_PAX.splitlines() if line[:2] == "| "]
+    absent = [row[0] for row in rows if len(row) > 1 and row[1].strip() == "none"]
+    assert len(absent) > 8
+    for cell in absent:
+        for name in re.findall(r"`([^`]+)`", cell):
+            flag, _, value = name.partition("=")
+            flag = f"--{flag.lstrip('-').split('.')[-1]}"
+            if value and flag == "--mode":
+                assert value not in main.MODES, f"{name} is said to be absent"
+                continue
+            # `--restore_checkpoint_step` is called `--step` here.
+            last = f"--{flag.rpartition('_')[2].lstrip('-')}"
+            is_flag = "_" in flag and last in FLAGS - {"--mode"}
+            assert flag not in exists and not is_flag, f"{name} is said to be absent"
+    section = FROM_PAX.split("## What does not exist here")[1].split("\n## ")[0]
+    absent = {one.strip().removeprefix("several ") for one in re.split(",| and ", section.lower())}
+    assert "tuning" in absent and not absent & MODULES
+
+
+def test_the_partitioners_there_are_stand_beside_paxs():
+    kinds = {Partitioner, *Partitioner.__subclasses__()}
+    (row,) = [line for line in FROM_PAX.splitlines() if line.startswith("| `PjitPartitioner`")]
+    assert ShardMapPartitioner in kinds
+    own = {kind.__name__ for kind in kinds if kind.__module__.startswith("praxis_lite.")}
+    assert set(re.findall(r"`(\w*Partitioner)`", row)) - {"PjitPartitioner"} == own
+
+
+def test_every_file_of_the_house_exists_and_every_module_has_its_line():
+    house = ARCHITECTURE.split("## The house")[1].split("### Import order")[0]
+    names = set(re.findall(r"\b[\w/]+(?:\.py|/)", house)) - {"praxis_lite/"}
+    places = (ROOT, LIBRARY, LIBRARY / "sharding", ROOT / "tasks", ROOT / "experiments")
+    assert not {name for name in names if not any((place / name).exists() for place in places)}
+    top = {path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or path.is_dir()}
+    words = set(re.findall(r"\w+", house))
+    assert not {name for name in top if not name.startswith("__") and name not in words}

@@ -1,0 +1,146 @@
+"""Every name that docs/coming_from_pax.md gives as this library's exists, and its block runs."""
+
+import functools
+import inspect
+import math
+import re
+import zipfile
+from pathlib import Path
+
+import fiddle as fdl
+import pytest
+from flax import nnx
+
+from praxis_lite import decode, inputs, layers, main, sharding, task
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.init import loading_rules
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.experiment import early_stopping, experiment, registry
+from praxis_lite.inputs import numpy_data
+from praxis_lite.interop import pax_job, trained_model
+from praxis_lite.layers import base_layer as weights
+from praxis_lite.learner import learner, optimizer_groups, optimizers, regularization, schedules
+from praxis_lite.partitioner import partitioner, shard_map_partitioner, steps, train_state
+from praxis_lite.sharding import gather, make_mesh, rules, weight_sharding
+from praxis_lite.sharding import inputs as sharding_inputs
+from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
+from praxis_lite.trainer import decoding, evaluation, metrics, trainer
+from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
+from tests.support.goldens import golden
+
+PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
+PLACES = (
+    layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner, checkpoints,
+    train_state, registry, sharding, weights, language_model, early_stopping, evaluation,
+    image_classification, sequence_to_sequence, pax_job, optimizers, optimizer_groups, schedules,
+    regularization, loading_rules, steps, sharding_inputs, shard_map_partitioner, gather, rules,
+    weight_sharding, trained_model, metrics, numpy_data, loss,
+)  # fmt: skip
+
+
+def block_of(name: str) -> str:
+    pattern = rf"begin {name} -->\n```python\n(.*?)```\n<!-- end {name}"
+    (block,) = re.findall(pattern, PAGE, re.DOTALL)
+    return block
+
+
+def rows() -> list[list[str]]:
+    cells = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+    found = [[cell.strip() for cell in row] for row in cells]
+    return [row for row in found if row[0] not in ("Pax", "notebook", "Big Vision", "---")]
+
+
+NAMES = sorted({name for row in rows() for name in re.findall(r"`([^`]+)`", row[1])})
+
+
+def test_every_row_has_three_cells_and_something_of_paxs():
+    assert len(rows()) > 80
+    for row in rows():
+        assert len(row) == 3 or (len(row) == 2 and not row[-1].strip("|")), row
+        assert "`" in row[0], row
+
+
+def has(owner: object, name: str) -> bool:
+    """Returns whether a class has a constructor's argument, a method or a field of that name."""
+    parameters = inspect.signature(owner).parameters
+    return name in parameters or hasattr(owner, name) or name in owner.__annotations__
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_given_as_ours_exists(name):
+    if name.startswith("--"):
+        flag, _, value = name.partition("=")
+        (action,) = [a for a in main._parser()._actions if flag in a.option_strings]
+        assert not value or value in action.choices
+    elif name in ("fdl.Partial", "optax"):
+        pass
+    elif name.startswith('"'):
+        known = {*layers.activations.ACTIVATIONS, *layers.repeats.CHECKPOINT_POLICIES}
+        assert name.strip('"') in known
+    else:
+        owner, _, setting = name.partition(".")
+        found = [getattr(place, owner) for place in PLACES if hasattr(place, owner)]
+        assert found, f"no module has {owner}"
+        assert not setting or any(has(one, setting) for one in found), name
+
+
+@pytest.mark.parametrize("of_pax", ["Learner", "MultiOptimizerLearner", "BaseOptimizer"])
+def test_every_setting_of_paxs_learner_and_optimizers_is_in_a_table(of_pax):
+    found = set(re.findall(r"[a-z_0-9]+", " ".join(row[0] for row in rows())))
+    wanted = set(golden("pax/cases.json")["class_defaults"][of_pax])
+    # These have their rows under the names of the classes, and nothing but a name.
+    assert wanted - found - {"name"} == set()
+
+
+def test_a_setting_of_paxs_learner_that_is_absent_is_an_error_that_names_it():
+    absent = [
+        name for row in rows() if row[1] == "none" and "learner." in row[0]
+        for name in re.findall(r"[a-z_]+", row[0].replace("learner.", ""))
+    ]
+    assert "scale_update_by_var_norm" in absent
+    for name in absent:
+        with pytest.raises(TypeError, match=name):
+            fdl.Config(learner.Learner, **{name: True})
+
+
+def test_the_pages_block_runs(tmp_path):
+    block = block_of("pax")
+    with zipfile.ZipFile(MADE_BY_PAX / "scanned_gda.zip") as file:
+        file.extractall(tmp_path)
+    model = lm(unroll=False)
+    names = {"pax_job_log_dir": tmp_path, "build": functools.partial(model._build)}
+    exec(block, names)
+    assert isinstance(names["module"], nnx.Module)
+    assert names["back"].keys() == {
+        path.replace("/lm/", "/") for path in names["pax_vars"]
+    }
+
+
+def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    names = {"__name__": "coming_from_pax"}
+    exec(block_of("experiment"), names)
+    small = configured(names["MyLmSpmd2B"], ["NUM_LAYERS=2", "BATCH_SIZE=16"])
+    assert (small.task.model.num_layers, small.datasets["train"].batch_size) == (2, 16)
+    job = fdl.build(names["MyLmSpmd2B"]().config())
+    made = partitioner.Partitioner(job.task, make_mesh(job.mesh))
+    made.trace("train", job.datasets["train"].element_spec())
+    attention = 4 * 3072**2 + 128  # Queries, keys, values, the way out; a scale per dim of a head.
+    feed_forward = 2 * 3072 * 12288 + 12288 + 3072
+    a_layer = attention + feed_forward + 2 * 2 * 3072
+    softmax = 32000 * 3072 + 32000
+    assert sum(
+        math.prod(leaf.shape) for leaf in made.layout.select("mdl_vars").leaves()
+    ) == 18 * a_layer + softmax + 2 * 3072
+    assert not any(leaf.shape != leaf.padded_shape for leaf in made.layout.leaves())
+
+
+def test_the_words_of_paxs_experiments_and_functions_are_found():
+    words = """PERCORE_BATCH_SIZE USE_REPEATED_LAYER TransformerLmSpmdAdafactor SeqIOInput
+        TransformerLmSpmdPipelineAdafactor SyntheticDataset SyntheticLmData set_default_adam
+        shard_on_batch_dim_partition_spec infer_partition_spec_based_on_rank_fn _gather
+        get_partitioned_spmd_model_decode_fn partition_spmd_model fold_rng_over_axis init_dp loss_fn
+        train_step_dp shard_params gather_array_with_mean_grads gather_params shard_module_params
+        sync_gradients train_step_fsdp accumulate_gradients print_metrics infer_sharding"""
+    given = " ".join(row[0] for row in rows())
+    assert [word for word in words.split() if f"`{word}" not in given] == []

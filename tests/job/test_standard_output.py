@@ -1,0 +1,89 @@
+"""What becomes of a program whose output no one takes any more."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.job_runs import CHECKOUT
+
+PRINTS = '''
+import sys
+from praxis_lite.job.processes.standard_output import output_may_be_lost
+
+with output_may_be_lost(goes_on=sys.argv[1] == "goes on"):
+    print("first", flush=True)
+    sys.stdin.readline()
+    for _ in range(3):
+        print("x" * 100_000)
+    print("and an error", file=sys.stderr, flush=True)
+    print("at the end", file=open(sys.argv[2], "w"))
+'''
+
+
+def start(what, path, stdout=subprocess.PIPE, **others):
+    return subprocess.Popen(
+        [sys.executable, "-c", PRINTS, what, path], cwd=CHECKOUT, text=True, stdout=stdout,
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, **others,
+    )
+
+
+@pytest.mark.parametrize("what", ["goes on", "ends"])
+def test_a_reader_that_goes_away_ends_what_only_prints_and_no_training(what, tmp_path):
+    process = start(what, tmp_path / "done")
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    code = process.wait(60)
+    if what == "goes on":
+        assert code == 0 and (tmp_path / "done").read_text() == "at the end\n"
+        first, second = err.splitlines()
+        assert first.startswith("standard output cannot be written (Broken pipe); the job goes on")
+        assert second == "and an error"
+    else:
+        assert (code, err) == (141, "") and not (tmp_path / "done").exists()
+
+
+def test_a_full_disk_under_the_log_ends_no_training(tmp_path):
+    with open("/dev/full", "w") as full:
+        process = start("goes on", tmp_path / "done", stdout=full)
+    err = process.communicate("\n", timeout=60)[1]
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+    assert "standard output cannot be written (No space left on device)" in err
+
+
+def test_main_in_a_pipe_that_is_closed_ends_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "praxis_lite.main", "--list"], cwd=CHECKOUT, stdout=write,
+        stderr=subprocess.PIPE, text=True, timeout=100,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_gloos_lines_are_kept_off_the_output_and_no_others():
+    program = """
+import os
+from praxis_lite.job.processes.standard_output import output_may_be_lost, without_lines_of_gloo
+
+with output_may_be_lost(goes_on=True):
+    print("before")
+    without_lines_of_gloo()
+    os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\\nof another")
+    print("of Python")
+    os.write(1, b" library\\n[Gloo] Rank 1 is connected to 1 peer ranks.\\n")
+print("after")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, text=True, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert sorted(lines) == ["after", "before", "of Python", "of another library"]
+    assert lines[0] == "before" and lines[-1] == "after"

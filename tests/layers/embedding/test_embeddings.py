@@ -1,0 +1,149 @@
+"""Embeddings and positions: option values of the real Pax, ids without a row, constants."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from praxis_lite import ConfigError, layers
+from praxis_lite.models import NnxModel
+from tests.support.pax_options import flat, mdl_vars_from, pax_options
+
+PAX = pax_options("softmaxes")
+IN = {name: jnp.asarray(x) for name, x in PAX[""]["in"].items()}
+
+
+def of_positions(module):
+    return module(IN["positions"])
+
+
+def of_heads(dtype):
+    return lambda module: module(IN["heads"].astype(dtype), IN["positions"])
+
+
+def rotary(**options):
+    return lambda rngs: layers.RotaryPositionalEmbedding(6, **options)
+
+
+CASES = {
+    "embedding_matmul": (
+        functools.partial(
+            layers.Embedding, 13, 7, lookup_style="matmul", scale_sqrt_depth=True
+        ),
+        lambda module: module(IN["ids"]),
+    ),
+    "learned_index": (
+        functools.partial(layers.TrainablePositionalEmbedding, 11, 7), of_positions
+    ),
+    "sinusoid_positions": (functools.partial(layers.PositionalEmbedding, 7), of_positions),
+    "sinusoid_timescales": (
+        functools.partial(
+            layers.PositionalEmbedding, 6, min_timescale=2, max_timescale=50
+        ),
+        lambda module: module(seq_length=5),
+    ),
+    "sinusoid_one": (
+        functools.partial(layers.PositionalEmbedding, 3, max_timescale=50),
+        lambda module: module(seq_length=5),
+    ),
+    "rotary_timescales": (
+        rotary(min_timescale=2, max_timescale=50), of_heads(jnp.float32)
+    ),
+    "rotary_bfloat16_cast_True": (rotary(), of_heads(jnp.bfloat16)),
+    "rotary_bfloat16_cast_False": (
+        rotary(cast_as_fprop_dtype=False), of_heads(jnp.bfloat16)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_option_values_equal_pax(name):
+    (build, call), golden = CASES[name], PAX[name]
+    model = NnxModel(build)
+    mdl_vars = mdl_vars_from(model, golden)
+
+    def objective(params):
+        outputs = call(model.module({**mdl_vars, "params": params}))
+        cotangent = IN["cot"] if params else jnp.zeros(outputs.shape)
+        return jnp.sum(outputs * cotangent), outputs
+
+    grads, outputs = jax.jit(jax.grad(objective, has_aux=True))(mdl_vars["params"])
+    tolerance = 0.02 if outputs.dtype == jnp.bfloat16 else 1e-5
+    assert outputs.dtype == (jnp.bfloat16 if name.endswith("cast_True") else jnp.float32)
+    np.testing.assert_allclose(
+        outputs.astype(jnp.float32), golden["out"]["y"], rtol=tolerance, atol=tolerance
+    )
+    assert set(flat(grads)) - {""} == set(golden.get("grad", {}))
+    for path, wanted in golden.get("grad", {}).items():
+        np.testing.assert_allclose(flat(grads)[path], wanted, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("lookup_style, wanted", [("index", np.nan), ("matmul", 0.0)])
+def test_an_id_without_a_row_shows(lookup_style, wanted):
+    layer = layers.Embedding(5, 3, lookup_style=lookup_style, rngs=nnx.Rngs(0))
+    embs = np.asarray(layer(jnp.array([[4, 5]])))
+    np.testing.assert_array_equal(embs[0, 1], np.full(3, wanted))
+    np.testing.assert_array_equal(embs[0, 0], layer.emb_var[...][4])
+
+
+def test_both_lookups_have_the_same_vectors_and_gradients():
+    ids, cotangent = jnp.array([[1, 4, 1]]), jnp.arange(9.0).reshape(1, 3, 3)
+
+    def outputs_and_gradient(lookup_style):
+        model = NnxModel(functools.partial(layers.Embedding, 5, 3, lookup_style=lookup_style))
+        mdl_vars = {"params": {"emb_var": jnp.arange(15.0).reshape(5, 3)}, "non_trainable": {}}
+        outputs, pull = jax.vjp(lambda v: model.module(v)(ids), mdl_vars)
+        return outputs, pull(cotangent)[0]["params"]["emb_var"]
+
+    for found, wanted in zip(*map(outputs_and_gradient, ("index", "matmul")), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_positions_left_out_are_those_from_zero():
+    rows, x = jnp.arange(5)[None], IN["heads"]
+    sinusoids, rotary = layers.PositionalEmbedding(8), layers.RotaryPositionalEmbedding(6)
+    learned = layers.TrainablePositionalEmbedding(7, 4, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(sinusoids(rows), sinusoids(seq_length=5))
+    np.testing.assert_array_equal(learned(rows), learned(seq_length=5))
+    np.testing.assert_array_equal(rotary(x, rows), rotary(x))
+    assert not np.allclose(rotary(x, rows), rotary(x, rows + 1))
+
+
+def test_sinusoids_far_ahead_stay_exact():
+    far = jnp.array([[1000, 1001, 4095]])
+    found = np.asarray(layers.PositionalEmbedding(4)(far))[0]
+    frequency = np.array([1.0, 1e-4])
+    angle = np.asarray(far, np.float64)[0][:, None] * frequency
+    np.testing.assert_allclose(
+        found, np.concatenate([np.sin(angle), np.cos(angle)], axis=-1), atol=3e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (
+            lambda r: layers.Embedding(5, 3, lookup_style="indx", rngs=r),
+            r"Embedding\.lookup_style is 'indx'.*index",
+        ),
+        (
+            lambda r: layers.TrainablePositionalEmbedding(5, 3, lookup_style="x", rngs=r),
+            r"TrainablePositionalEmbedding\.lookup_style is 'x'",
+        ),
+        (lambda r: layers.PositionalEmbedding(0), r"PositionalEmbedding\.embedding_dims is 0"),
+        (
+            lambda r: layers.PositionalEmbedding(4, max_timescale=0.5),
+            r"PositionalEmbedding: min_timescale is 1.0 and max_timescale 0.5",
+        ),
+        (
+            lambda r: layers.RotaryPositionalEmbedding(4, min_timescale=0),
+            r"RotaryPositionalEmbedding: min_timescale is 0",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build(nnx.Rngs(0))

@@ -1,0 +1,192 @@
+"""The encoder-decoder: the real Pax's numbers, meshes, decoding from a cache, wrong settings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from praxis_lite import ConfigError, layers
+from praxis_lite.decode import BeamSearch, Greedy
+from praxis_lite.models import NnxModel
+from tests.support.mesh_runs import assert_near, drawn, run_layers
+from tests.support.pax_options import flat, mdl_vars_from, pax_options
+
+partial = functools.partial
+STACKS = {
+    f"{part}_stacked_transformer_tpl": layers.StackedTransformer for part in ("encoder", "decoder")
+}
+MODEL = partial(layers.TransformerEncoderDecoder, 7, 4, 6, 2, 2, 1, **STACKS)
+PADDINGS = ("input_paddings", "target_paddings")
+SEGMENTS = (
+    "input_segment_ids", "input_segment_pos", "target_segment_ids", "target_segment_pos"
+)
+PAX = {
+    "plain": (MODEL, PADDINGS),
+    "packed": (MODEL, PADDINGS + SEGMENTS),
+    "separate": (
+        partial(
+            MODEL,
+            encoder_embedding_tpl=layers.Embedding,
+            decoder_embedding_tpl=layers.Embedding,
+            softmax_tpl=layers.FullSoftmax,
+            position_emb_tpl=None,
+            encoder_position_emb_tpl=partial(
+                layers.TrainablePositionalEmbedding, max_seq_length=6
+            ),
+            decoder_position_emb_tpl=layers.PositionalEmbedding,
+        ),
+        PADDINGS,
+    ),
+    "decoder_embedding": (
+        partial(MODEL, decoder_embedding_tpl=layers.Embedding, softmax_tpl=layers.FullSoftmax),
+        PADDINGS,
+    ),
+}
+
+
+def test_every_case_of_the_real_pax_is_compared():
+    assert set(PAX) == set(pax_options("encoder_decoders")) - {""}
+
+
+@pytest.mark.parametrize("name", PAX)
+def test_losses_and_gradients_equal_pax(name):
+    numbers, (build, names) = pax_options("encoder_decoders"), PAX[name]
+    case, inputs = numbers[name], numbers[""]["in"]
+    model, given = NnxModel(build), {name: inputs[name] for name in names}
+    ids = [inputs[name] for name in ("inputs", "targets", "labels", "weights")]
+
+    def objective(params):
+        module = model.module({"params": params, "non_trainable": {}})
+        outputs = module.compute_loss(*ids, **given)
+        return outputs["total_loss"], outputs
+
+    grads, outputs = jax.jit(jax.grad(objective, has_aux=True))(
+        mdl_vars_from(model, case)["params"]
+    )
+    for path, wanted in case["out"].items():
+        np.testing.assert_allclose(outputs[path], wanted, rtol=1e-5, atol=3e-6, err_msg=path)
+    assert_near(flat(grads), case["grad"], tolerance=5e-6)
+
+
+SMALL = partial(layers.TransformerEncoderDecoder, 11, 6, 10, 2, 1, 1)
+RNG = np.random.default_rng(3)
+SOURCES = RNG.integers(2, 11, (3, 4), dtype=np.int32)
+IS_PADDING = np.asarray([[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]], np.float32)
+
+
+def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
+    model, num_steps = NnxModel(SMALL), 5
+    mdl_vars = drawn(model)
+    beginnings, lengths = np.asarray([[1, 7], [1, 0], [1, 3]], np.int32), np.asarray([2, 1, 2])
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    @partial(jax.jit, static_argnums=1)
+    def decode(mdl_vars, decoder):
+        given = model.module(mdl_vars).given(SOURCES, input_paddings=IS_PADDING)
+        return decoder(given, jnp.asarray(beginnings), jnp.asarray(lengths), keys)
+
+    @jax.jit
+    def log_probs_of(mdl_vars, targets):
+        logits = model.module(mdl_vars)(SOURCES, targets, input_paddings=IS_PADDING)[0]
+        return jax.nn.log_softmax(logits)
+
+    greedy = decode(mdl_vars, Greedy(max_decode_steps=num_steps))
+    targets = np.zeros((3, 2 + num_steps), np.int32)
+    targets[:, :2] = beginnings
+    for step in range(num_steps):
+        log_probs = np.asarray(log_probs_of(mdl_vars, targets))
+        for row, length in enumerate(lengths):
+            at = length + step
+            targets[row, at] = log_probs[row, at - 1].argmax()
+    for row, length in enumerate(lengths):
+        wanted = targets[row, length : length + num_steps]
+        np.testing.assert_array_equal(greedy["output_ids"][row, 0], wanted)
+
+    # Beams are reordered at each step, and what is encoded with them: they stay with their row.
+    # Their prompts come a token at a time, the greedy ones in one pass.
+    beam_search = BeamSearch(
+        max_decode_steps=num_steps, min_decode_steps=num_steps - 1, beam_size=3, eos_id=1,
+        fprop_for_prefix=False,
+    )
+    beams = decode(mdl_vars, beam_search)
+    for outputs in (greedy, beams):
+        for hyp in range(outputs["output_ids"].shape[1]):
+            for row, length in enumerate(lengths):
+                targets[row, length : length + num_steps] = outputs["output_ids"][row, hyp]
+            log_probs = np.asarray(log_probs_of(mdl_vars, targets))
+            for row, length in enumerate(lengths):
+                num_new = outputs["decode_lengths"][row, hyp]
+                at = np.arange(length - 1, length + num_new - 1)
+                wanted = log_probs[row, at, targets[row, at + 1]]
+                found = outputs["logprobs"][row, hyp, :num_new]
+                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+BATCH = ("replica", "data")
+SPLIT_BLOCK = partial(
+    layers.Transformer,
+    tr_atten_tpl=partial(
+        layers.DotProductAttention,
+        use_bias=False,  # Of the keys' biases the gradient is rounding alone.
+        weight_split_dims_mapping=("data", "mdl", None),
+        activation_split_dims_mapping=(BATCH, None, "mdl", None),
+        output_split_dims_mapping=(BATCH, None, None),
+    ),
+    tr_fflayer_tpl=partial(
+        layers.TransformerFeedForward,
+        weight_split_dims_mapping=("data", "mdl"),
+        hidden_split_dims_mapping=(BATCH, None, "mdl"),
+        activation_split_dims_mapping=(BATCH, None, None),
+    ),
+)
+
+
+def test_sharded_equals_unsharded():
+    """Of sizes that the mesh does not divide."""
+    rows, vocab, dims = 7, 11, 9
+    source = np.random.default_rng(5).integers(0, vocab, (rows, 3), dtype=np.int32)
+    targets = np.random.default_rng(6).integers(0, vocab, (rows, 4), dtype=np.int32)
+    paddings = np.zeros((rows, 3), np.float32)
+    paddings[::2, -1] = 1.0
+
+    def call(module, x, key):
+        encoded = module.encode(source, input_paddings=paddings) + x
+        return module.softmax(
+            module.decode(targets, encoded=encoded, input_paddings=paddings)[0]
+        )
+
+    build = partial(
+        layers.TransformerEncoderDecoder, vocab, dims, 13, 3, 1, 1, dim_per_head=3,
+        encoder_layer_tpl=SPLIT_BLOCK, decoder_layer_tpl=SPLIT_BLOCK, **STACKS,
+        softmax_tpl=partial(
+            layers.SharedEmbeddingSoftmax,
+            weight_split_dims_mapping=("data", "mdl"),
+            activation_split_dims_mapping=(BATCH, None, "mdl"),
+            lookup_split_dims_mapping=(BATCH, None, None),
+        ),
+    )
+    x = np.random.default_rng(7).normal(size=(rows, 3, dims)).astype(np.float32)
+    sharded, whole = (run_layers({"": (build, call, x)}, shape) for shape in ((1, 4, 2), None))
+    assert_near(sharded, whole, tolerance=5e-6)
+
+
+WRONG = {
+    r"TransformerEncoderDecoder\.num_decoder_layers is 0": lambda r: (
+        layers.TransformerEncoderDecoder(11, 6, 10, 2, 1, 0, rngs=r)
+    ),
+    r"has a position_emb_tpl.*encoder_position_emb_tpl.*position_emb_tpl=None": lambda r: SMALL(
+        encoder_position_emb_tpl=layers.PositionalEmbedding, rngs=r
+    ),
+    r"TransformerEncoderDecoder\.num_layers is 1, but the pattern has 2": lambda r: SMALL(
+        encoder_layer_tpl=[layers.Transformer, layers.Transformer], rngs=r
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_setting_names_the_layer_and_the_setting(message):
+    with pytest.raises(ConfigError, match=message):
+        WRONG[message](nnx.Rngs(0))

@@ -1,0 +1,173 @@
+"""Convolutions: the real Pax's numbers, NumPy, numeric gradients, meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.test_util import check_grads
+
+from praxis_lite import ConfigError, layers
+from praxis_lite.models import NnxModel
+from tests.support.mesh_runs import assert_near, drawn, run_layers
+from tests.support.pax_options import assert_equals_pax
+
+partial = functools.partial
+CONV = layers.Conv2D
+DEPTHWISE = partial(layers.DepthwiseConv1D, (3, 3, 2))
+PAX = {
+    "conv_same_stride": partial(CONV, (3, 3, 3, 2), (2, 2)),
+    "conv_tf_stride": partial(CONV, (3, 3, 3, 2), (2, 2), tf_equivalent_padding=True, bias=True),
+    "conv_even_kernel_dilated": partial(CONV, (2, 4, 3, 2), dilations=(2, 1)),
+    "conv_causal": partial(CONV, (3, 2, 3, 2), tf_equivalent_padding=True, is_causal=True),
+    "conv_valid_bias": partial(CONV, (2, 3, 3, 2), padding="VALID", bias=True),
+    "conv_depthwise": partial(CONV, (3, 3, 1, 6)),
+    "conv_weight_norm": partial(CONV, (1, 2, 3, 2), weight_norm_tpl=layers.WeightNormL2),
+    "conv_bn_act_train": partial(layers.ConvBNAct, (3, 3, 3, 2), activation="gelu"),
+    "depthwise_causal": partial(DEPTHWISE, is_causal=True, bias=True),
+    "depthwise_dilated": partial(DEPTHWISE, rhs_dilation_rate=2),
+}
+
+
+@pytest.mark.parametrize("name", PAX)
+def test_outputs_and_gradients_equal_pax(name):
+    def call(module, x, paddings):
+        if name == "depthwise_causal":
+            return module(x, paddings)
+        return module(x, key=jax.random.key(0)) if "train" in name else module(x)
+
+    assert_equals_pax("vision", name, PAX[name], call)
+
+
+def test_valid_convolution_equals_numpy():
+    rng = np.random.default_rng(1)
+    layer = CONV((2, 3, 5, 7), (1, 2), padding="VALID", bias=True, rngs=nnx.Rngs(0))
+    layer.b.set_value(jnp.arange(7.0))
+    x, w = rng.normal(size=(3, 4, 9, 5)).astype(np.float32), np.asarray(layer.w[...])
+    wanted = np.zeros((3, 3, 4, 7)) + np.arange(7.0)
+    for row in range(3):
+        for column in range(4):
+            patch = x[:, row : row + 2, 2 * column : 2 * column + 3]
+            wanted[:, row, column] += np.einsum("bhwc,hwcd->bd", patch, w)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_causal_convolution_sees_no_later_time():
+    x = np.random.default_rng(2).normal(size=(1, 7, 3)).astype(np.float32)
+    changed = x.copy()
+    changed[:, 4] += 1.0
+    layer = DEPTHWISE(is_causal=True, rhs_dilation_rate=2, rngs=nnx.Rngs(0))
+    moved = np.abs(layer(jnp.asarray(changed)) - layer(jnp.asarray(x))).max(axis=(0, 2))
+    np.testing.assert_array_equal(moved > 1e-6, [0, 0, 0, 0, 1, 0, 1])  # A rate of 2.
+
+
+def test_weight_norm_makes_columns_of_the_stated_length():
+    norm = layers.WeightNormL2(3, rngs=nnx.Rngs(0))
+    norm.g.set_value(jnp.asarray([0.0, 1.0, -0.5]))
+    w = norm(jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 5, 3)), jnp.float32))
+    np.testing.assert_allclose(np.sqrt(np.square(w).sum((0, 1, 2))), [1.0, 2.0, 0.5], rtol=1e-6)
+
+
+# Images, channels in and out: the mesh's 4 and 2 devices divide these, and do not.
+SIZES = {"even": (8, 4, 6), "uneven": (7, 3, 5)}
+PLACE = (("replica", "data"), None, None, "mdl")
+
+
+def cases(sizes: str):
+    num_images, channels, outputs = SIZES[sizes]
+    x = np.random.default_rng(4).normal(size=(num_images, 5, 3, channels)).astype(np.float32)
+    split = {
+        "weight_split_dims_mapping": (None, None, "data", "mdl"),
+        "activation_split_dims_mapping": PLACE,
+    }
+    shape = (3, 3, channels, outputs)
+
+    def call(module, x, key):
+        return module(x)
+
+    def train(module, x, key):
+        return module(x, key=key)
+
+    return {
+        "conv": (partial(CONV, shape, (2, 1), bias=True, **split), call, x),
+        "depthwise": (
+            partial(
+                CONV, (3, 3, 1, 2 * channels), weight_split_dims_mapping=(None, None, None, "mdl"),
+                activation_split_dims_mapping=PLACE,
+            ),
+            call, x,
+        ),
+        "conv_bn_act": (partial(layers.ConvBNAct, shape, (2, 1), **split), train, x),
+        "depthwise_1d": (
+            partial(
+                layers.DepthwiseConv1D, (3, channels, 2), bias=True, is_causal=True,
+                weight_split_dims_mapping=(None, None, "mdl"),
+                activation_split_dims_mapping=(("replica", "data"), None, "mdl"),
+            ),
+            call, x[:, :, 0],
+        ),
+    }
+
+
+results = functools.cache(lambda sizes, mesh_shape: run_layers(cases(sizes), mesh_shape))
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 4, 2), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", cases("even"))
+def test_sharded_equals_unsharded(name, sizes, mesh_shape):
+    assert_near(results(sizes, mesh_shape)[name], results(sizes, None)[name], tolerance=5e-6)
+
+
+@pytest.mark.parametrize("name", ["conv", "depthwise_1d"])
+def test_bfloat16_is_close_to_float32(name):
+    build, call, x = cases("even")[name]
+    model = NnxModel(build)
+    run = jax.jit(lambda mdl_vars, x: call(model.module(mdl_vars), x, None))
+    mdl_vars = drawn(model)
+    half, whole = run(mdl_vars, x.astype(jnp.bfloat16)), run(mdl_vars, x)
+    assert half.dtype == jnp.bfloat16
+    assert 1e-4 < np.abs(np.float32(half) - whole).max() / np.abs(whole).max() < 0.02
+
+
+def test_gradients_of_a_convolution_are_the_numeric_ones():
+    build, _, x = cases("uneven")["conv"]
+    model = NnxModel(build)
+    params = drawn(model)["params"]
+
+    def outputs(params, x):
+        return model.module({"params": params, "non_trainable": {}})(x)
+
+    check_grads(outputs, (params, x[:2]), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+WRONG = {
+    r"Conv2D\.filter_shape\[0\] is 0": lambda r: CONV((0, 3, 3, 2), rngs=r),
+    r"Conv2D\.filter_shape is \(3, 3\); wanted are 4": lambda r: CONV((3, 3), rngs=r),
+    r"Conv2D\.filter_stride is 2; wanted are 2": lambda r: CONV((1, 1, 1, 1), 2, rngs=r),
+    r"Conv2D\.padding is 'smae'.*Did you mean SAME": lambda r: CONV(
+        (1, 1, 1, 1), padding="smae", rngs=r
+    ),
+    r"Conv2D\.is_causal is True .*tf_equivalent_padding=True": lambda r: CONV(
+        (1, 1, 1, 1), is_causal=True, rngs=r
+    ),
+    r"Conv2D\.filter_shape is \(1, 1, 2, 2\) and the inputs .*\(1, 4, 4, 3\)": lambda r: CONV(
+        (1, 1, 2, 2), rngs=r
+    )(jnp.ones((1, 4, 4, 3))),
+    r"ConvBNAct\.activation is 'rellu'.*relu": lambda r: layers.ConvBNAct(
+        (1, 1, 1, 1), activation="rellu", rngs=r
+    ),
+    r"DepthwiseConv1D\.filter_shape\[2\] is 0": lambda r: layers.DepthwiseConv1D(
+        (3, 3, 0), rngs=r
+    ),
+    r"DepthwiseConv1D\.rhs_dilation_rate is 0": lambda r: DEPTHWISE(rhs_dilation_rate=0, rngs=r),
+    r"WeightNormL2\.dim is 0": lambda r: layers.WeightNormL2(0, rngs=r),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_setting_names_the_layer_and_the_setting(message):
+    with pytest.raises(ConfigError, match=message):
+        WRONG[message](nnx.Rngs(0))

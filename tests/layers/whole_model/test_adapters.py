@@ -1,0 +1,314 @@
+"""LoRA: begins as the base layer, learns alone, merges; in stacks, on meshes, in softmaxes."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from praxis_lite import ConfigError, layers
+from praxis_lite.layers import BaseLayer, adapted, lora, merge_adapters
+from praxis_lite.layers.base_layer import variables
+from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
+from praxis_lite.models import NnxModel
+from praxis_lite.models.model import spec_leaves
+from praxis_lite.models.nnx_model import mdl_vars_of
+from tests.support.mesh_runs import assert_near, run_layers
+
+partial = functools.partial
+PROJECTION = partial(layers.AttentionProjection, 5, 3, 4)
+SPLIT_DNK = {"weight_split_dims_mapping": ("data", "mdl", None)}
+# What builds the base layer, and the shape of its inputs.
+CASES = {
+    "linear": (partial(layers.Linear, 5, 7), (2, 3, 5)),
+    "feed_forward": (partial(layers.FeedForward, 5, 7, activation="gelu"), (2, 3, 5)),
+    "einsum_per_expert": (
+        partial(layers.Einsum, "ebd,edf->ebf", (2, 5, 3), has_bias=True), (2, 4, 5)
+    ),
+    "einsum_into_heads": (partial(layers.Einsum, "...d,nkd->...nk", (2, 3, 5)), (2, 4, 5)),
+    "query": (PROJECTION, (2, 3, 5)),
+    "query_flat": (
+        partial(PROJECTION, attention_combine_dims=True, use_bias=False), (2, 3, 5)
+    ),
+    "post": (partial(PROJECTION, is_output_projection=True), (2, 3, 3, 4)),
+    "post_nhd": (
+        partial(PROJECTION, is_output_projection=True, use_nhd_shape=True), (2, 3, 3, 4)
+    ),
+    "post_flat": (
+        partial(
+            PROJECTION, is_output_projection=True, attention_combine_dims=True, use_bias=False
+        ),
+        (2, 3, 3, 4),
+    ),
+    "one_head": (partial(layers.OneHeadedAttentionProjection, 5, 4), (2, 3, 5)),
+    "combined_qkv": (partial(layers.CombinedQKVProjectionLayer, 5, 3, 4), (2, 3, 5)),
+    "combined_qkv_flat": (
+        partial(layers.CombinedQKVProjectionLayer, 5, 3, 4, attention_combine_dims=True),
+        (2, 3, 5),
+    ),
+}
+
+
+def draw(shape, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def draw_adapters(module):
+    """Draws every lora_b, which is zeros at first."""
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Param) and path[-1] == "lora_b":
+            node.set_value(jnp.asarray(draw(node.shape, seed=node.size)))
+    return module
+
+
+def params_of(module) -> dict:
+    return mdl_vars_of(module)["params"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_begins_as_the_base_layer_and_merged_equals_adapted(name):
+    build, shape = CASES[name]
+    x = jnp.asarray(draw(shape))
+    base = build(rngs=nnx.Rngs(3))
+    module = lora(build, rank=2, alpha=3.0)(rngs=nnx.Rngs(3))
+    jax.tree.map(np.testing.assert_array_equal, module(x), base(x))
+
+    draw_adapters(module)
+    merged = merge_adapters(module)
+    assert type(merged) is type(base)
+    assert jax.tree.structure(params_of(merged)) == jax.tree.structure(params_of(base))
+    for found, wanted, of_base in zip(
+        *map(jax.tree.leaves, (module(x), merged(x), base(x))), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-5)
+        assert np.abs(found - of_base).max() > 0.1
+    # The module itself is as it was.
+    assert set(ADAPTER_WEIGHTS) < {str(p[-1]) for p, _ in nnx.iter_graph(module) if p}
+
+
+def test_a_linear_adds_its_product_times_alpha_over_rank():
+    module = draw_adapters(lora(layers.Linear, rank=2, alpha=3.0)(5, 7, rngs=nnx.Rngs(0)))
+    x = draw((4, 5))
+    w, a, b = (np.asarray(p[...]) for p in (module.w, module.lora_a, module.lora_b))
+    assert (a.shape, b.shape) == ((5, 2), (2, 7))
+    np.testing.assert_allclose(module(x), x @ w + 1.5 * (x @ a) @ b, rtol=1e-5, atol=1e-5)
+    half = module(x.astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(np.float32), module(x), rtol=0.03, atol=0.1)
+
+
+def test_the_product_of_the_two_is_never_made():
+    module = lora(layers.Linear, rank=2)(50, 70, rngs=nnx.Rngs(0))
+    jaxpr = str(jax.make_jaxpr(lambda x: module(x))(jnp.zeros((3, 50))))
+    assert jaxpr.count("dot_general") == 3 and "f32[3,2]" in jaxpr
+    assert jaxpr.count("f32[50,70]") == 1  # The weight.
+
+
+def splits_of(build) -> dict:
+    specs = spec_leaves(NnxModel(build).weight_specs())
+    return {path.removeprefix("params/"): spec.split_dims_mapping for path, spec in specs}
+
+
+def test_splits_come_from_the_base_weight_and_the_rank_is_whole():
+    linear = partial(layers.Linear, 5, 7, weight_split_dims_mapping=("data", "mdl"))
+    assert splits_of(lora(linear, rank=2)) == {
+        "w": ("data", "mdl"), "lora_a": ("data", None), "lora_b": (None, "mdl")
+    }
+    combined = partial(layers.CombinedQKVProjectionLayer, 5, 3, 4, use_bias=False, **SPLIT_DNK)
+    for flat, split_N in ((False, "mdl"), (True, ("mdl",))):
+        splits = splits_of(lora(partial(combined, attention_combine_dims=flat), rank=2))
+        assert splits["lora_a"] == (None, "data", None)
+        assert splits["lora_b"] == (None, None, split_N, None)
+    post = partial(PROJECTION, is_output_projection=True, use_bias=False, **SPLIT_DNK)
+    assert splits_of(lora(post, rank=2))["lora_a"] == ("mdl", None, None)
+
+
+class Block(BaseLayer):
+    """A residual feed-forward, for stacks."""
+
+    def __init__(self, *, linear_tpl=layers.Linear, rngs):
+        tpl = partial(layers.FeedForward, linear_tpl=linear_tpl, activation="tanh")
+        self.first, self.second = tpl(5, 7, rngs=rngs), tpl(7, 5, rngs=rngs)
+
+    def __call__(self, x, *, key=None, cache=None, **_):
+        return x + self.second(self.first(x)), cache
+
+
+ADAPTED_STACK = partial(layers.Repeat, lora(Block, rank=2), 3)
+
+
+def test_layers_made_after_an_adapted_one_start_as_without_it():
+    plain = Block(rngs=nnx.Rngs(0))
+    module = Block(linear_tpl=lora(layers.Linear, rank=2), rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(module.second.linear.w[...], plain.second.linear.w[...])
+    assert not np.allclose(module.first.linear.lora_a[...][0], module.second.linear.lora_a[...][0])
+
+
+def test_only_the_named_layers_are_adapted():
+    module = lora(Block, rank=2, only=("second",))(rngs=nnx.Rngs(0))
+    assert hasattr(module.second.linear, "lora_a") and not hasattr(module.first.linear, "lora_a")
+
+
+@pytest.mark.parametrize(
+    "options, only, adapted_layers",
+    [
+        ({}, ("query", "value"), {"query", "value"}),
+        ({"combine_qkv": True}, None, {"combined_qkv", "post"}),
+    ],
+)
+def test_attention_is_adapted_inside(options, only, adapted_layers):
+    build = partial(layers.DotProductAttention, 8, 2, **options)
+    module = draw_adapters(lora(build, rank=2, only=only)(rngs=nnx.Rngs(0)))
+    paths = {path for path, _ in nnx.iter_graph(module) if path and path[-1] == "lora_a"}
+    assert {path[0] for path in paths} == adapted_layers
+    x = jnp.asarray(draw((2, 3, 8)))
+    found, wanted = (layer(x)[0] for layer in (module, merge_adapters(module)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert np.abs(found - build(rngs=nnx.Rngs(0))(x)[0]).max() > 0.01
+
+
+def test_a_scanned_stack_is_adapted_per_layer_and_merges():
+    stack = draw_adapters(ADAPTED_STACK(rngs=nnx.Rngs(0)))
+    assert stack.blocks.first.linear.lora_a.shape == (3, 5, 2)
+    merged, x = merge_adapters(stack), jnp.asarray(draw((2, 4, 5)))
+    assert not {p for v in variables(merged) for p in ADAPTER_WEIGHTS if hasattr(v, p)}
+    wanted = layers.Repeat(Block, 3, rngs=nnx.Rngs(0))
+    assert jax.tree.structure(params_of(merged)) == jax.tree.structure(params_of(wanted))
+    np.testing.assert_allclose(stack(x)[0], merged(x)[0], rtol=1e-5, atol=1e-5)
+    assert np.abs(stack(x)[0] - wanted(x)[0]).max() > 0.1
+
+
+def test_only_adapters_train_and_the_loss_falls():
+    model = NnxModel(ADAPTED_STACK)
+    params = first = model.init(jax.random.key(0))["params"]
+    x = jnp.asarray(draw((16, 5)))
+    target = jnp.asarray(draw((16, 5), seed=1))
+    is_adapter = jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in ADAPTER_WEIGHTS, params
+    )
+    is_frozen = jax.tree.map(lambda keep: not keep, is_adapter)
+    optimizer = optax.chain(
+        optax.masked(optax.adam(0.05), is_adapter), optax.masked(optax.set_to_zero(), is_frozen)
+    )
+
+    @jax.jit
+    def step(params, state):
+        def objective(params):
+            outputs = model.module({"params": params, "non_trainable": {}})(x)[0]
+            return jnp.mean(jnp.square(outputs - target))
+
+        loss, grads = jax.value_and_grad(objective)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = optimizer.init(params), []
+    for _ in range(40):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.6 * losses[0]
+    for (path, found), start, adapter in zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        jax.tree.leaves(first),
+        jax.tree.leaves(is_adapter),
+        strict=True,
+    ):
+        assert np.array_equal(found, start) == (not adapter), path
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size):
+    build = partial(layers.SharedEmbeddingSoftmax, 13, 5, chunk_size=chunk_size)
+    module = draw_adapters(lora(build, rank=2, alpha=1.0)(rngs=nnx.Rngs(0)))
+    merged = merge_adapters(module)
+    x, ids = jnp.asarray(draw((2, 3, 5))), jnp.array([[1, 12, 0], [3, 3, 7]])
+    np.testing.assert_allclose(module.emb_lookup(ids), merged.emb_lookup(ids), atol=1e-5)
+    np.testing.assert_allclose(module(x), merged(x), atol=1e-4)
+
+    @jax.jit
+    def loss_and_x_grad(module, x):
+        def loss(x):
+            return module.compute_loss(x, ids, jnp.ones((2, 3)))["avg_xent"]
+
+        return jax.value_and_grad(loss)(x)
+
+    for found, wanted in zip(loss_and_x_grad(module, x), loss_and_x_grad(merged, x), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def mesh_cases() -> dict:
+    B, D, V = 7, 5, 13  # None of which the mesh divides.
+    batch = ("replica", "data")
+    split = {
+        "weight_split_dims_mapping": ("data", "mdl"),
+        "activation_split_dims_mapping": (batch, None, "mdl"),
+    }
+    ids = np.arange(B * 3).reshape(B, 3) % V
+
+    def loss(module, x, key):
+        outputs = module.compute_loss(x + module.emb_lookup(ids), ids, jnp.ones(ids.shape))
+        return outputs["per_example_xent"]
+
+    def apply(module, x, key):
+        return module(x)
+
+    def stacked_heads(module, x, key):
+        return jnp.stack(module(x))
+
+    x = draw((B, 3, D))
+    shared = partial(layers.SharedEmbeddingSoftmax, V, D, **split)
+    combined = partial(layers.CombinedQKVProjectionLayer, D, 3, 4, **SPLIT_DNK)
+    return {
+        "linear": (lora(partial(layers.Linear, D, V, **split), rank=2), apply, x),
+        "combined_qkv": (lora(combined, rank=2), stacked_heads, x),
+        "softmax": (lora(shared, rank=2), loss, x),
+        "softmax_chunked": (lora(partial(shared, chunk_size=4), rank=2), loss, x),
+    }
+
+
+@functools.cache
+def results(mesh_shape: tuple[int, ...] | None):
+    return run_layers(mesh_cases(), mesh_shape)
+
+
+@pytest.mark.parametrize("name", mesh_cases())
+def test_sharded_equals_unsharded(name):
+    assert_near(results((1, 4, 2))[name], results(None)[name])
+
+
+def test_chunked_and_whole_adapted_softmaxes_have_the_same_gradients():
+    found, wanted = (results(None)[name] for name in ("softmax_chunked", "softmax"))
+    assert_near(found, wanted)
+
+
+def test_an_experiment_configures_it():
+    config = fdl.Partial(
+        layers.FeedForward, 5, 7,
+        linear_tpl=fdl.Partial(adapted, base_tpl=fdl.Partial(layers.Linear), rank=3),
+    )
+    config.linear_tpl.rank = 2
+    module = fdl.build(config)(rngs=nnx.Rngs(0))
+    assert module.linear.lora_a.shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: lora(layers.Linear, rank=0), r"lora\.rank is 0; wanted is a positive integer"),
+        (lambda: lora(layers.Linear, rank=2.0), r"lora\.rank is 2\.0"),
+        (
+            lambda: lora(layers.Bias, rank=2)(5, rngs=nnx.Rngs(0)),
+            r"nothing to adapt in Bias; wanted is one of .*'Linear'",
+        ),
+        (
+            lambda: lora(Block, rank=2, only=("third",))(rngs=nnx.Rngs(0)),
+            r"nothing to adapt in Block under the names \('third',\)",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()

@@ -1,0 +1,141 @@
+"""Jobs of plain functions through `main`: trained, stopped, resumed, evaluated and decoded."""
+
+import json
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config
+from praxis_lite.experiments.functions import SIZES, DigitsMlpFsdp
+from praxis_lite.experiments.vision import digits
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh
+from tests.support.job_runs import as_it_died, home, launch, lines_of, loaded, succeed
+
+NUM_STEPS, SAVED_EVERY = 31, 13
+SETTINGS = (
+    "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
+    f"run.checkpoint_every_steps={SAVED_EVERY}", "run.eval_every_steps=None",
+    "task.learner.learning_rate=0.01",
+)
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """Returns a job trained in one go, and one that died and went on."""
+    whole = JobDir(home() / "functions")
+    succeed(*SETTINGS, f"--job_log_dir={whole.path}")
+    resumed = as_it_died(whole, SAVED_EVERY)
+    done = succeed(*SETTINGS, f"--job_log_dir={resumed.path}")
+    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
+    return whole, resumed
+
+
+def state_of(job):
+    built = fdl.build(load_config(job.config_json.read_text()).config)
+    partitioner = Partitioner(built.task, make_mesh(built.mesh))
+    with Checkpoints(job.checkpoints) as saved:
+        restored = saved.restore(partitioner.layout, partitioner.mesh)
+    assert restored.step == NUM_STEPS
+    return jax.device_get(restored.state), partitioner.layout
+
+
+def logits_of(job):
+    """Returns logits [359, 10] of the held-out images by NumPy, with the weights of a job."""
+    state, layout = state_of(job)
+    params = jax.tree.map(
+        lambda x, true: x[tuple(slice(dim) for dim in true.shape)],
+        state.mdl_vars["params"], layout.shapes.mdl_vars["params"],
+    )
+    x = digits("heldout")["inputs"].reshape(359, 64)
+    for layer in ("0", "1", "2"):
+        x = np.maximum(x, 0.0) @ params[layer]["w"] + params[layer]["b"]
+    return x
+
+
+def test_a_job_that_died_ends_in_the_same_bits(jobs):
+    whole, resumed = jobs
+    steps = lines_of(whole.metrics_jsonl)
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    assert lines_of(resumed.metrics_jsonl) == steps
+    assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
+    (one, _), (other, _) = state_of(whole), state_of(resumed)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_evaluation_is_the_mean_over_the_true_rows_of_a_last_batch_that_is_filled_up(jobs):
+    whole, _ = jobs
+    succeed("--mode=eval", f"--job_log_dir={whole.path}")
+    trained, evaluated = lines_of(whole.eval_metrics_jsonl)
+    assert evaluated == trained
+    logits, labels = logits_of(whole), digits("heldout")["labels"]
+    assert len(labels) % 61  # Filler rows, which would be counted as some digit.
+    xent = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(labels)), labels]
+    assert evaluated["loss"] == pytest.approx(xent.mean(), abs=1e-5)
+    assert evaluated["accuracy"] == pytest.approx((logits.argmax(-1) == labels).mean(), abs=1e-6)
+    assert evaluated["accuracy"] > 0.8
+
+
+def test_decoding_writes_a_prediction_per_image(jobs):
+    whole, _ = jobs
+    done = succeed("--mode=decode", f"--job_log_dir={whole.path}")
+    assert f"decoded 359 records of heldout with the weights of step {NUM_STEPS}" in done.out
+    text = whole.decode_jsonl("heldout", NUM_STEPS).read_text()
+    labels, predicted = digits("heldout")["labels"].tolist(), logits_of(whole).argmax(-1).tolist()
+    wanted = [{"digit": d, "label": n} for d, n in zip(predicted, labels, strict=True)]
+    assert [json.loads(line) for line in text.splitlines()] == wanted
+
+
+def test_decoding_without_predict_is_refused_before_anything_compiles(jobs):
+    done = launch(
+        "--mode=decode", f"--job_log_dir={jobs[0].path}", "--set", "task.predict=None"
+    )
+    assert done.code == 2 and "LossTask.predict is not set" in done.err
+    assert done.num_compiled == 0
+
+
+def test_the_specs_and_the_rule_say_how_the_weights_split(jobs):
+    _, layout = state_of(jobs[0])
+    leaves = {leaf.path.removeprefix("mdl_vars/params/"): leaf for leaf in layout.leaves()}
+    found = {path: (tuple(leaves[path].spec), leaves[path].padded_shape) for path in ("0/w", "1/w")}
+    assert found == {
+        "0/w": (("data", "mdl"), (64, 132)), "1/w": (("mdl", "data"), (132, 68))
+    }
+    assert tuple(leaves["2/w"].spec) == (None, None)
+
+    built = fdl.build(DigitsMlpFsdp().config())
+    partitioner = Partitioner(built.task, make_mesh(built.mesh))
+    leaves = {leaf.path: leaf for leaf in partitioner.layout.leaves()}
+    # The largest dim that 8 devices divide, 64; where none does the largest, padded.
+    for layer, num_rows in enumerate((64, 136, 72)):
+        leaf = leaves[f"mdl_vars/params/{layer}/w"]
+        assert tuple(leaf.spec) == (("data", "mdl"), None)
+        assert leaf.padded_shape == (num_rows, SIZES[layer + 1])
+        assert "fsdp" in leaf.declared_by
+
+
+def test_a_stranger_on_the_command_line_hears_which_weight(tmp_path):
+    spec = "task.model.specs=[{'w': ('data', 'modl'), 'b': None}, None, None]"
+    done = launch("--exp=functions.DigitsMlp", f"--job_log_dir={tmp_path}", "--set", spec)
+    assert done.code == 2 and done.num_compiled == 0
+    words = " ".join(done.err.split())
+    assert "params/0/w: " in words and "'modl'" in words and "Did you mean mdl" in words
+
+
+def test_a_loaded_model_predicts_as_the_task_and_as_numpy_do(jobs):
+    whole, _ = jobs
+    model = loaded(whole)
+    images, labels = (digits("heldout")[name] for name in ("inputs", "labels"))
+    found = model.predict({"inputs": images, "labels": labels})
+    np.testing.assert_array_equal(found["digit"], logits_of(whole).argmax(-1))
+    assert model.decode("heldout")[:7] == [
+        {"digit": int(digit), "label": int(label)}
+        for digit, label in zip(found["digit"][:7], labels[:7], strict=True)
+    ]
+    with pytest.raises(ConfigError, match="LossTask continues no prompts"):
+        model.generate("a digit")

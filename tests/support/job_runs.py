@@ -1,0 +1,343 @@
+"""Small jobs for the tests of `main`: a user's package made on the fly, launched in this process.
+
+Everything lies in one temporary folder per process: the package `jobzoo`, its texts, jobs that
+several tests look at, and compiled programs, so that the second launch of a program is quick.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+import praxis_lite
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics import read_json_lines
+
+CHECKOUT = Path(__file__).parents[2]
+
+EXPERIMENTS = '''
+import os
+import signal
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+
+from praxis_lite.layers import rotary_lm
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.checkpoints.steps.best_checkpoints import BestCheckpoints
+from praxis_lite.decode import Sample
+from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
+from praxis_lite.inputs.numpy_data import TextWindows
+from praxis_lite.layers import set_sharding_params
+from praxis_lite.learner.learner import Learner
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+TEXTS = Path(__file__).parents[2] / "texts"
+
+
+class Windows(TextWindows):
+    """Ends the process, or the loop, at the batch that the environment names."""
+
+    def rows(self, index, rows):
+        if os.environ.get("JOBZOO_KILL_AT") == str(index):
+            os.kill(os.getpid(), getattr(signal, os.environ.get("JOBZOO_SIGNAL", "SIGKILL")))
+        if os.environ.get("JOBZOO_RAISE_AT") == str(index):
+            raise RuntimeError("the plug was pulled")
+        batch = super().rows(index, rows)
+        if os.environ.get("JOBZOO_FOREIGN_ID_AT") == str(index):
+            batch["labels"] = np.where(np.arange(len(batch["ids"]))[:, None] == 5, 300,
+                                       batch["labels"])
+        return batch
+
+
+@register
+class Tiny(Experiment):
+    """A byte LM of sizes that no mesh divides; dropout, so that the keys matter."""
+
+    corpus = fdl.Config(TextCorpus, files=f"{TEXTS}/*.txt", heldout_percent=20)
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
+
+    def task(self):
+        lm = rotary_lm(
+            vocab_size=257, model_dims=7, hidden_dims=11, num_heads=3,
+            dim_per_head=6, num_layers=2, residual_dropout_prob=0.1,
+        )
+        learner = fdl.Config(
+            Learner,
+            optimizer=fdl.Partial(optax.adamw),
+            learning_rate=fdl.Config(
+                optax.linear_schedule, init_value=3e-2, end_value=1e-3, transition_steps=20
+            ),
+            clip_gradient_norm_to_value=1.0,
+        )
+        batch = ("replica", "data")
+        return fdl.Config(
+            LanguageModelTask, model=set_sharding_params(lm), learner=learner,
+            inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+            decoder=fdl.Config(Sample, max_decode_steps=5, temperature=0.0, k=0),
+        )
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(
+                Windows, self.corpus, "train", batch_size=13, seq_len=11, shuffle=True
+            ),
+            "heldout": fdl.Config(
+                TextWindows, self.corpus, "heldout", batch_size=13, seq_len=37, shuffle=False
+            ),
+        }
+
+    def decode_datasets(self):
+        return {
+            "prompts": fdl.Config(
+                TextPrompts, self.corpus, "heldout", batch_size=5, num_prompts=3,
+                min_prompt_bytes=2, max_prompt_bytes=7,
+            )
+        }
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=7, checkpoint_every_steps=3, eval_every_steps=3
+        )
+
+
+@register
+class Averaged(Tiny):
+    """Averages its weights, keeps the best checkpoint, and stops when it gets no better."""
+
+    def task(self):
+        task = super().task()
+        task.learner.ema_decay = 0.7
+        task.learner.learning_rate = 1.0  # So high that the loss goes up and down.
+        task.learner.bprop_variable_exclusion = "final_ln/.*"
+        return task
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=9, checkpoint_every_steps=2, eval_every_steps=1,
+            max_checkpoints_to_keep=2, eval_use_ema_states=True, decode_use_ema_states=True,
+            best_checkpoints=fdl.Config(BestCheckpoints, metric="heldout/loss", max_to_keep=1),
+            early_stopping=fdl.Config(EarlyStopping, metric="heldout/loss", patience=2),
+        )
+
+
+@register
+class Wasteful(Tiny):
+    """A large weight on every device, and a dimension of which half is padding."""
+
+    def task(self):
+        task = super().task()
+        task.model.max_seq_length = 40_009
+        task.model.hidden_dims = 1
+        return task
+
+
+def ragged_arrays():
+    return {"ids": np.ones((7, 11), np.int32), "labels": np.ones((5, 11), np.int32)}
+
+
+def arrays_without_labels():
+    return {"ids": np.ones((7, 11), np.int32), "targets": np.ones((7, 11), np.int32)}
+
+
+@register
+class Ragged(Tiny):
+    """Batches whose leaves have different numbers of rows."""
+
+    def datasets(self):
+        return {"train": fdl.Config(RaggedBatches, ragged_arrays, batch_size=7, shuffle=True)}
+
+
+class RaggedBatches(InMemory):
+    """Gives what it is told, wrong as it is."""
+
+    def check(self):
+        pass
+
+    def element_spec(self):
+        leaves = {**self.arrays(), "weights": np.ones((7, 11), np.float32)}
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}
+
+
+@register
+class NoLabels(Tiny):
+    """Batches without the key `labels`."""
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(InMemory, arrays_without_labels, batch_size=7, shuffle=True)
+        }
+
+
+@register
+class RaggedArrays(Tiny):
+    """Arrays in memory that disagree."""
+
+    def datasets(self):
+        return {"train": fdl.Config(InMemory, ragged_arrays, batch_size=7, shuffle=True)}
+
+
+@register
+class NoTrain(Tiny):
+    """Nothing to train on."""
+
+    def datasets(self):
+        return {"heldout": super().datasets()["heldout"]}
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What a command line did.
+
+    Attributes:
+      code: the exit status.
+      out, err: what it printed.
+      num_compiled: programs that XLA compiled, or took from its cache.
+      seconds: how long it took.
+    """
+
+    code: int
+    out: str
+    err: str
+    num_compiled: int
+    seconds: float
+
+
+@functools.cache
+def home() -> Path:
+    """Returns the folder with the package `jobzoo`, on sys.path, and its texts."""
+    folder = Path(tempfile.mkdtemp(prefix="jobzoo_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "texts").mkdir()
+    for number in range(8):
+        lines = [f"{number + k} plus {k} makes {number + 2 * k}.\n" for k in range(37)]
+        (folder / f"texts/t{number}.txt").write_text("".join(lines))
+    (folder / "jobzoo").mkdir()
+    (folder / "jobzoo/__init__.py").touch()
+    (folder / "jobzoo/experiments.py").write_text(EXPERIMENTS)
+    sys.path.insert(0, str(folder))
+    return folder
+
+
+def launch(*argv: str, num_devices: int | None = 8) -> Launch:
+    """Runs `main` with these arguments in this process, whose eight devices it takes."""
+    from praxis_lite.main import main
+
+    env = {"XDG_CACHE_HOME": str(home() / "cache")}
+    if num_devices is not None:
+        env["JAX_NUM_CPU_DEVICES"] = str(num_devices)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before, start = _num_compiled(), time.perf_counter()
+    threshold = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        with (
+            mock.patch.dict(os.environ, env),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            main([*argv, *_packages(argv)])
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        # Other tests of this process compile anew.
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", threshold)
+        compilation_cache.reset_cache()
+    seconds = time.perf_counter() - start
+    return Launch(code, out.getvalue(), err.getvalue(), _num_compiled() - before, seconds)
+
+
+def loaded(job: JobDir, *args: Any, **settings: Any) -> praxis_lite.TrainedModel:
+    """Returns `praxis_lite.load` of a job; what its methods compile is not kept."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(home() / "cache")}):
+        model = praxis_lite.load(job.path, *args, packages=["jobzoo"], **settings)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    return model
+
+
+def succeed(*argv: str) -> Launch:
+    """Runs `main`, which must succeed and leave nothing on standard error."""
+    done = launch(*argv)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    return done
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a JSON lines file, without what the clock says."""
+    clocks = {"step_time", "examples_per_second"}
+    return [{k: v for k, v in line.items() if k not in clocks} for line in read_json_lines(path)]
+
+
+@functools.cache
+def trained() -> tuple[JobDir, Launch]:
+    """Returns a job of `Tiny`, trained to its end on (1, 4, 2); to look at, not to change."""
+    folder = home() / "trained"
+    done = succeed("--exp=jobzoo.experiments.Tiny", f"--job_log_dir={folder}")
+    return JobDir(folder), done
+
+
+def copy_of_trained(folder: Path) -> JobDir:
+    """Returns a copy of the trained job, to change."""
+    return JobDir(Path(shutil.copytree(trained()[0].path, folder)))
+
+
+def as_it_died(job: JobDir, step: int) -> JobDir:
+    """Returns a copy of a job whose process died in the steps that follow the save of `step`."""
+    copy = JobDir(Path(shutil.copytree(job.path, f"{job.path}_that_died")))
+    for saved in copy.checkpoints.iterdir():
+        if saved.name.isdigit() and int(saved.name) > step:
+            shutil.rmtree(saved)
+    return copy
+
+
+def _packages(argv: tuple[str, ...]) -> list[str]:
+    has_own = any(one == "--mode=summary" or one.startswith("--packages") for one in argv)
+    return [] if has_own else ["--packages=jobzoo"]
+
+
+def start_process(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:
+    """Starts `python -m praxis_lite.main` with the checkout and `jobzoo` on the path."""
+    whole = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}"}
+    whole |= {"XDG_CACHE_HOME": str(home() / "cache"), **(env or {})}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # As in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(
+        [sys.executable, "-m", "praxis_lite.main", *argv, *_packages(argv)],
+        cwd=cwd, env=whole, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )
+
+
+@functools.cache
+def _compilations() -> list[str]:
+    # Never unregistered: jax has no public way that leaves other listeners alone.
+    names: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **kw: names.append(name))
+    return names
+
+
+def _num_compiled() -> int:
+    return _compilations().count("/jax/core/compile/backend_compile_duration")

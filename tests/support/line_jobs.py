@@ -1,0 +1,121 @@
+"""Jobs that train in a second, on data with faults: `jobzoo.lines.Line`."""
+
+from tests.support.job_runs import home
+
+EXPERIMENTS = '''
+import os
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.inputs.base import IndexedPipeline, spec_of
+from praxis_lite.learner.learner import Learner
+from praxis_lite.models import FunctionModel
+from praxis_lite.tasks.loss import LossTask
+
+
+class Lines(IndexedPipeline):
+    """Points on a line with noise; a poisoned batch's are far off it, or no numbers."""
+
+    def __init__(self, batch_size, poisoned=(), without=(), nan_at=(), weight=None):
+        self.batch_size, self.poisoned, self.without = batch_size, poisoned, without
+        self.nan_at, self.weight = nan_at, weight
+
+    @property
+    def num_batches(self):
+        return None
+
+    def element_spec(self):
+        n = self.batch_size
+        weights = {} if self.weight is None else {"weights": ((n,), np.float32)}
+        return spec_of(inputs=((n, 5), np.float32), labels=((n,), np.float32), **weights)
+
+    def fingerprint(self):
+        return {"batch_size": self.batch_size}
+
+    def rows(self, index, rows):
+        if os.environ.get("LINES_RAISE_AT") == str(index):
+            raise RuntimeError("the plug was pulled")
+        for one in self.without:
+            index += index >= one
+        rng = np.random.default_rng(index)
+        inputs = rng.normal(size=(self.batch_size, 5)).astype(np.float32)
+        labels = inputs @ np.arange(5, dtype=np.float32)
+        labels += rng.normal(size=self.batch_size).astype(np.float32)
+        if index in self.poisoned:
+            labels *= 50
+        if index in self.nan_at:
+            labels[3] = np.nan
+        batch = {"inputs": inputs, "labels": labels}
+        if self.weight is not None:
+            batch["weights"] = np.full(self.batch_size, self.weight, np.float32)
+        return {name: leaf[rows] for name, leaf in batch.items()}
+
+
+def init(key):
+    return {"w": jnp.zeros(5) + jax.random.normal(key, (5,))}
+
+
+def loss(params, inputs, key):
+    return jnp.square(inputs["inputs"] @ params["w"] - inputs["labels"])
+
+
+@register
+class Line(Experiment):
+    """A line through noisy points; batch 15 is poisoned."""
+
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 2, 1))
+
+    def task(self):
+        learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adam), learning_rate=0.1)
+        return fdl.Config(LossTask, fdl.Config(FunctionModel, init), loss, learner)
+
+    def datasets(self):
+        return {"train": fdl.Config(Lines, batch_size=13, poisoned=(15,))}
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=29, checkpoint_every_steps=7, loss_spike_factor=20.0,
+            on_loss_spike="roll_back",
+        )
+
+
+@register
+class Scheduled(Line):
+    """A line learnt at a rate that a schedule gives."""
+
+    def task(self):
+        task = super().task()
+        task.learner.learning_rate = fdl.Config(optax.constant_schedule, 0.1)
+        return task
+
+
+@register
+class Weightless(Line):
+    """A line that is evaluated on rows which weigh nothing."""
+
+    def datasets(self):
+        heldout = fdl.Config(Lines, batch_size=13, weight=0.0)
+        return {**super().datasets(), "heldout": heldout}
+
+    def run(self):
+        return fdl.Config(RunConfig, num_train_steps=7, eval_every_steps=3, max_eval_batches=2)
+
+
+@register
+class Watched(Weightless):
+    """A line that stops early."""
+
+    def run(self):
+        run = super().run()
+        run.early_stopping = fdl.Config(EarlyStopping, metric="heldout/loss")
+        return run
+'''
+LINE = "--exp=jobzoo.lines.Line"
+(home() / "jobzoo/lines.py").write_text(EXPERIMENTS)

@@ -1,0 +1,211 @@
+"""Tiny models trained on each mesh, each by another optimizer, once for the tests that ask.
+
+All train at once, each by an auxiliary optimizer of its own: one program per mesh, for compiling is
+what takes the time.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from praxis_lite import Task
+from praxis_lite.layers import BaseLayer
+from praxis_lite.layers.base_layer import stacked
+from praxis_lite.learner import AuxiliaryOptimizer, Learner
+from praxis_lite.learner.optimizers import (
+    adafactor,
+    adam,
+    lion,
+    low_precision_slots,
+    muon_matrices,
+    soap,
+)
+from praxis_lite.partitioner import Partitioner, TrainState, steps
+from praxis_lite.sharding import MeshConfig, make_mesh
+from tests.support.lm_runs import zero_padded
+
+# Sizes, a mesh, and what splits the slots besides what splits their weights.
+RUNS = {
+    "uneven": ("uneven", (1, 4, 2), ()),
+    "even": ("even", (1, 4, 2), ()),
+    "zero1": ("uneven", (1, 2, 4), ("data",)),
+}
+NUM_LAYERS, NUM_STEPS, SAVED_STEP = 2, 5, 2
+SIZES = {
+    "even": dict(vocab_size=16, model_dims=8, hidden_dims=24),
+    "uneven": dict(vocab_size=17, model_dims=7, hidden_dims=11),
+}
+NUM_ROWS = {"even": 16, "uneven": 13}
+
+_pow = functools.partial(
+    adafactor, decay_method="pow", decay_pow=0.8, beta1=0.9, min_dim_size_to_factor=2
+)
+_muon = functools.partial(
+    optax.contrib.muon, consistent_rms=0.2, muon_weight_dimension_numbers=muon_matrices()
+)
+OPTIMIZERS = {
+    "sgd": optax.sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "nesterov": functools.partial(optax.sgd, momentum=0.9, nesterov=True),
+    "adagrad": optax.adagrad,
+    "adam": optax.adam,
+    "adamw": functools.partial(optax.adamw, weight_decay=0.1),
+    "pax_adam": functools.partial(adam, clip_threshold=0.5, weight_decay=0.1),
+    "optax_adafactor": functools.partial(
+        optax.adafactor, min_dim_size_to_factor=2, momentum=0.9
+    ),
+    "adafactor_float32": functools.partial(
+        _pow, quantized_dtype="float32", multiply_by_parameter_scale=True
+    ),
+    "adafactor_bfloat16": functools.partial(_pow, quantized_dtype="bfloat16"),
+    "adafactor_int8": functools.partial(
+        _pow, decay_method="adam", decay_adam=0.99, layerwise_adaptation=True
+    ),
+    "adafactor_whole": functools.partial(_pow, factored=False),
+    "lamb": functools.partial(optax.lamb, weight_decay=0.1),
+    "lars": functools.partial(optax.lars, weight_decay=0.1, trust_coefficient=0.1),
+    "lion": lion,
+    "soap": functools.partial(soap, precondition_frequency=2, max_precond_dim=8),
+    "muon": _muon,
+    "schedule_free": functools.partial(optax.contrib.schedule_free_adamw, weight_decay=0.1),
+    "low_precision": functools.partial(low_precision_slots, optimizer=optax.adamw),
+    # Two optimizers in one model, and weights that are frozen.
+    "two": optax.adamw,
+    "partly_frozen": optax.adamw,
+}
+FROZEN = "partly_frozen/(emb_var|blocks/b)"
+
+class Tiny(BaseLayer):
+    """An embedding that is the softmax too, and blocks side by side in one stack."""
+
+    def __init__(self, vocab_size, model_dims, hidden_dims, data_axis, *, rngs):
+        self.emb_var = self.weight((vocab_size, model_dims), ("mdl", data_axis), rngs=rngs)
+        block = functools.partial(TinyBlock, model_dims, hidden_dims, data_axis)
+        keys = jax.random.split(rngs(), NUM_LAYERS)
+        self.blocks = stacked(jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys), None)
+
+    def __call__(self, ids):
+        blocks, x = self.blocks, self.emb_var[...][ids]
+        hidden = jnp.tanh(jnp.einsum("bd,ldh->blh", x, blocks.w[...]) + blocks.b[...][None])
+        x = x + jnp.einsum("blh,ldh->bd", hidden, blocks.w[...])
+        return jax.nn.log_softmax(x @ self.emb_var[...].T)
+
+
+class TinyBlock(BaseLayer):
+    def __init__(self, model_dims, hidden_dims, data_axis, *, rngs):
+        self.w = self.weight((model_dims, hidden_dims), (data_axis, "mdl"), rngs=rngs)
+        self.b = self.weight((hidden_dims,), ("mdl",), rngs=rngs)
+
+
+class Models(BaseLayer):
+    """A model per optimizer."""
+
+    def __init__(self, *args, rngs):
+        for name in OPTIMIZERS:
+            setattr(self, name, Tiny(*args, rngs=rngs))
+
+
+class TinyTask(Task):
+    """The sum of the models' cross-entropies."""
+
+    def compute_loss(self, model, inputs, key):
+        # One pass for all the models: compiled apart they would take longer than the optimizers.
+        models = [getattr(model, name) for name in OPTIMIZERS]
+        together = jax.tree.map(lambda *weights: jnp.stack(weights), *models)
+        log_probs = jax.vmap(lambda one: one(inputs["ids"]))(together)
+        of_labels = jax.nn.one_hot(inputs["labels"], log_probs.shape[-1])
+        num_rows = len(inputs["ids"])
+        loss = -jnp.einsum("nbv,bv->", log_probs, of_labels) / num_rows
+        return {"loss": (loss, jnp.float32(num_rows))}
+
+
+def task_of(size, slot_mesh_axes=()):
+    main, *others = OPTIMIZERS
+    learner = Learner(
+        OPTIMIZERS[main],
+        _rate,
+        auxiliary_optimizers=[
+            *(
+                AuxiliaryOptimizer(
+                    f"{name}/(emb_var|blocks/b)" if name == "two" else f"{name}/",
+                    OPTIMIZERS[name], _rate, name,
+                )
+                for name in others
+            ),
+            AuxiliaryOptimizer("two/blocks/w", _muon, _rate, "two_matrices"),
+        ],
+        bprop_variable_exclusion=FROZEN,
+        ema_decay=0.9,
+        slot_mesh_axes=slot_mesh_axes,
+    )
+    # ZeRO-1 is for weights that the data axis does not split.
+    data_axis = None if slot_mesh_axes else "data"
+    return TinyTask(
+        functools.partial(Models, *SIZES[size].values(), data_axis),
+        learner,
+        inputs_split_mapping={"map_1d": (("replica", "data"),)},
+    )
+
+
+def _rate(count):
+    return 0.02 / (1.0 + count)
+
+
+def batches(size):
+    rng, rows = np.random.default_rng(11), NUM_ROWS[size]
+    draw = functools.partial(rng.integers, SIZES[size]["vocab_size"], size=rows, dtype=np.int32)
+    return [{"ids": draw(), "labels": draw()} for _ in range(NUM_STEPS)]
+
+
+@functools.cache
+def one_device(size):
+    """Returns the states of a run without a mesh, before and after each step, in NumPy."""
+    task = task_of(size)
+    rng = np.random.default_rng(12)
+    mdl_vars = jax.tree.map(
+        lambda x: rng.normal(scale=0.5, size=x.shape).astype(x.dtype),
+        jax.eval_shape(lambda: task.model.init(jax.random.key(0))),
+    )
+    specs = task.model.weight_specs()["params"]
+    opt_states = jax.jit(lambda params: task.learner.init(params, specs))(mdl_vars["params"])
+    history = [TrainState(np.int32(0), mdl_vars, opt_states)]
+    step = jax.jit(lambda *args: steps.train_step(task, *args)[0])
+    for one in batches(size):
+        history.append(step(history[-1], one, jax.random.key(0)))
+    return jax.device_get(history)
+
+
+class Run(NamedTuple):
+    size: str
+    partitioner: Partitioner
+    step: jax.stages.Compiled
+    saved: TrainState  # of step SAVED_STEP, on the mesh
+    last: TrainState
+
+
+@functools.cache
+def trained(name):
+    """Returns a run that starts from the weights and slots of `one_device`."""
+    size, shape, slot_mesh_axes = RUNS[name]
+    partitioner = Partitioner(
+        task_of(size, slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape))
+    )
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(size)[0])
+    step = partitioner.lower("train", structs).compile()
+    padded = jax.tree.map(zero_padded, one_device(size)[0], partitioner.layout.padded_shapes)
+    state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
+    state = continued(partitioner, step, state, size, 0, SAVED_STEP)
+    saved = jax.tree.map(lambda x: x.copy(), state)  # The next step donates.
+    last = continued(partitioner, step, state, size, SAVED_STEP, NUM_STEPS)
+    return Run(size, partitioner, step, saved, last)
+
+
+def continued(partitioner, step, state, size, first, last):
+    for one in batches(size)[first:last]:
+        state, _ = step(state, partitioner.global_batch(one), partitioner.key(0))
+    return state

@@ -1,0 +1,79 @@
+"""Numbers of the real Pax, for option values that the goldens lack; kept beside the tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.interop.pax import mdl_vars_from_pax
+from praxis_lite.models import NnxModel
+from praxis_lite.models.model import MdlVars
+from praxis_lite.models.nnx_model import mdl_vars_of
+from tests.support.mesh_runs import assert_near
+
+Arrays = dict[str, dict[str, np.ndarray]]
+
+
+def pax_options(name: str) -> dict[str, Arrays]:
+    """Returns, by case and kind, the arrays by path in tests/layers/pax_options/NAME.npz.
+
+    Kinds: w (weights), stat (statistics before), new (after), out, grad (of weights), gin (of x).
+    The inputs under "in" are those of all cases.
+    """
+    arrays: dict[str, Arrays] = {}
+    with np.load(Path(__file__).parents[1] / f"layers/pax_options/{name}.npz") as file:
+        for entry in file.files:
+            case, kind, path = ("", *entry.split("/")) if entry.startswith("in/") else (
+                entry.split("/", 2)
+            )
+            arrays.setdefault(case, {}).setdefault(kind, {})[path] = file[entry]
+    return arrays
+
+
+def mdl_vars_from(model: NnxModel, case: Arrays) -> MdlVars:
+    """Returns our variables with Pax's values; each has its place and none is left."""
+    pax_vars = {"params": case.get("w", {}), "non_trainable": case.get("stat", {})}
+    return jax.tree.map(jnp.asarray, mdl_vars_from_pax(model, pax_vars))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the leaves of nested dicts by path."""
+    if not isinstance(tree, dict):
+        return {prefix.removesuffix("/"): tree}
+    return {k: v for name, node in tree.items() for k, v in flat(node, f"{prefix}{name}/").items()}
+
+
+def assert_equals_pax(
+    file: str, name: str, build: Callable[..., Any], call: Callable[..., jax.Array], *, jit=True
+) -> None:
+    """Checks outputs, gradients (of weights and x) and new statistics of a case.
+
+    Args:
+      build: called with `rngs`, returns our layer.
+      call: called with (module, x, paddings), returns the outputs.
+    """
+    numbers, model = pax_options(file), NnxModel(build)
+    case, inputs = numbers[name], numbers[""]["in"]
+    mdl_vars, y = mdl_vars_from(model, case), case["out"]["y"]
+    x = next(a for p, a in inputs.items() if p[0] == "x" and a.shape == case["gin"]["x"].shape)
+    paddings = next((a for a in inputs.values() if a.shape == x.shape[:2]), None)
+    cotangent = np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
+
+    def objective(params: Any, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        module = model.module({**mdl_vars, "params": params})
+        outputs = call(module, x, paddings)
+        return jnp.sum(outputs * cotangent), (outputs, mdl_vars_of(module)["non_trainable"])
+
+    gradients = jax.grad(objective, argnums=(0, 1), has_aux=True)
+    grads, (outputs, statistics) = (jax.jit(gradients) if jit else gradients)(
+        mdl_vars["params"], jnp.asarray(x)
+    )
+    assert_near(outputs, y)
+    if "new" in case or "stat" not in case:
+        assert_near(flat(statistics), case.get("new", {}))
+    if "grad" in case or "w" not in case:
+        assert_near(grads[1], case["gin"]["x"], tolerance=5e-6)
+        assert_near(flat(grads[0]), case.get("grad", {}), tolerance=5e-6)
