@@ -29,6 +29,26 @@ class LastStepUnsound(ConfigError):
     exit_status = 3
 
 
+def require(
+    condition: bool, setting: str, found: object, wanted: str, change: str = ""
+) -> None:
+    """Checks a setting: "SETTING is FOUND; wanted is WANTED. CHANGE".
+
+    Args:
+      condition: False: the setting is wrong.
+      setting: its path or name, such as "Linear.num_heads" or "run.seed".
+      found: its value; shortened and printable in the message.
+      wanted: in a few words: "a positive integer".
+      change: what to do, as whole sentences, where that does not follow from `wanted`.
+
+    Raises:
+      ConfigError: the condition is False.
+    """
+    if not condition:
+        said = f"{setting} is {shown(repr(found))}; wanted is {wanted}."
+        raise ConfigError(f"{said} {change}".rstrip())
+
+
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """Returns ' Did you mean a, b?' with the candidates nearest to `name`, or ''."""
     near = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.sharding import SplitDims
 from praxis_lite.sharding.split_dims import DimSplit
@@ -251,10 +251,8 @@ def require_positive(layer: object, **sizes: int) -> None:
       ConfigError: one is not a positive integer; names the layer's class and the setting.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(
-                f"{type(layer).__name__}.{name} is {size!r}; wanted is a positive integer."
-            )
+        is_right = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        require(is_right, f"{type(layer).__name__}.{name}", size, "a positive integer")
 
 
 def require_floating(layer: object, **dtypes: Any) -> None:
