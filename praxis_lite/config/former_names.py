@@ -44,7 +44,7 @@ def name_today(name: str, config_format: int, packages: Collection[str]) -> str:
         config_format: of the file.
         packages: that the user listed: `tasks` among them is the user's own.
     """
-    if config_format > 2:
+    if config_format != 2:
         return name
     top, _, below = name.partition(".")
     if top in _PACKAGES_OF_FORMAT_2 and top not in packages:

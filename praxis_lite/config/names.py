@@ -175,7 +175,9 @@ def name_of(value: Any) -> tuple[str, str] | None:
     holder = sys.modules[module]
     qualname = getattr(value, "__qualname__", None)
     if isinstance(qualname, str) and _is_at(holder, qualname, value):
-        return module, qualname
+        owner, dot, within = qualname.partition(".")
+        of_owner = name_of(getattr(holder, owner)) if dot else None
+        return (of_owner[0], f"{of_owner[1]}.{within}") if of_owner else (module, qualname)
     name = _name_in(holder, value)
     return None if name is None else (module, name)
 

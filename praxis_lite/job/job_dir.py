@@ -209,14 +209,16 @@ def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
     """
     try:
         config = read_json(job.config_json)
-        found = name_today(config["experiment"], config.get("format"), packages)
+        found, config_format = config["experiment"], config.get("format")
     except (ConfigError, LookupError, TypeError, AttributeError):
+        found = None
+    if not isinstance(found, str):
         _refuse(
             job,
             "has a config.json that praxis_lite did not write, or that is damaged. Name another "
             "directory",
         )
-    return found
+    return name_today(found, config_format, packages)
 
 
 def _named(path: str | os.PathLike[str]) -> JobDir:

@@ -37,7 +37,7 @@ MOST_BYTES = 700 * 2**20
 LOOK = """
 import json, resource, sys, traceback
 from pathlib import Path
-from praxis_lite.checkpoints import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.__main__ import main
 from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.checkpoints.steps.manifest import read_manifest

@@ -75,7 +75,7 @@ def test_every_name_given_as_ours_exists(name):
     elif name in ("fdl.Partial", "optax"):
         pass
     elif name.startswith('"'):
-        known = {*layers.activations.ACTIVATIONS, *layers.repeats.CHECKPOINT_POLICIES}
+        known = {*layers.activations.ACTIVATIONS, *layers.stacking.repeats.CHECKPOINT_POLICIES}
         assert name.strip('"') in known
     else:
         owner, _, setting = name.partition(".")

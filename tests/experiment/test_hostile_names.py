@@ -59,7 +59,8 @@ NAMES = {
 CHILD = """
 import contextlib, io, json, os, sys
 
-from praxis_lite import main, registry
+from praxis_lite import main
+from praxis_lite.experiment import registry
 
 asked, events = [], []
 

@@ -25,7 +25,7 @@ TINY = "--exp=jobzoo.experiments.Tiny"
 # other threads run and never comes back to Python, as a compiler does not for long.
 LOOP = '''
 import hashlib, os, signal, sys, threading, time
-from praxis_lite import stopping
+from praxis_lite.job.processes import stopping
 from praxis_lite.job.processes.stopping import StopRequest
 
 where, limit, num_processes = sys.argv[1], float(sys.argv[2]) or None, int(sys.argv[3])

@@ -50,7 +50,7 @@ from praxis_lite.layers import set_sharding_params
 from praxis_lite.learner.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 
-TEXTS = Path(__file__).parents[2] / "texts"
+TEXTS = Path(__file__).parents[1] / "texts"
 
 
 class Windows(TextWindows):
