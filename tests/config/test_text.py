@@ -221,7 +221,7 @@ def test_code_that_has_changed_is_named():
     ):
         load(with_corpus("tests.support.callables.gone", "Corpus"))
     with pytest.raises(
-        ConfigError, match=r"corpus\.path: config\.json sets it, and tests\.callables\.Mesh"
+        ConfigError, match=r"corpus\.path: config\.json sets it, and tests\.support\.callables\.Mesh"
     ):
         load(with_corpus("tests.support.callables", "Mesh"))
 
