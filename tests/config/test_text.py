@@ -220,9 +220,8 @@ def test_code_that_has_changed_is_named():
         ConfigError, match=r"names tests\.support\.callables\.gone\.Corpus, which is not there"
     ):
         load(with_corpus("tests.support.callables.gone", "Corpus"))
-    with pytest.raises(
-        ConfigError, match=r"corpus\.path: config\.json sets it, and tests\.support\.callables\.Mesh"
-    ):
+    changed = r"corpus\.path: config\.json sets it, and tests\.support\.callables\.Mesh"
+    with pytest.raises(ConfigError, match=changed):
         load(with_corpus("tests.support.callables", "Mesh"))
 
 
