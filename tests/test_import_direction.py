@@ -50,7 +50,7 @@ ORDERS = {
     "praxis_lite/checkpoints": (
         {"orbax_arrays", "steps"},
         {"background_save", "files"},
-        {"save_checks", "saves", "tools"},
+        {"save_checks", "save_queue", "tools"},
         {"checkpoints", "digest", "step_differences"},
         {"init", "__main__"},
     ),

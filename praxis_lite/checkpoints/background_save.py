@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.orbax_arrays import Writing
+from praxis_lite.checkpoints.orbax_arrays import OrbaxWrite
 from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.errors import ConfigError
 from praxis_lite.job import processes
@@ -54,7 +54,7 @@ class BackgroundSave:
         self._directory, self._manifest, self._published = directory, manifest, published
         self._folder = step_dirs.saving_dir(directory, self.step)
         self._meeting = _Meeting(name)
-        self._writing: Writing | None = None
+        self._writing: OrbaxWrite | None = None
         # No daemon: an interpreter that ends waits for it.
         self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
 
@@ -63,7 +63,7 @@ class BackgroundSave:
         try:
             if processes.is_first():
                 self._clear()
-            self._writing = Writing(self._meeting.meet)
+            self._writing = OrbaxWrite(self._meeting.meet)
             self._writing.begin(self._folder, state)
         except Exception as error:
             self.failed_alone = processes.count() > 1

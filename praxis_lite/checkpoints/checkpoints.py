@@ -22,9 +22,7 @@ from praxis_lite.checkpoints.background_save import FailedSave
 from praxis_lite.checkpoints.files.stored_arrays import check_stored, undecodable
 from praxis_lite.checkpoints.orbax_arrays import read_arrays
 from praxis_lite.checkpoints.save_checks import check_finite, check_names
-from praxis_lite.checkpoints.saves import Saves
-from praxis_lite.checkpoints.steps.decisions import Decisions
-from praxis_lite.checkpoints.steps.good_steps import GoodSteps, Step
+from praxis_lite.checkpoints.save_queue import SaveQueue
 from praxis_lite.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
@@ -33,8 +31,10 @@ from praxis_lite.checkpoints.steps.manifest import (
     new_manifest,
 )
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.verified_steps import Step, VerifiedSteps
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.job.job_dir import local_directory
+from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.partitioner import StateLayout, TrainState
 from praxis_lite.partitioner.train_state import LeafLayout
 
@@ -61,7 +61,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one job; a context that waits for the save in flight on its way out.
 
-    A step is used only after all its files were compared with its manifest (`GoodSteps`). Of a job
+    A step is used only after all its files were compared with its manifest (`VerifiedSteps`). Of a job
     that saves, what is damaged is renamed to `N.damaged`, and the newest step that is whole is used
     in its place; who only reads skips it.
 
@@ -82,15 +82,14 @@ class Checkpoints:
     ):
         self.directory, self._saving, self._note = local_directory(directory), saving, note
         self._best = saving and saving.best
-        self._steps = GoodSteps(self.directory, owned=saving is not None, note=note)
+        self._steps = VerifiedSteps(self.directory, owned=saving is not None, note=note)
         self._config_digest = digest_of_config(config_json) if config_json else ""
-        name = f"checkpoints {next(_numbers)}"
-        self._decisions = Decisions(name)
-        self._saves = saving and Saves(self._steps, saving, note, name)
+        self._name = f"checkpoints {next(_numbers)}"
+        self._queue = saving and SaveQueue(self._steps, saving, note, self._name)
 
     def __enter__(self) -> "Checkpoints":
         if self._saving is not None:
-            self._decisions.by_first(self._steps.repair)
+            from_first(self._name, self._steps.repair)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -104,24 +103,24 @@ class Checkpoints:
 
     def raise_if_failed(self) -> None:
         """Raises FailedSave once the save in the background has failed too often in a row."""
-        if self._saves is not None:
-            self._saves.raise_if_failed()
+        if self._queue is not None:
+            self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
         """Returns whether a save goes on in the background; from any thread."""
-        return self._saves is not None and self._saves.are_going_on()
+        return self._queue is not None and self._queue.are_going_on()
 
     def retry_is_due(self) -> bool:
         """Returns whether a save failed that is to be tried again now, with the newest state.
 
         Of several processes never, for their clocks differ: the next save is the next try.
         """
-        return self._saves.retry_is_due()
+        return self._queue.retry_is_due()
 
     def wait(self) -> None:
         """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
-        if self._saves is not None:
-            self._saves.wait()
+        if self._queue is not None:
+            self._queue.wait()
 
     def latest_step(self) -> int | None:
         """Returns the newest step that is whole, after verifying it; None: there never was one.
@@ -129,7 +128,7 @@ class Checkpoints:
         Raises:
           ConfigError: there are steps, and all are damaged.
         """
-        return self._decisions.by_first(self._steps.newest)
+        return from_first(self._name, self._steps.newest)
 
     def all_steps(self) -> list[int]:
         """Returns the steps that have a commit, in order; one in flight is not among them."""
@@ -137,7 +136,7 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Returns the best step that is whole; None where no checkpoint has the metric."""
-        return self._decisions.by_first(lambda: self._steps.best(self._best))
+        return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
         """Returns what was saved beside the newest state: the position of the training data."""
@@ -161,7 +160,7 @@ class Checkpoints:
         *,
         is_last: bool = False,
     ) -> None:
-        """Saves `state` in the background; it may be donated as soon as this returns.
+        """SaveQueue `state` in the background; it may be donated as soon as this returns.
 
         Orbax takes everything to the host before it returns. On CPU that is a view of the array's
         own buffer, and XLA gives a step that donates a buffer with a view on it another one. A step
@@ -176,18 +175,18 @@ class Checkpoints:
           ConfigError: numbers in it are not finite, or two leaves have one name; nothing is saved.
           FailedSave: the save before this one failed too often, or this one, if it is the last.
         """
-        if self._saves is None:
+        if self._queue is None:
             raise ValueError("These Checkpoints only read: make them with saving=SaveSettings().")
-        self._saves.settle()
+        self._queue.settle()
         check_names(layout)
         if not self._saving.save_non_finite:
             check_finite(step, state, self._steps.newest_in_words())
         best = self._best and dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         manifest = new_manifest(step, layout, data, metrics, best, self._config_digest)
-        self._saves.begin(state, manifest)
+        self._queue.begin(state, manifest)
         if is_last:
-            self._saves.end(state, manifest)
+            self._queue.end(state, manifest)
 
     def abandon_after(self, step: int) -> None:
         """Sets aside the steps after `step`, for a run that is rolled back to it.
@@ -196,8 +195,8 @@ class Checkpoints:
         deleted once the next save is whole: until then there are no fewer steps than before. Call
         it before `restore`, or after; steps saved again get their numbers as usual.
         """
-        self._saves.settle()
-        self._decisions.by_first(lambda: self._steps.abandon_after(step))
+        self._queue.settle()
+        from_first(self._name, lambda: self._steps.abandon_after(step))
 
     def restore(self, layout: StateLayout, mesh: Mesh, *, step: Step = None) -> Restored:
         """Returns a state on `mesh`, whatever mesh saved it.
@@ -273,7 +272,7 @@ class Checkpoints:
 
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
-        found = self._decisions.by_first(lambda: self._steps.choose(step, self._best))
+        found = from_first(self._name, lambda: self._steps.choose(step, self._best))
         manifest = self._steps.manifest(found)
         if not manifest:
             raise self._deleted(found)

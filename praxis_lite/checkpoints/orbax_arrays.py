@@ -59,7 +59,7 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
 
 
-class Writing:
+class OrbaxWrite:
     """A state that is being written to a new folder, by all processes.
 
     Args:

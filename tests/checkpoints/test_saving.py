@@ -24,7 +24,7 @@ from praxis_lite.checkpoints import background_save
 from praxis_lite.checkpoints.background_save import FailedSave
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_checks import check_names
-from praxis_lite.checkpoints.saves import Saves
+from praxis_lite.checkpoints.save_queue import SaveQueue
 from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.steps.manifest import digest_of_config, read_manifest
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
@@ -526,7 +526,7 @@ def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_pa
     monkeypatch.setattr(step_dirs, "commit", fails)
     monkeypatch.setattr(SaveSettings, "of", classmethod(lambda cls, run: RETRYING))
     # A save is over when the next step begins, however fast the steps are.
-    monkeypatch.setattr(Saves, "raise_if_failed", Saves.settle)
+    monkeypatch.setattr(SaveQueue, "raise_if_failed", SaveQueue.settle)
     argv = (LINE, f"--job_log_dir={job.path}", "--set", "run.checkpoint_every_steps=2")
     done = succeed(*argv, "run.num_train_steps=5")
     assert "The checkpoint of step 2 could not be saved: No space left on device" in done.out

@@ -18,7 +18,7 @@ Step = int | Literal["best"] | None  # None: the newest.
 Metrics = Mapping[int, Mapping[str, float]]
 
 
-class GoodSteps:
+class VerifiedSteps:
     """The steps of one directory.
 
     Args:

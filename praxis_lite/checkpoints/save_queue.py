@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from praxis_lite.checkpoints.background_save import BackgroundSave, FailedSave, why
-from praxis_lite.checkpoints.steps.good_steps import GoodSteps
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
 from praxis_lite.job import processes
 from praxis_lite.partitioner import TrainState
 
 
-class Saves:
+class SaveQueue:
     """What is in flight, and how often in a row it failed.
 
     A save that failed cannot be tried again as it was: its state is gone. The newest state is
@@ -25,7 +25,7 @@ class Saves:
     """
 
     def __init__(
-        self, steps: GoodSteps, settings: SaveSettings, note: Callable[[str], None], name: str
+        self, steps: VerifiedSteps, settings: SaveSettings, note: Callable[[str], None], name: str
     ):
         self._steps, self._settings, self._note, self._name = steps, settings, note, name
         self._numbers = itertools.count()
