@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.files.stored_arrays import check_stored, undecodable
+from praxis_lite.checkpoints.files.origin import Origin
+from praxis_lite.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.orbax_arrays import read_arrays
 from praxis_lite.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.checkpoints.save_queue import SaveQueue
@@ -61,9 +62,9 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one job; a context that waits for the save in flight on its way out.
 
-    A step is used only after all its files were compared with its manifest (`VerifiedSteps`). Of a job
-    that saves, what is damaged is renamed to `N.damaged`, and the newest step that is whole is used
-    in its place; who only reads skips it.
+    A step is used only after all its files were compared with its manifest (`VerifiedSteps`). A
+    job that saves renames a damaged step to `N.damaged`, one that only reads skips it; either uses
+    the newest whole step in its place.
 
     Args:
       directory: of all steps.
@@ -284,14 +285,14 @@ class Checkpoints:
         """Returns arrays of a step that was verified and compared."""
         step_dir = self.directory / str(step)
         try:
-            check_stored(step_dir, self._steps.manifest(step))
+            stored_arrays(step_dir, self._steps.manifest(step))  # Checks them, and decodes none.
             return read_arrays(step_dir, leaves, mesh)
         except Exception as error:
             if not step_dir.exists():
                 raise self._deleted(step) from error
             # TensorStore's error, of a chunk that it cannot decode, in Orbax's.
             if isinstance(why := error.__cause__, ValueError):
-                raise undecodable(step_dir, why) from error
+                raise Origin(step_dir).undecodable(why) from error
             raise
 
     def _deleted(self, step: int) -> ConfigError:

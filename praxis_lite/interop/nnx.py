@@ -50,7 +50,8 @@ def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = array
-    errors += [f"{array.path} is left over." for array in sorted(unused, key=lambda x: x.path)]
+    left_over = sorted(array.path.removesuffix("/value") for array in unused)
+    errors += [f"{path} is left over." for path in left_over]
     if errors:
         more = f" And {len(errors) - 5} more." if len(errors) > 5 else ""
         raise ConfigError(

@@ -8,14 +8,14 @@ refused.
 """
 
 import base64
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.steps.manifest import read_small
+from praxis_lite.checkpoints.files.untrusted_json import is_shape, loads, read_object, same
+from praxis_lite.checkpoints.steps.step_dirs import entries
 from praxis_lite.errors import ConfigError
 
 ITEMS = ("mdl_vars", "opt_states")
@@ -33,8 +33,6 @@ _FOREIGN = {
 }
 _EMPTY = {"Dict", "List", "Tuple", "NamedTuple", "None"}
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-_MAX_DEPTH = 100
-_MAX_RANK = 32  # TensorStore's.
 
 
 def check_names(step_dir: Path) -> None:
@@ -44,7 +42,7 @@ def check_names(step_dir: Path) -> None:
       ConfigError: there is a symlink or another special file, at any depth; or a name that neither
         writes: those of other layouts are told.
     """
-    for name in _regular_files(step_dir):
+    for name in regular_files(step_dir):
         if not _NAME.fullmatch(name):
             base, suffix = os.path.basename(name), os.path.splitext(name)[1]
             layout = _FOREIGN.get(base) or {".npz": "NumPy", ".npy": "NumPy"}.get(suffix)
@@ -52,20 +50,26 @@ def check_names(step_dir: Path) -> None:
             raise ConfigError(f"there is a file {name!r} that praxis_lite does not write{of}")
 
 
-def check_no_links(directory: Path) -> None:
-    """Checks that there are only regular files and folders, at any depth.
+def regular_files(directory: Path) -> Iterator[str]:
+    """Yields the names of the files at any depth, with their folders.
 
     Raises:
       ConfigError: there is a symlink or another special file.
     """
-    for _ in _regular_files(directory):
-        pass
+    if directory.is_symlink():
+        raise ConfigError("it is a symbolic link")
+    for name, entry in entries(directory):
+        if entry.is_symlink():
+            raise ConfigError(f"{name!r} is a symbolic link")
+        if not entry.is_file(follow_symlinks=False):
+            raise ConfigError(f"{name!r} is no regular file")
+        yield name
 
 
 def check_checkpoint_metadata(step_dir: Path) -> None:
     """Checks what Orbax says of the whole step."""
     name = "_CHECKPOINT_METADATA"
-    found = _read_object(step_dir, name)
+    found = read_object(step_dir, name)
     handlers = found.get("item_handlers")
     if handlers not in (None, {item: _HANDLER for item in ITEMS}) or found.get("custom_metadata"):
         raise ConfigError(f"{name} is not as praxis_lite writes it")
@@ -81,13 +85,13 @@ def stored_names(step_dir: Path, item: str, leaves: Mapping[str, Mapping[str, An
       ConfigError: Orbax's files have other leaves than the manifest, or two of one name, or ask
         for what praxis_lite does not write.
     """
-    metadata = _read_object(step_dir, f"{item}/_METADATA")
+    metadata = read_object(step_dir, f"{item}/_METADATA")
     tree = metadata.pop("tree_metadata", None)
     wanted = {
         "use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    if not isinstance(tree, dict) or not _same(metadata, wanted):
+    if not isinstance(tree, dict) or not same(metadata, wanted):
         raise ConfigError(f"{item}/_METADATA has other settings than praxis_lite writes")
     names: dict[str, str] = {}
     keys_seen: set[tuple[str, ...]] = set()
@@ -111,72 +115,6 @@ def stored_names(step_dir: Path, item: str, leaves: Mapping[str, Mapping[str, An
     for name in sorted(os.listdir(step_dir / item / "array_metadatas")):
         _check_array_metadatas(step_dir, f"{item}/array_metadatas/{name}", set(names.values()))
     return names
-
-
-def loads(text: bytes, name: str) -> Any:
-    """Returns what a JSON text says.
-
-    Raises:
-      ConfigError: it is none, has a key twice in one object, or is nested too deeply.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a key twice")
-        return found
-
-    try:
-        found = json.loads(text, object_pairs_hook=unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{name} is no JSON, or has a key twice") from None
-    if _is_deeper(found, _MAX_DEPTH):
-        raise ConfigError(f"{name} is nested too deeply")
-    return found
-
-
-def is_shape(found: Any) -> bool:
-    """Returns whether something is a list of whole numbers from 0 to 2^62, at most 32 of them."""
-    return (
-        isinstance(found, list)
-        and len(found) <= _MAX_RANK
-        and all(type(dim) is int and 0 <= dim < 2**62 for dim in found)
-    )
-
-
-def _regular_files(directory: Path) -> Iterator[str]:
-    """Yields the names of the files, with their folders, once each is seen to be a regular one."""
-    if directory.is_symlink():
-        raise ConfigError("it is a symbolic link")
-    for name, entry in _entries(directory):
-        if entry.is_symlink():
-            raise ConfigError(f"{name!r} is a symbolic link")
-        if entry.is_dir(follow_symlinks=False):
-            continue
-        if not entry.is_file(follow_symlinks=False):
-            raise ConfigError(f"{name!r} is no regular file")
-        yield name
-
-
-def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            yield prefix + entry.name, entry
-            # Nothing lies deeper than ocdbt.process_0/d/FILE.
-            if entry.is_dir(follow_symlinks=False):
-                if prefix.count("/") > 3:
-                    raise ConfigError(f"{prefix + entry.name!r} is a folder too deep")
-                yield from _entries(Path(entry.path), f"{prefix}{entry.name}/")
-
-
-def _read_object(step_dir: Path, name: str) -> dict[str, Any]:
-    try:
-        found = loads(read_small(step_dir / name), name)
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read ({error.strerror})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} is no JSON object")
-    return found
 
 
 def _tree_entry(
@@ -207,7 +145,7 @@ def _tree_entry(
         if kind in _EMPTY and skip is True and len(value) == 2 and shape is None:
             return path, True
     elif (
-        _same(value, {"value_type": "jax.Array", "skip_deserialize": False})
+        same(value, {"value_type": "jax.Array", "skip_deserialize": False})
         and is_shape(shape) and len(shape) == len(leaf["shape"])
     ):
         return path, False
@@ -218,7 +156,7 @@ def _tree_entry(
 def _check_sharding(step_dir: Path, item: str, names: set[str]) -> None:
     """Checks `_sharding`: of each array a sharding, as JSON in a string."""
     where, seen = f"{item}/_sharding", set()
-    for key, text in _read_object(step_dir, where).items():
+    for key, text in read_object(step_dir, where).items():
         try:
             name = base64.b64decode(key, validate=True).decode()
         except ValueError:
@@ -264,7 +202,7 @@ def _is_mesh(found: Any) -> bool:
 
 
 def _check_array_metadatas(step_dir: Path, name: str, names: set[str]) -> None:
-    found = _read_object(step_dir, name)
+    found = read_object(step_dir, name)
     entries = found.get("array_metadatas")
     if found.keys() != {"array_metadatas"} or not isinstance(entries, list):
         raise ConfigError(f"{name} is not as Orbax writes it")
@@ -278,19 +216,3 @@ def _check_array_metadatas(step_dir: Path, name: str, names: set[str]) -> None:
         # ext_metadata would make random keys of an array.
         if one["param_name"] not in names or not all(map(is_shape, shapes)) or one["ext_metadata"]:
             raise ConfigError(f"{name} has an array that praxis_lite does not write")
-
-
-def _same(found: Any, wanted: Any) -> bool:
-    """Returns whether JSON values are equal, 1 and true apart."""
-    return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
-
-
-def _is_deeper(found: Any, depth: int) -> bool:
-    if isinstance(found, dict | list):
-        below = found.values() if isinstance(found, dict) else found
-        return depth == 0 or any(_is_deeper(x, depth - 1) for x in below)
-    return False
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)

@@ -10,6 +10,7 @@ Orbax and no JAX here: the tools start at once.)
     N.abandoned* was rolled back; deleted after the next save
 """
 
+import errno
 import os
 import re
 import shutil
@@ -93,15 +94,15 @@ def verify(step_dir: Path) -> list[str]:
     if other := foreign(step_dir):
         return [f"it {other}"]
     try:
-        entries = dict(_entries(step_dir))
-        if not entries:
+        found = dict(entries(step_dir))
+        if not found:
             return ["it is an empty directory"]
-        if COMMIT_JSON not in entries:
+        if COMMIT_JSON not in found:
             return [f"{COMMIT_JSON} is missing"]
         manifest, wrong = committed_manifest(step_dir)
         if wrong:
             return wrong
-        return _wrong_files(step_dir, entries, manifest["files"])
+        return _wrong_files(step_dir, found, manifest["files"])
     except OSError as error:  # Not of one file: those are told by name.
         return [f"it cannot be read ({error.strerror})"]
 
@@ -149,7 +150,7 @@ def file_digests(step_dir: Path, *, sync: bool = False) -> dict[str, dict[str, A
       OSError: as the file system says it; ValueError: there is something else than a file.
     """
     names = []
-    for name, entry in _entries(step_dir):
+    for name, entry in entries(step_dir):
         if not entry.is_file(follow_symlinks=False):
             raise ValueError(f"{name} is no regular file")
         names.append(name)
@@ -210,6 +211,23 @@ def remove_leftover(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]:
+    """Yields all below a folder that is no folder, by its relative name; follows no link.
+
+    Raises:
+      OSError: a folder cannot be read, or lies deeper than item/ocdbt.process_0/d.
+    """
+    with os.scandir(folder) as found:
+        for entry in sorted(found, key=lambda entry: entry.name):
+            name = prefix + entry.name
+            if not entry.is_dir(follow_symlinks=False):
+                yield name, entry
+            elif name.count("/") > 3:
+                raise OSError(errno.ENAMETOOLONG, f"its folder {name} is too deep")
+            else:
+                yield from entries(Path(entry.path), f"{name}/")
+
+
 def sync_directory(path: Path) -> None:
     """Makes sure that the names in a directory are on disk."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -228,29 +246,19 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def _entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]:
-    """Yields all that is no directory below a folder, by its relative name; follows no link."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                yield from _entries(Path(entry.path), f"{prefix}{entry.name}/")
-            else:
-                yield prefix + entry.name, entry
-
-
 def _wrong_files(
-    step_dir: Path, entries: Mapping[str, os.DirEntry], files: Mapping[str, Mapping[str, Any]]
+    step_dir: Path, found: Mapping[str, os.DirEntry], files: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     wrong, whole = [], []
-    for name in sorted(files.keys() | entries.keys() - {COMMIT_JSON, MANIFEST_JSON}):
-        if name not in entries:
+    for name in sorted(files.keys() | found.keys() - {COMMIT_JSON, MANIFEST_JSON}):
+        if name not in found:
             wrong.append(f"{_shown(name)} is missing")
         elif name not in files:
             wrong.append(f"{_shown(name)} is not one of its files")
-        elif not entries[name].is_file(follow_symlinks=False):
+        elif not found[name].is_file(follow_symlinks=False):
             wrong.append(f"{_shown(name)} is no regular file")
         else:
-            size = entries[name].stat(follow_symlinks=False).st_size
+            size = found[name].stat(follow_symlinks=False).st_size
             if size == files[name]["size"]:
                 whole.append(name)
             else:
@@ -258,10 +266,10 @@ def _wrong_files(
 
     def changed(name: str) -> str | None:
         try:
-            found = _digest(step_dir / name)[1]
+            digest = _digest(step_dir / name)[1]
         except OSError as error:
             return f"{_shown(name)} cannot be read ({error.strerror})"
-        same = found == files[name]["xxh3_128"]
+        same = digest == files[name]["xxh3_128"]
         return None if same else f"{_shown(name)} has changed: its digest is another"
 
     # Largest first, so that no thread is left with a large one at the end.
