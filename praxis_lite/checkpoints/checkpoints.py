@@ -1,8 +1,8 @@
 """Checkpoints of a TrainState: saved in the background, verified and compared before a restore.
 
-What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the true
-shapes. A restore compares those first. Only then may Orbax cut and pad to the shapes of another
-mesh: by itself it would also cut a real mismatch, without a word.
+What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the
+unpadded shapes. A restore compares those first. Only then may Orbax cut and pad to the shapes of
+another mesh: by itself it would also cut a real mismatch, without a word.
 
 Of several processes all save and restore; the first one decides which step it is, and writes,
 renames and deletes all that Orbax does not.
@@ -68,9 +68,9 @@ class Checkpoints:
 
     Args:
       directory: of all steps.
-      saving: how this job saves. None: it reads only, and nothing is ever renamed or deleted.
+      saving: how this job saves, or None if it only reads: nothing is then renamed or deleted.
       note: told, a line each, of what is damaged and what is done about it.
-      config_json: of the job, for the manifests; "": not known.
+      config_json: of the job, for the manifests, or "" if it is not known.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Checkpoints:
             self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
-        """Returns whether a save goes on in the background; from any thread."""
-        return self._queue is not None and self._queue.are_going_on()
+        """Returns True while a save goes on in the background; from any thread."""
+        return self._queue is not None and self._queue.is_saving()
 
     def retry_is_due(self) -> bool:
-        """Returns whether a save failed that is to be tried again now, with the newest state.
+        """Returns True if a save that failed is to be tried again now, with the newest state.
 
         Of several processes never, for their clocks differ: the next save is the next try.
         """
@@ -121,10 +121,10 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
         if self._queue is not None:
-            self._queue.wait()
+            self._queue.settle(retries=0)
 
     def latest_step(self) -> int | None:
-        """Returns the newest step that is whole, after verifying it; None: there never was one.
+        """Returns the newest whole step, after verifying it, or None if there never was a step.
 
         Raises:
           ConfigError: there are steps, and all are damaged.
@@ -132,11 +132,11 @@ class Checkpoints:
         return from_first(self._name, self._steps.newest)
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that have a commit, in order; one in flight is not among them."""
+        """Returns the steps that have a commit, in order, without the one in flight."""
         return self._steps.committed()
 
     def best_step(self) -> int | None:
-        """Returns the best step that is whole; None where no checkpoint has the metric."""
+        """Returns the best whole step, or None if no checkpoint has the metric."""
         return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
@@ -144,7 +144,7 @@ class Checkpoints:
         return self._chosen(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the true shapes of what a checkpoint has, by path; reads no array.
+        """Returns the unpadded shapes of what a checkpoint has, by path; reads no array.
 
         Paths are "mdl_vars/params/softmax/...", "opt_states/slots/...".
         """
@@ -193,8 +193,7 @@ class Checkpoints:
         """Sets aside the steps after `step`, for a run that is rolled back to it.
 
         Else the next start would take the newest of them. They are renamed to N.abandoned, and
-        deleted once the next save is whole: until then there are no fewer steps than before. Call
-        it before `restore`, or after; steps saved again get their numbers as usual.
+        deleted once the next save is whole: until then there are no fewer steps than before.
         """
         self._queue.settle()
         from_first(self._name, lambda: self._steps.abandon_after(step))
@@ -203,10 +202,11 @@ class Checkpoints:
         """Returns a state on `mesh`, whatever mesh saved it.
 
         Args:
-          step: None: the newest; "best".
+          step: None for the newest, or "best".
 
         Raises:
-          ConfigError: there is none, or it has other leaves, true shapes or dtypes; names them.
+          ConfigError: there is no such step, or it has other leaves, unpadded shapes or dtypes;
+            names them.
         """
         return self._restore(layout, mesh, None, step)
 
@@ -218,9 +218,7 @@ class Checkpoints:
         *,
         step: Step = None,
     ) -> Restored:
-        """Returns a TrainState with the weights, and of its opt_states what is named, no more.
-
-        The rest is neither compared nor read.
+        """Returns a TrainState with the weights and the named opt_states; reads nothing else.
 
         Args:
           layout: of the whole TrainState.
@@ -244,10 +242,10 @@ class Checkpoints:
         """Returns arrays of a checkpoint by path, each in its shards; no others are read.
 
         Args:
-          leaves: by path in the checkpoint, how each is wanted: true and padded shape, dtype, spec.
+          leaves: how each is wanted, by path in the checkpoint.
 
         Raises:
-          ConfigError: no such array, or of another true shape or dtype.
+          ConfigError: there is no such array, or it has another unpadded shape or dtype.
         """
         step, manifest = self._chosen(step)
         wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
@@ -303,7 +301,7 @@ class Checkpoints:
 
 
 def _part(layout: StateLayout, opt_states_keys: Sequence[str] | None) -> StateLayout:
-    """Returns the layout of `{"mdl_vars": ..., "opt_states": ...}`; None: with all opt_states."""
+    """Returns the layout of `{"mdl_vars": ..., "opt_states": ...}`, with all keys if None."""
 
     def part(state: TrainState) -> dict[str, PyTree]:
         keys = state.opt_states if opt_states_keys is None else opt_states_keys

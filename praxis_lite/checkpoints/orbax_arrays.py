@@ -40,8 +40,8 @@ logging.getLogger("absl").addFilter(_is_not_of_orbax)
 def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Returns a coroutine's result once all that it began is over.
 
-    Orbax closes the loop at the first write that fails. Those that are under way would then make
-    folders anew while we remove them, and each print a traceback: "Event loop is closed".
+    Orbax closes the loop at the first write that fails. The others would then make folders anew
+    while we remove them, and each print a traceback: "Event loop is closed".
     """
     loop = asyncio.new_event_loop()
     try:
@@ -112,8 +112,8 @@ def read_arrays(
     """Returns padded arrays of a step in the order of `leaves`, each in its shards.
 
     Args:
-      leaves: by path; their true shapes and dtypes are the step's. Orbax cuts and appends zeros to
-        get from its padded shapes to theirs; asked for another true shape it would do so as well.
+      leaves: by path, with the step's own unpadded shapes and dtypes. Orbax cuts and appends zeros
+        to get from its padded shapes to theirs, and would do so for another unpadded shape too.
     """
     wanted = {
         path: ocp.ArrayRestoreArgs(

@@ -31,10 +31,10 @@ from tests.checkpoints.saved_steps import SPECS, save_steps, true_state
 
 READ = """
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_files
 
 def read(step_dir):
-    if wrong := step_dirs.verify(step_dir):
+    if wrong := step_files.verify(step_dir):
         raise ConfigError("; ".join(wrong))
     digest_of(step_dir)
 """

@@ -25,7 +25,7 @@ from praxis_lite.checkpoints import background_save
 from praxis_lite.checkpoints.background_save import FailedSave
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_checks import check_names
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import digest_of_config, read_manifest
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.job.job_dir import JobDir
@@ -58,8 +58,9 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def failing(monkeypatch, name, error, *, after=0):
-    """Makes a function of step_dirs raise when it is called, from its call number `after` on."""
-    function, calls = getattr(step_dirs, name), []
+    """Makes a function of steps raise when it is called, from its call number `after` on."""
+    module = step_files if name == "file_digests" else step_dirs
+    function, calls = getattr(module, name), []
 
     def fails(*args, **kwargs):
         calls.append(args)
@@ -68,7 +69,7 @@ def failing(monkeypatch, name, error, *, after=0):
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_dirs, name, fails)
+        patch.setattr(module, name, fails)
         yield calls
 
 
@@ -201,7 +202,7 @@ def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):
         f"The newest checkpoint is of step 3, in {tmp_path}. Make room, or mend what failed; the "
         "same command then goes on from there."
     )
-    assert names_in(tmp_path) == ["3"] and step_dirs.verify(tmp_path / "3") == []
+    assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 
 
 def test_leaving_waits_for_the_save_and_tells_its_error(tmp_path, monkeypatch):
@@ -517,7 +518,7 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
         f"FailedSave: The checkpoint of step 11 could not be saved: File too large "
         f"({tmp_path}/11.saving). The newest checkpoint is of step 3, in {tmp_path}. Make room"
     )
-    assert names_in(tmp_path) == ["3"] and step_dirs.verify(tmp_path / "3") == []
+    assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 
 
 def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_path, monkeypatch):

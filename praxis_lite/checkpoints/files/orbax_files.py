@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.checkpoints.files.untrusted_json import is_shape, loads, read_object, same
-from praxis_lite.checkpoints.steps.step_dirs import entries
+from praxis_lite.checkpoints.steps.step_files import entries
 from praxis_lite.errors import ConfigError
 
 ITEMS = ("mdl_vars", "opt_states")

@@ -122,7 +122,7 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
     """Returns the arrays of a step by path, sorted; checks that they can be decoded safely.
 
     Args:
-      step_dir: a step, verified (`step_dirs.verify`): its files are those of the manifest.
+      step_dir: a step, verified (`step_files.verify`): its files are those of the manifest.
       manifest: of `manifest.read_manifest`.
 
     Raises:
