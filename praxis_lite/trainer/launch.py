@@ -9,7 +9,7 @@ import fiddle as fdl
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.checkpoints.init.init_plan import plan_init
+from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file

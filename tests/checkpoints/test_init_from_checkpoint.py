@@ -13,8 +13,8 @@ import pytest
 from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.checkpoints.init.init_plan import plan_init
 from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
+from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.layers import adapted
 from praxis_lite.partitioner import Partitioner, TrainState

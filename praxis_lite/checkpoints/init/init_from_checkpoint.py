@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.checkpoints.init.init_plan import InitPlan, opened
+from praxis_lite.checkpoints.init.init_plan import InitPlan
+from praxis_lite.checkpoints.init.sources import opened
 from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.partitioner.train_state import LeafLayout
 
