@@ -1,7 +1,7 @@
 """`python -m praxis_lite.checkpoints`: looks at checkpoints without the code of their model.
 
-Exit status: 0; 1 where something is damaged (verify) or different (diff); 2 where the question
-cannot be answered.
+Exit status: 0; 1 if something is damaged (verify) or different (diff); 2 if the question cannot be
+answered.
 """
 
 import argparse

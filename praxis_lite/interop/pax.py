@@ -74,10 +74,10 @@ def mdl_vars_from_pax(
     found = flat_pax_vars(pax_vars)
     found = {path: array for path, array in found.items() if not _is_any(path, ignore)}
     found = _below_the_model(found, {_first_name(leaf.pax_path) for leaf in leaves})
-    slots = _Slots(leaves, found)
-    slots.check_names()
-    arrays = {leaf.path: slots.array_of(leaf) for leaf in leaves}
-    slots.check_shapes()
+    layers = _PaxLayers(leaves, found)
+    layers.check_names()
+    arrays = {leaf.path: layers.array_of(leaf) for leaf in leaves}
+    layers.check_shapes()
     if len(leaves) < len(all_leaves):
         drawn = jax.device_get(jax.jit(model.init)(jax.random.key(0) if key is None else key))
         for leaf in all_leaves:
@@ -161,7 +161,7 @@ def _first_name(path: str) -> str:
     return owner.split("/")[0]
 
 
-class _Slots:
+class _PaxLayers:
     """What a Pax checkpoint has for each layer of each of our variables."""
 
     def __init__(self, leaves: list[_Leaf], found: dict[str, Any]):
@@ -175,11 +175,11 @@ class _Slots:
         self.errors: list[str] = []
         self.cut: dict[str, np.ndarray] = {}
         # (stack, rest, layer) -> the path that has it, and where in it.
-        self.slots: dict[tuple[str, str, int], tuple[str, int]] = {}
+        self.found_in: dict[tuple[str, str, int], tuple[str, int]] = {}
         for path, place in places.items():
             for i in range(self._count(path, place)):
                 layer = i * pax_per_block[place.stack] + place.inner
-                self.slots[*place.name, layer] = path, i
+                self.found_in[*place.name, layer] = path, i
 
     def _count(self, path: str, place: Place) -> int:
         """Returns how many layers an array of Pax's has; 0 if its rank is wrong, which is noted."""
@@ -198,8 +198,8 @@ class _Slots:
         for leaf in self.leaves:
             for layer in leaf.layers(self.per_block):
                 wanted[*leaf.place.name, layer] = leaf.path
-        missing = _by_path({key: wanted[key] for key in wanted.keys() - self.slots.keys()})
-        over = {key: self.slots[key][0] for key in self.slots.keys() - wanted.keys()}
+        missing = _by_path({key: wanted[key] for key in wanted.keys() - self.found_in.keys()})
+        over = {key: self.found_in[key][0] for key in self.found_in.keys() - wanted.keys()}
         left_over = _by_path(over)
         if missing or left_over:
             lines = [
@@ -226,7 +226,7 @@ class _Slots:
 
     def array_of(self, leaf: _Leaf) -> np.ndarray:
         """Returns a variable gathered from Pax's; zeros if a shape is wrong, which is noted."""
-        parts = [self.slots[*leaf.place.name, layer] for layer in leaf.layers(self.per_block)]
+        parts = [self.found_in[*leaf.place.name, layer] for layer in leaf.layers(self.per_block)]
         paths = {path for path, _ in parts}
         whole = {path: self._true(path, leaf.own_shape) for path in paths}
         if any(array is None for array in whole.values()):
@@ -261,10 +261,10 @@ class _Slots:
         return true
 
 
-def _by_path(slots: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
+def _by_path(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
     """Returns the paths, each with the layers that it is about, in order."""
     layers: dict[str, list[int]] = {}
-    for (_, rest, layer), path in slots.items():
+    for (_, rest, layer), path in paths.items():
         layers.setdefault(path, []).append(layer)
         if not rest:
             layers[path].clear()

@@ -350,7 +350,7 @@ def test_an_empty_directory_says_what_to_run_first(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"load_rules": LOAD_ALL}, "wanted are pairs of a pattern and a template"),
+        ({"load_rules": LOAD_ALL}, "wanted is pairs of a pattern and a template"),
         ({"load_rules": [("params/(.*", "{}")]}, r"'params/\(\.\*' is no regular expression"),
         ({"load_rules": [("params/.*", "params/{}")]}, "has a place that no group of 'params/"),
         ({"ignore_rules": ".*lora_"}, "ignore_rules .* wanted is a sequence of patterns"),

@@ -24,19 +24,17 @@ COLLECTIONS = ("params", "non_trainable")
 
 
 def is_nnx_checkpoint(directory: Path) -> bool:
-    """Returns whether a folder is itself a database, as StandardCheckpointer makes it."""
+    """Returns True if a folder is itself a database, as StandardCheckpointer makes it."""
     return (directory / DATABASE).is_file()
 
 
 class NnxCheckpoint:
     """The arrays of one folder, to be asked as `Checkpoints` are; it has no steps.
 
-    The database and each array in it are checked as those of this library's checkpoints are before
-    anything is decoded: see `stored_arrays`. Orbax's JSON files are not read. There are no digests
-    of whole files here, so an exchanged array that is whole in itself is not noticed.
+    Nothing in it is trusted: see `foreign_arrays`. Orbax's JSON files are not read.
 
     Attributes:
-      arrays: by path, "dot1/kernel"; where all of a state was saved also with Orbax's "/value".
+      arrays: by path, "dot1/kernel"; under Orbax's "dot1/kernel/value" too, where it is so.
 
     Raises:
       ConfigError: it is no such folder, is damaged, or has a symbolic link in it.
