@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.orbax_arrays import OrbaxWrite
+from praxis_lite.checkpoints.orbax_write import OrbaxWrite
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.errors import ConfigError
 from praxis_lite.job import processes

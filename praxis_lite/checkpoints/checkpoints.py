@@ -1,8 +1,7 @@
 """Checkpoints of a TrainState: saved in the background, verified and compared before a restore.
 
 What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the
-unpadded shapes. A restore compares those first. Only then may Orbax cut and pad to the shapes of
-another mesh: by itself it would also cut a real mismatch, without a word.
+unpadded shapes. A restore compares those first, then cuts and pads to the shapes of its own mesh.
 
 Of several processes all save and restore; the first one decides which step it is, and writes,
 renames and deletes all that Orbax does not.
@@ -19,9 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.files.origin import Origin
+from praxis_lite.checkpoints.files.sharded_reading import read_arrays
 from praxis_lite.checkpoints.files.stored_arrays import stored_arrays
-from praxis_lite.checkpoints.orbax_arrays import read_arrays
 from praxis_lite.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.checkpoints.save_queue import SaveQueue
 from praxis_lite.checkpoints.steps.manifest import (
@@ -283,14 +281,10 @@ class Checkpoints:
         """Returns arrays of a step that was verified and compared."""
         step_dir = self.directory / str(step)
         try:
-            stored_arrays(step_dir, self._steps.manifest(step))  # Checks them, and decodes none.
-            return read_arrays(step_dir, leaves, mesh)
-        except Exception as error:
+            return read_arrays(stored_arrays(step_dir, self._steps.manifest(step)), leaves, mesh)
+        except ConfigError as error:
             if not step_dir.exists():
                 raise self._deleted(step) from error
-            # TensorStore's error, of a chunk that it cannot decode, in Orbax's.
-            if isinstance(why := error.__cause__, ValueError):
-                raise Origin(step_dir).undecodable(why) from error
             raise
 
     def _deleted(self, step: int) -> ConfigError:

@@ -18,8 +18,8 @@ import numpy as np
 
 from praxis_lite.checkpoints.files.foreign_arrays import foreign_arrays
 from praxis_lite.checkpoints.files.ocdbt import DATABASE
-from praxis_lite.checkpoints.files.orbax_files import regular_files
 from praxis_lite.checkpoints.files.origin import Origin
+from praxis_lite.checkpoints.files.step_names import regular_files
 from praxis_lite.checkpoints.files.stored_arrays import StoredArray
 from praxis_lite.checkpoints.files.untrusted_json import is_shape, read_object
 from praxis_lite.errors import ConfigError

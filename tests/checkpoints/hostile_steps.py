@@ -20,7 +20,9 @@ from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON, c
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 EMB = "mdl_vars/params/emb"
 # By name: what changes a step (its folder, its manifest, a folder outside), and the words.
-CASES: dict[str, tuple[Callable[[Path, dict[str, Any], Path], bytes | None], str]] = {}
+Change = Callable[[Path, dict[str, Any], Path], bytes | None]
+CASES: dict[str, tuple[Change, str]] = {}
+HARMLESS: dict[str, Change] = {}
 
 
 def hostile(words: str) -> Callable:
@@ -40,7 +42,8 @@ def make(name: str, good: Path, folder: Path) -> Path:
     shutil.copytree(good, step_dir)
     outside.mkdir()
     manifest = json.loads((step_dir / MANIFEST_JSON).read_text())
-    text = CASES[name][0](step_dir, manifest, outside)
+    change = HARMLESS[name] if name in HARMLESS else CASES[name][0]
+    text = change(step_dir, manifest, outside)
     commit(step_dir, manifest, text)
     return step_dir
 
@@ -538,74 +541,78 @@ def a_chunk_of_another_codec(step_dir, manifest, outside):
     write(step_dir / "mdl_vars", "params.emb/0.0", b"\x1f\x8b" + b"\0" * 200)
 
 
-# Orbax's JSON.
+# Orbax's JSON, of which nothing is read.
 
 
-def metadata(words: str) -> Callable:
-    """Registers a case that changes _METADATA."""
+def harmless(change: Callable) -> Callable:
+    """Registers a step that is read as if nothing had been changed."""
+    assert change.__name__ not in CASES | HARMLESS
+    HARMLESS[change.__name__] = change
+    return change
 
-    def register(change: Callable[[dict[str, Any]], Any]) -> Callable:
-        def case(step_dir, manifest, outside):
-            _json(step_dir / "mdl_vars" / "_METADATA", change)
 
-        case.__name__ = change.__name__
-        return hostile(words)(case)
+def metadata(change: Callable[[dict[str, Any]], Any]) -> Callable:
+    """Registers a harmless change of _METADATA."""
 
-    return register
+    def case(step_dir, manifest, outside):
+        _json(step_dir / "mdl_vars" / "_METADATA", change)
+
+    case.__name__ = change.__name__
+    return harmless(case)
 
 
 def _emb(found: dict[str, Any]) -> dict[str, Any]:
     return found["tree_metadata"]["('params', 'emb')"]
 
 
-@metadata("other settings")
+@metadata
 def metadata_of_zarr_3(found):
     found["use_zarr3"] = True
 
 
-@metadata("other settings")
+@metadata
 def metadata_of_plain_files(found):
     found["use_ocdbt"] = False
 
 
-@metadata("other settings")
+@metadata
 def metadata_with_modules(found):
     found["value_metadata_tree"] = json.dumps(
         {"category": "namedtuple", "module": "os", "clazz": "system", "entries": []}
     )
 
 
-@metadata("other settings")
+@metadata
 def metadata_of_ones_own(found):
     found["custom_metadata"] = {"__reduce__": "os.system"}
 
 
-@metadata("is not as praxis_lite writes it")
+@metadata
 def metadata_of_other_types(found):
     _emb(found)["value_metadata"]["value_type"] = "os.system"
 
 
-@metadata("is not as praxis_lite writes it")
+@metadata
 def metadata_of_absurd_shapes(found):
     _emb(found)["value_metadata"]["write_shape"] = [2**80, 1]
 
 
-@metadata("has the index")
+@metadata
 def metadata_of_an_endless_list(found):
     _emb(found)["key_metadata"][1] = {"key": "99999999", "key_type": 1}
 
 
-@metadata("has the key|is not in manifest.json")
+@metadata
 def metadata_of_keys_above(found):
     _emb(found)["key_metadata"][1]["key"] = "../../emb"
 
 
-@metadata("twice")
+@metadata
 def metadata_that_says_it_twice(found):
     found["tree_metadata"]["again"] = _emb(found)
 
 
-@metadata("only in manifest.json")
+@metadata
 def metadata_without_an_array(found):
     found["tree_metadata"] = {
         key: x for key, x in found["tree_metadata"].items() if "emb" not in key
@@ -618,20 +625,13 @@ def two_arrays_of_one_name(step_dir, manifest, outside):
     leaf = manifest["leaves"]["mdl_vars/params/layer/b"]
     manifest["leaves"]["mdl_vars/params/layer.b"] = leaf
 
-    def change(found):
-        entry = json.loads(json.dumps(found["tree_metadata"]["('params', 'layer', 'b')"]))
-        entry["key_metadata"][1:] = [{"key": "layer.b", "key_type": 2}]
-        found["tree_metadata"]["('params', 'layer.b')"] = entry
 
-    _json(step_dir / "mdl_vars" / "_METADATA", change)
-
-
-@hostile("is no JSON")
+@harmless
 def deep_metadata(step_dir, manifest, outside):
     (step_dir / "mdl_vars" / "_METADATA").write_text("[" * 10**6)
 
 
-@hostile("array_metadatas/process_0 has an array")
+@harmless
 def random_keys(step_dir, manifest, outside):
     def change(found):
         one = found["array_metadatas"][0]["array_metadata"]
@@ -640,7 +640,7 @@ def random_keys(step_dir, manifest, outside):
     _json(step_dir / "mdl_vars" / "array_metadatas" / "process_0", change)
 
 
-@hostile("_sharding has a sharding")
+@harmless
 def another_sharding(step_dir, manifest, outside):
     def change(found):
         key = base64.b64encode(b"params.emb").decode()
@@ -649,12 +649,12 @@ def another_sharding(step_dir, manifest, outside):
     _json(step_dir / "mdl_vars" / "_sharding", change)
 
 
-@hostile("_sharding has an array")
+@harmless
 def a_sharding_of_nothing(step_dir, manifest, outside):
     _json(step_dir / "mdl_vars" / "_sharding", lambda found: {**found, "%%%": "{}"})
 
 
-@hostile("_CHECKPOINT_METADATA is not as")
+@harmless
 def other_handlers(step_dir, manifest, outside):
     handlers = {"item_handlers": {"mdl_vars": "os.system"}}
     _json(step_dir / "_CHECKPOINT_METADATA", lambda found: handlers)

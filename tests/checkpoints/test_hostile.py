@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import jax
 import pytest
@@ -19,6 +20,7 @@ from praxis_lite.sharding import MeshConfig, make_mesh
 from tests.checkpoints import looking
 from tests.checkpoints.hostile_steps import (
     CASES,
+    HARMLESS,
     MANIFEST_MAGIC,
     NODE_MAGIC,
     body_of,
@@ -62,7 +64,7 @@ def looks(good, steps):
 
 
 def test_there_are_many_cases():
-    assert len(CASES) >= 60
+    assert len(CASES) + len(HARMLESS) >= 74
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,6 +79,15 @@ def test_a_hostile_step_is_refused_in_words(steps, looks, name):
     for path in told["opened"]:
         inside = os.path.normpath(path).startswith(step_dir) and ".." not in path.split("/")
         assert inside or path.startswith(("/proc/", "/sys/fs/cgroup/")), path
+
+
+def test_what_lies_beside_the_arrays_is_not_read(good, tmp_path):
+    steps = [make(name, good, tmp_path) for name in HARMLESS]
+    for step_dir, told in look(good, steps).items():
+        assert told["how"] == "accepted", told
+        assert told["done"] == [] and told["imported"] == []
+        assert not any("_METADATA" in path or "_sharding" in path for path in told["opened"])
+        assert digest_of(Path(step_dir)) == digest_of(good)
 
 
 def test_a_restore_refuses_them_too(steps, tmp_path):

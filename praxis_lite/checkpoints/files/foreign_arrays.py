@@ -8,8 +8,8 @@ of its shape is not noticed.
 from pathlib import Path
 
 from praxis_lite.checkpoints.files.ocdbt import DATABASE, StoredValue, kvstore_spec, stored_values
-from praxis_lite.checkpoints.files.orbax_files import regular_files
 from praxis_lite.checkpoints.files.origin import Origin
+from praxis_lite.checkpoints.files.step_names import regular_files
 from praxis_lite.checkpoints.files.stored_arrays import StoredArray
 from praxis_lite.checkpoints.files.zarr_checks import (
     check_arrays,

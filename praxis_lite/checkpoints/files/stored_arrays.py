@@ -3,7 +3,7 @@
 A step that passes its digests may still be made by someone else. What such a file could do, and
 what meets it; all was tried with Orbax 0.12.8 and TensorStore 0.1.86:
 
-- Names that lead out of the folder, or symlinks: `orbax_files.check_names` lets pass only regular
+- Names that lead out of the folder, or symlinks: `step_names.check_names` lets pass only regular
   files under the names that are written; `ocdbt` only references to such files, within their
   length. (TensorStore refuses ".." and absolute names as well, but follows symlinks.)
 - A tree whose decoding ends the process, or reads beside its memory: `ocdbt` decodes it first.
@@ -13,7 +13,7 @@ what meets it; all was tried with Orbax 0.12.8 and TensorStore 0.1.86:
   at least the bytes that such a chunk needs, so that a shape without data is refused.
 - Missing chunks, which are read as zeros without a word: each has to be there.
 - Other codecs (blosc, gzip, bz2), filters, object dtypes, other formats: not in the allow-list.
-- Orbax's JSON files: see `orbax_files`.
+- Orbax's JSON files, which name types, formats and modules: none is read.
 
 Nothing protects against someone who changes the files while they are read.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from praxis_lite.checkpoints.files import orbax_files
+from praxis_lite.checkpoints.files import step_names
 from praxis_lite.checkpoints.files.ocdbt import kvstore_spec, stored_values
 from praxis_lite.checkpoints.files.origin import Origin
 from praxis_lite.checkpoints.files.zarr_checks import check_arrays, check_leaf, np_dtype
@@ -73,12 +73,12 @@ class StoredArray:
           ConfigError: they cannot be decoded, or do not fit into memory; names the array.
         """
         cut = tuple(slice(0, dim) for dim in self.shape)
-        return self._read(cut if rows is None else (rows, *cut[1:])[: len(cut)])
+        return self.read_block(cut if rows is None else (rows, *cut[1:])[: len(cut)])
 
     def padding_is_zero(self) -> bool:
         """Returns True if there is nothing but zeros around the values; reads all."""
         for rows in self._parts(self.padded_shape):
-            block = self._read((rows,)[: len(self.shape)])
+            block = self.read_block((rows,)[: len(self.shape)])
             if self.shape:
                 num_true = max(0, min(self.shape[0] - rows.start, len(block)))
                 block[tuple(slice(0, dim) for dim in (num_true, *self.shape[1:]))] = 0
@@ -96,7 +96,8 @@ class StoredArray:
         for start in range(0, shape[0], num_rows):
             yield slice(start, min(start + num_rows, shape[0]))
 
-    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+    def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of the padded array; raises as `read`."""
         part = self._array[index]
         num_bytes = math.prod(part.shape) * self.dtype.itemsize
         if num_bytes > (free := available_bytes()):
@@ -131,18 +132,28 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
     leaves, origin, arrays = manifest["leaves"], Origin(step_dir), {}
     check_leaves(step_dir, manifest)
     with origin.refusing():
-        orbax_files.check_names(step_dir)
-        orbax_files.check_checkpoint_metadata(step_dir)
-        for item in orbax_files.ITEMS:
-            of_item = {path: leaf for path, leaf in leaves.items() if path.startswith(f"{item}/")}
-            names, folder = orbax_files.stored_names(step_dir, item, of_item), step_dir / item
-            stored = {names[path]: leaf for path, leaf in of_item.items()}
-            check_arrays(folder, stored, stored_values(folder))
-            for path, leaf in of_item.items():
-                shapes = tuple(leaf["shape"]), tuple(leaf["padded_shape"])
-                spec = kvstore_spec(folder, f"{names[path]}/")
-                arrays[path] = StoredArray(path, *shapes, np_dtype(leaf["dtype"]), spec, origin)
+        step_names.check_names(step_dir)
+        for item in step_names.ITEMS:
+            folder, of_item = step_dir / item, {}
+            values = stored_values(folder)
+            # Orbax parts names by "." and the manifest by "/"; either may stand within a name.
+            names = {_by_slashes(key): key[:-8] for key in values if key.endswith("/.zarray")}
+            for path, leaf in leaves.items():
+                first, _, rest = path.partition("/")
+                if first == item:
+                    name = names.get(_by_slashes(f"{rest}/.zarray"), rest.replace("/", "."))
+                    if name in of_item:
+                        raise ConfigError(f"two arrays have one name where they are stored, {name}")
+                    of_item[name] = leaf
+                    shapes = tuple(leaf["shape"]), tuple(leaf["padded_shape"])
+                    spec = kvstore_spec(folder, f"{name}/")
+                    arrays[path] = StoredArray(path, *shapes, np_dtype(leaf["dtype"]), spec, origin)
+            check_arrays(folder, of_item, values)
     return dict(sorted(arrays.items()))
+
+
+def _by_slashes(key: str) -> str:
+    return key.removesuffix("/.zarray").replace(".", "/")
 
 
 def check_leaves(step_dir: Path, manifest: Mapping[str, Any]) -> None:

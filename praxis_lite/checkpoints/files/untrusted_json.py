@@ -1,6 +1,5 @@
 """JSON in a checkpoint that anyone may have written."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,6 @@ def is_shape(found: Any) -> bool:
         and len(found) <= _MAX_RANK
         and all(type(dim) is int and 0 <= dim < 2**62 for dim in found)
     )
-
-
-def same(found: Any, wanted: Any) -> bool:
-    """Returns True if two JSON values are equal; 1 and true are not."""
-    return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
 
 
 def _is_deeper(found: Any, depth: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from praxis_lite.checkpoints.files import orbax_files, zstd_frames
+from praxis_lite.checkpoints.files import step_names, zstd_frames
 from praxis_lite.checkpoints.files.ocdbt import StoredValue
 from praxis_lite.checkpoints.files.untrusted_json import is_shape, loads
 from praxis_lite.errors import ConfigError
@@ -37,7 +37,7 @@ def check_leaf(path: str, leaf: Mapping[str, Any]) -> None:
     """
     shape, padded, dtype = leaf["shape"], leaf["padded_shape"], leaf["dtype"]
     item, *keys = path.split("/")
-    if item not in orbax_files.ITEMS or set(keys) & {"", ".", ".."} or not path.isprintable():
+    if item not in step_names.ITEMS or set(keys) & {"", ".", ".."} or not path.isprintable():
         raise ConfigError(f"manifest.json has an array {path[:80]!r}, which is in no item")
     if not is_shape(shape) or not is_shape(padded):
         raise ConfigError(f"{path} has the shape {str(shape)[:80]}, padded {str(padded)[:80]}")

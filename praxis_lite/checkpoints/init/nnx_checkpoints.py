@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.files.foreign_arrays import foreign_arrays
 from praxis_lite.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.checkpoints.files.origin import Origin
+from praxis_lite.checkpoints.files.sharded_reading import read_arrays
 from praxis_lite.errors import ConfigError
 from praxis_lite.job.job_dir import local_directory
 from praxis_lite.partitioner.train_state import LeafLayout
@@ -70,15 +70,11 @@ class NnxCheckpoint:
     def restore_leaves(
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: None = None
     ) -> dict[str, jax.Array]:
-        """Returns arrays in their shards, one after another whole on the host.
+        """Returns arrays in their shards.
 
         Args:
           leaves: by path as `leaves()` has it, how each is wanted; its shape and dtype are those
             of the checkpoint.
         """
-        found = {}
-        for path, leaf in leaves.items():
-            true = self.arrays[path.split("/", 2)[2]].read()
-            pads = [(0, p - s) for s, p in zip(leaf.shape, leaf.padded_shape, strict=True)]
-            found[path] = jax.device_put(np.pad(true, pads), NamedSharding(mesh, leaf.spec))
-        return found
+        arrays = {path: self.arrays[path.split("/", 2)[2]] for path in leaves}
+        return read_arrays(arrays, leaves, mesh)

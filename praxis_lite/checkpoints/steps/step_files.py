@@ -17,7 +17,7 @@ from praxis_lite.checkpoints.steps.manifest import (
     parse_manifest,
     read_small,
 )
-from praxis_lite.errors import ConfigError, printable
+from praxis_lite.errors import ConfigError
 
 _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 8
@@ -166,7 +166,11 @@ def _wrong_files(
     whole = sorted((n for n in names if n not in wrong), key=lambda name: -files[name]["size"])
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         later = dict(sorted(zip(whole, pool.map(changed, whole), strict=True)))
-    return [f"{printable(name)} {why}" for name, why in {**wrong, **later}.items() if why]
+    return [f"{_shown(name)} {why}" for name, why in {**wrong, **later}.items() if why]
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
 
 
 def _digest(path: Path, *, sync: bool = False) -> tuple[int, str]:
