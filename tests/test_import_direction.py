@@ -50,7 +50,7 @@ ORDERS = {
     "praxis_lite/checkpoints": (
         {"steps"},
         {"files"},
-        {"orbax_write", "save_checks", "tools"},
+        {"orbax_write", "save_checks", "sharded_reading", "tools"},
         {"background_save"},
         {"save_queue"},
         {"checkpoints", "digest", "step_differences"},

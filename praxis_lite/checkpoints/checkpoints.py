@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.files.sharded_reading import read_arrays
 from praxis_lite.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.checkpoints.save_queue import SaveQueue
+from praxis_lite.checkpoints.sharded_reading import read_arrays
 from praxis_lite.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,

@@ -19,7 +19,7 @@ _ORIGINS = {
 def step_differences(first: Path, second: Path, progress: Progress = no_progress) -> Iterator[str]:
     """Yields a line for each difference between two steps' values and origins.
 
-    How values are stored (mesh, specs, padding) is no difference.
+    How values are stored (mesh, specs, padding) does not count.
 
     Raises:
       ConfigError: a step is damaged, or is not what its manifest says.

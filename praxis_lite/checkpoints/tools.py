@@ -26,7 +26,7 @@ _SET_ASIDE = {
 
 
 def no_progress(what: str, share: float) -> None:
-    """Tells nobody."""
+    """Shows nothing."""
 
 
 def told(arrays: Mapping[str, StoredArray], progress: Progress) -> Iterator[StoredArray]:
@@ -81,7 +81,7 @@ def step_dir_of(directory: Path, step: int | None) -> Path:
     """
     steps = step_dirs.committed_steps(directory)
     if not steps or (step is not None and step not in steps):
-        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "there is none in it"
+        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no steps"
         which = "step" if step is None else f"step {step}"
         raise ConfigError(f"{directory} has no committed {which}; {there}.")
     return directory / str(steps[-1] if step is None else step)

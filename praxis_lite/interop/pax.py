@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.interop.pax_paths import Place, flat_pax_vars, names_in_pax, place_of
@@ -51,10 +52,9 @@ def mdl_vars_from_pax(
     new: Sequence[str] = (),
     key: jax.Array | None = None,
 ) -> MdlVars:
-    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays at their true shapes.
+    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
 
-    A stack may be unrolled, scanned or pipelined on either side. Arrays that Pax padded are cut to
-    the true shape.
+    A stack may be unrolled, scanned or pipelined on either side. What Pax padded is cut off.
 
     Args:
       model: whose weights are wanted.
@@ -80,10 +80,8 @@ def mdl_vars_from_pax(
     layers.check_shapes()
     if len(leaves) < len(all_leaves):
         drawn = jax.device_get(jax.jit(model.init)(jax.random.key(0) if key is None else key))
-        for leaf in all_leaves:
-            if leaf.path not in arrays:
-                arrays[leaf.path] = _at(drawn, leaf.path)
-    return _nested(arrays)
+        arrays = flatten_dict(drawn, sep="/") | arrays
+    return {"params": {}, "non_trainable": {}, **unflatten_dict(arrays, sep="/")}
 
 
 def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.ndarray]:
@@ -93,10 +91,10 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
     with one leading dim.
     """
     leaves = list(_leaves(model))
-    per_block = _per_block(leaf.place for leaf in leaves)
+    per_block, arrays = _per_block(leaf.place for leaf in leaves), flatten_dict(mdl_vars, sep="/")
     found: dict[str, np.ndarray] = {}
     for leaf in leaves:
-        array = np.asarray(_at(mdl_vars, leaf.path))
+        array = np.asarray(arrays[leaf.path])
         collection, place = leaf.path.split("/")[0], leaf.place
         names = [collection, leaf.pax_path]
         if place != Place(leaf.pax_path):
@@ -113,12 +111,6 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
 
 def _is_any(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
-
-
-def _at(tree: Any, path: str) -> Any:
-    for name in path.split("/"):
-        tree = tree[name]
-    return tree
 
 
 def _leaves(model: NnxModel) -> Iterator[_Leaf]:
@@ -272,14 +264,3 @@ def _by_path(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
         path: f" (layers {', '.join(map(str, sorted(layers[path])))})" if layers[path] else ""
         for path in sorted(layers)
     }
-
-
-def _nested(arrays: Mapping[str, np.ndarray]) -> MdlVars:
-    tree: MdlVars = {"params": {}, "non_trainable": {}}
-    for path, array in arrays.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = array
-    return tree

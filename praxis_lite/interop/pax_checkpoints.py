@@ -103,7 +103,7 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
 
     Args:
       directory: a job_log_dir of Pax, its `checkpoints`, or one step in there; a local path.
-      step: which; None: the newest.
+      step: its number, or None for the newest.
 
     Raises:
       ConfigError: there is no such checkpoint, or Pax did not write it; says what is there.

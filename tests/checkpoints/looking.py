@@ -48,9 +48,9 @@ for folder in folders:
 def look(
     read: str, good: Path, folders: Iterable[Path], *, before: Sequence[str] = ()
 ) -> dict[str, dict[str, Any] | None]:
-    """Returns what becomes of each folder, by path: "how", "words", "opened", ...
+    """Returns what becomes of each folder, by path, or None if the process ended or hung.
 
-    None: the process ended, or hung.
+    That is "how" ("accepted", "refused" or "other"), "words", "opened", "done", "imported".
 
     Args:
       read: Python's text that defines `read(folder)`, which raises ConfigError or reads all.

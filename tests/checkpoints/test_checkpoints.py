@@ -54,7 +54,7 @@ OPTIMIZERS = {
 
 
 def random_true_state(layout):
-    """Returns a TrainState of NumPy arrays of the true shapes, no two numbers alike."""
+    """Returns a TrainState of NumPy arrays without padding, no two numbers alike."""
     rng = np.random.default_rng(7)
 
     def draw(x):
@@ -82,7 +82,7 @@ def save(folder, step, state, layout, data=None):
 
 
 def assert_same_true_values(state, true_state):
-    """Asserts true values equal to the bit, and zeros around them."""
+    """Asserts values equal to the bit, and zeros around them."""
     for (path, x), wanted in zip(
         jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(true_state), strict=True
     ):
@@ -200,7 +200,7 @@ def test_another_model_is_refused_naming_the_leaves(
             with pytest.raises(ConfigError, match="mdl_vars/params") as caught:
                 checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
             assert "opt_states" not in str(caught.value)
-        else:  # Who only reads the weights does not care for the optimizer.
+        else:  # To read the weights alone, the optimizer does not matter.
             checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
 
 
@@ -325,7 +325,7 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.all_steps() == [13] and checkpoints.latest_step() == 13
-    assert len(list(folder.iterdir())) == 3  # Who reads deletes nothing.
+    assert len(list(folder.iterdir())) == 3  # A reader deletes nothing.
     lines = []
     with Checkpoints(folder, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert lines == [

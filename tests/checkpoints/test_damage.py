@@ -133,7 +133,7 @@ def test_damage_is_told_in_a_line_and_the_step_before_is_used(folder, name):
         assert_is_step(reading, 3)
     [line] = lines
     assert re.search(rf"^the checkpoint of step 7 is damaged \(.*{words}.*\): skipped$", line)
-    assert (folder / "7").exists()  # Who reads renames nothing.
+    assert (folder / "7").exists()  # A reader renames nothing.
     by_number = f"(no checkpoint of step 7|step 7 .* is damaged: .*{words})"
     with Checkpoints(folder) as reading, pytest.raises(ConfigError, match=by_number):
         reading.restore(SMALL, mesh(), step=7)

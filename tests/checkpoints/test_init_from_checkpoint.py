@@ -58,7 +58,7 @@ def by_path(state):
 
 
 def init(rules, target):
-    """Returns the true values of a new state by path, having checked its shards and padding."""
+    """Returns a new state by path without its padding, having checked its shards and padding."""
     plan = plan_init(target.layout, rules)
     state = init_from_checkpoints(target, target.key(3), plan)
     assert jax.tree.structure(state) == jax.tree.structure(target.layout.shapes)
@@ -81,7 +81,7 @@ def rules(**settings):
 
 
 def new_state(target):
-    """Returns what `Partitioner.init` draws, by path, cut to the true shapes."""
+    """Returns what `Partitioner.init` draws, by path, without padding."""
     leaves = {leaf.path: leaf for leaf in target.layout.leaves()}
     arrays = by_path(target.init(target.key(3)))
     cuts = {path: tuple(map(slice, leaf.shape)) for path, leaf in leaves.items()}

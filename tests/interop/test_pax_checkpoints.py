@@ -1,7 +1,7 @@
 """Checkpoints that the real paxml 1.4.0 wrote are read, and give the real model's logits.
 
 Each zip in pax_checkpoints/ is a job's `checkpoints` directory, and the npz beside it what Pax held
-when it saved: its variables at their true shapes, ids, and the logits that it made of them.
+when it saved: its variables without padding, ids, and the logits that it made of them.
 - scanned_gda: mesh (1, 2, 2), 13 classes and 3 heads padded; StackedTransformerRepeated.
 - unrolled_ocdbt: the same mesh with `tensorstore_use_ocdbt`; StackedTransformer.
 - scanned_flax: without a mesh, CheckpointType.FLAX.
@@ -54,7 +54,7 @@ def lm(unroll: bool) -> NnxModel:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_variable_is_read_at_its_true_shape(jobs, name):
+def test_every_variable_is_read_without_its_padding(jobs, name):
     found = read_pax_checkpoint(jobs / name)
     wanted = {p.removeprefix("w/"): w for p, w in made_by_pax(name).items() if p[:2] == "w/"}
     assert found.step == STEPS[name]
@@ -89,7 +89,7 @@ def test_an_array_is_read_once_and_none_before_the_names_are_right(jobs, monkeyp
 
 
 def test_padded_arrays_without_metadata_are_cut_to_the_model(jobs, tmp_path):
-    """As in checkpoints before version 1.1, which do not say true shapes."""
+    """As in checkpoints before version 1.1, which do not say the unpadded shapes."""
     shutil.copytree(
         jobs / "scanned_gda/checkpoints/checkpoint_00000010/state", tmp_path / "checkpoint_00000010"
     )
@@ -125,8 +125,8 @@ def test_what_is_no_pax_checkpoint_is_refused(tmp_path):
         read_pax_checkpoint(tmp_path)
 
 
-def test_numbers_beyond_the_true_shape_are_an_error(jobs, tmp_path):
-    """A true shape that is too small: what it would cut off is part of the weight."""
+def test_numbers_in_the_padding_are_an_error(jobs, tmp_path):
+    """A shape that is too small: what it would cut off is part of the weight."""
     original = jobs / "scanned_gda/checkpoints/checkpoint_00000010"
     step = tmp_path / "checkpoint_00000010"
     (step / "metadata").mkdir(parents=True)

@@ -145,7 +145,7 @@ def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
         (lambda m: m.evaluate("train"), "datasets.train has no end"),
         (lambda m: m.evaluate({"ids": np.ones((2, 3))}), "reads the key 'labels'"),
         (lambda m: m.evaluate([]), "given no batch"),
-        (lambda m: m.evaluate(np.ones((2, 3))), "a batch of ndarray; wanted are NumPy"),
+        (lambda m: m.evaluate(np.ones((2, 3))), "a batch of ndarray; give NumPy"),
         (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"id": np.ones((2, 3))}]), "same names"),
         (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"ids": np.ones((2, 4))}]), "do not fit"),
         (lambda m: m.decode("heldout"), r"decode_datasets are \['prompts'\]"),

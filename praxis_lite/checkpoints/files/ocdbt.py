@@ -67,7 +67,7 @@ def stored_values(directory: Path) -> dict[str, StoredValue]:
     sizes = {str(path.relative_to(directory)): path.lstat().st_size for path in files}
     manifest = directory / DATABASE
     if not manifest.is_file() or manifest.stat().st_size > MAX_NODE_BYTES:
-        raise ConfigError(f"{manifest} is no manifest of OCDBT, the only layout that is read")
+        raise ConfigError(f"{manifest} is not a manifest of OCDBT, the only layout that is read")
     nodes = _roots(manifest.read_bytes())
     seen: set[tuple[str, int]] = set()
     values: dict[str, StoredValue] = {}
@@ -125,7 +125,7 @@ def _check_range(path: str, offset: int, length: int, sizes: dict[str, int]) -> 
 
 
 def _roots(encoded: bytes) -> list[_Node]:
-    """Returns the root of the newest version in a manifest; none of an empty database."""
+    """Returns the root of the newest version in a manifest, or [] if the database is empty."""
     reader = Reader(encoded, 0x0CDB3A2A, "manifest.ocdbt")
     reader.take(16)  # The database's id.
     if reader.byte() != 0:
@@ -143,7 +143,7 @@ def _roots(encoded: bytes) -> list[_Node]:
     references = reader.references(num_versions, files)
     reader.varints(3 * num_versions)  # Statistics.
     reader.take(8 * num_versions)  # Times.
-    num_older = reader.varint()  # Nodes with older versions, which nobody reads.
+    num_older = reader.varint()  # Nodes with older versions.
     reader.varints(num_older)
     reader.references(num_older, files)
     reader.varints(num_older)
@@ -215,4 +215,4 @@ def _text(key: bytes) -> str:
     try:
         return key.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"the key {key[:80]!r} is no text") from None
+        raise ConfigError(f"the key {key[:80]!r} is not text") from None

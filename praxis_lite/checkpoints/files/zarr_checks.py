@@ -56,7 +56,7 @@ def stored_leaf(name: str, text: bytes) -> dict[str, Any]:
       text: of its `.zarray`.
 
     Raises:
-      ConfigError: its shape is no shape, or its dtype is not one of those that are read.
+      ConfigError: its shape or its dtype is not one that is read.
     """
     zarray = loads(text, f"{name}/.zarray")
     zarray = zarray if isinstance(zarray, dict) else {}
@@ -116,7 +116,7 @@ def _check_zarray(
         not isinstance(compressor, dict) or compressor.get("id") != "zstd"
         or not compressor.keys() <= {"id", "level"} or type(compressor.get("level", 1)) is not int
     ):
-        raise ConfigError(f"{name} has the compressor {compressor!a:.80}, known is zstd")
+        raise ConfigError(f"{name} has the compressor {compressor!a:.80}; zstd is read")
     wanted = {
         "zarr_format": 2, "shape": padded, "dtype": _ZARR_NAMES[leaf["dtype"]], "order": "C",
         "filters": None, "fill_value": None, "dimension_separator": ".",

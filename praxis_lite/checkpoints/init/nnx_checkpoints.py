@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from praxis_lite.checkpoints.files.foreign_arrays import foreign_arrays
 from praxis_lite.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.checkpoints.files.origin import Origin
-from praxis_lite.checkpoints.files.sharded_reading import read_arrays
+from praxis_lite.checkpoints.sharded_reading import read_arrays
 from praxis_lite.errors import ConfigError
 from praxis_lite.job.job_dir import local_directory
 from praxis_lite.partitioner.train_state import LeafLayout

@@ -113,7 +113,7 @@ def file_digests(step_dir: Path, *, sync: bool = False) -> dict[str, dict[str, A
 
 
 def entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]:
-    """Yields all below a folder that is no folder, by its relative name; follows no link.
+    """Yields all but folders below a folder, by relative name; follows no link.
 
     Raises:
       OSError: a folder cannot be read, or lies deeper than item/ocdbt.process_0/d.

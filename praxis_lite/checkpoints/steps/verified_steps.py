@@ -14,7 +14,7 @@ from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.best_checkpoints import BestCheckpoints
 from praxis_lite.errors import ConfigError, few
 
-Step = int | Literal["best"] | None  # None: the newest.
+Step = int | Literal["best"] | None  # None stands for the newest.
 Metrics = Mapping[int, Mapping[str, float]]
 
 
@@ -173,7 +173,7 @@ class VerifiedSteps:
         return {step: self.manifest(step).get("metrics", {}) for step in self.committed()}
 
     def _removes(self, path: Path) -> bool:
-        """Removes a folder that is no step; returns True if it is gone, and says why not."""
+        """Removes a folder that was set aside; returns False, and says why, if that fails."""
         try:
             step_dirs.remove_leftover(path)
         except OSError as error:

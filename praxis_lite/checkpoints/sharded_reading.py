@@ -63,4 +63,5 @@ def _read(array: StoredArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
             blocks[ends] = np.pad(read, pads) if any(pad for _, pad in pads) else read
         return blocks[ends]
 
-    return jax.make_array_from_callback(leaf.padded_shape, NamedSharding(mesh, leaf.spec), block)
+    sharding = NamedSharding(mesh, leaf.spec)
+    return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)
