@@ -26,7 +26,6 @@ from praxis_lite.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
     manifest_leaf,
-    manifest_leaves,
     new_manifest,
 )
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
@@ -255,17 +254,20 @@ class Checkpoints:
         self, layout: StateLayout, mesh: Mesh, opt_states_keys: Sequence[str] | None, step: Step
     ) -> Restored:
         step, manifest = self._chosen(step)
-        saved = manifest["leaves"]
-        if opt_states_keys is not None:
-            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
-            saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(kept)}
-        part = _part(layout, opt_states_keys)
-        check_same(self.directory / str(step), saved, manifest_leaves(part))
-        arrays = self._read(step, {leaf.path: leaf for leaf in part.leaves()}, mesh)
-        tree = jax.tree.unflatten(jax.tree.structure(part.shapes), arrays.values())
+        keys, kept = opt_states_keys, ("mdl_vars/", "opt_states/")
+        if keys is None:
+            keys = layout.shapes.opt_states
+        else:
+            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in keys))
+        saved = {p: leaf for p, leaf in manifest["leaves"].items() if f"{p}/".startswith(kept)}
+        leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
+        wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
+        check_same(self.directory / str(step), saved, wanted)
+        arrays = self._read(step, leaves, mesh)
+        shapes = layout.shapes.mdl_vars, {key: layout.shapes.opt_states[key] for key in keys}
+        restored = jax.tree.unflatten(jax.tree.structure(shapes), arrays.values())
         step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
-        state = TrainState(step_array, tree["mdl_vars"], tree["opt_states"])
-        return Restored(step, state, manifest["data"])
+        return Restored(step, TrainState(step_array, *restored), manifest["data"])
 
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
@@ -292,15 +294,3 @@ class Checkpoints:
             f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
             "the job that trains there: try again."
         )
-
-
-def _part(layout: StateLayout, opt_states_keys: Sequence[str] | None) -> StateLayout:
-    """Returns the layout of `{"mdl_vars": ..., "opt_states": ...}`, with all keys if None."""
-
-    def part(state: TrainState) -> dict[str, PyTree]:
-        keys = state.opt_states if opt_states_keys is None else opt_states_keys
-        return {
-            "mdl_vars": state.mdl_vars, "opt_states": {key: state.opt_states[key] for key in keys}
-        }
-
-    return StateLayout(part(layout.shapes), part(layout.specs), layout.axis_sizes)
