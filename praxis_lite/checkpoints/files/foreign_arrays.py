@@ -7,7 +7,13 @@ of its shape is not noticed.
 
 from pathlib import Path
 
-from praxis_lite.checkpoints.files.ocdbt import DATABASE, StoredValue, kvstore_spec, stored_values
+from praxis_lite.checkpoints.files.ocdbt import (
+    DATABASE,
+    StoredValue,
+    kvstore_spec,
+    reading_context,
+    stored_values,
+)
 from praxis_lite.checkpoints.files.origin import Origin
 from praxis_lite.checkpoints.files.step_names import regular_files
 from praxis_lite.checkpoints.files.stored_arrays import StoredArray
@@ -37,7 +43,7 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     values = {key: value for key, value in values.items() if key.startswith(prefix)}
     if any(key.endswith("zarr.json") for key in values):
         raise ConfigError("it is in Zarr 3, and Zarr 2, Orbax's default, is what is read")
-    leaves, arrays = {}, {}
+    leaves, arrays, context = {}, {}, reading_context()
     for key, value in values.items():
         name, _, file = key.rpartition("/")
         if file == ".zarray":
@@ -46,6 +52,6 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     for name, leaf in leaves.items():
         path, shape = name.removeprefix(prefix).replace(".", "/"), tuple(leaf["shape"])
         check_leaf(f"mdl_vars/{path}", leaf)
-        spec = kvstore_spec(folder, f"{name}/", is_database=is_database)
-        arrays[path] = StoredArray(path, shape, shape, np_dtype(leaf["dtype"]), spec, origin)
+        kvstore, dtype = kvstore_spec(folder, f"{name}/", is_database=is_database), leaf["dtype"]
+        arrays[path] = StoredArray(path, shape, shape, np_dtype(dtype), kvstore, context, origin)
     return arrays

@@ -19,6 +19,7 @@ from praxis_lite.errors import ConfigError
 DATABASE = "manifest.ocdbt"
 _MAX_BYTES_OF_KEYS = 2**28
 _MAX_HEIGHT = 16
+_MAX_BYTES_OF_TREES = 10**8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +98,25 @@ def stored_values(directory: Path) -> dict[str, StoredValue]:
 
 def kvstore_spec(folder: Path, path: str, *, is_database: bool = True) -> dict[str, Any]:
     """Returns what opens a part of a database, or of a folder of files, in TensorStore."""
-    # No cache: what is read once is not kept, and a file that changed is read anew.
-    context = {"cache_pool": {"total_bytes_limit": 0}}
     files = {"driver": "file", "path": f"{folder.absolute()}/"}
     if not is_database:
-        return {**files, "path": files["path"] + path, "context": context}
-    return {"driver": "ocdbt", "base": files, "path": path, "context": context}
+        return {**files, "path": files["path"] + path}
+    return {"driver": "ocdbt", "base": files, "path": path, "cache_pool": "cache_pool#tree"}
+
+
+def reading_context() -> ts.Context:
+    """Returns what arrays that are opened with it share: the trees of databases, once read."""
+    return ts.Context({
+        "cache_pool": {"total_bytes_limit": 0},  # What is decoded is not kept.
+        "cache_pool#tree": {"total_bytes_limit": _MAX_BYTES_OF_TREES},
+    })
 
 
 def _check_tensorstore_sees(directory: Path, values: dict[str, StoredValue]) -> None:
     """Checks that TensorStore sees the same keys, and finds its checksums right."""
     try:
-        keys = ts.KvStore.open(kvstore_spec(directory, "")).result().list().result()
+        spec = kvstore_spec(directory, "")
+        keys = ts.KvStore.open(spec, context=reading_context()).result().list().result()
     except ValueError as error:
         raise ConfigError(f"{directory.name}: {error}") from None
     if sorted(key.decode() for key in keys) != sorted(values):

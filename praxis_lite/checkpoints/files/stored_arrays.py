@@ -29,7 +29,7 @@ import numpy as np
 import tensorstore as ts
 
 from praxis_lite.checkpoints.files import step_names
-from praxis_lite.checkpoints.files.ocdbt import kvstore_spec, stored_values
+from praxis_lite.checkpoints.files.ocdbt import kvstore_spec, reading_context, stored_values
 from praxis_lite.checkpoints.files.origin import Origin
 from praxis_lite.checkpoints.files.zarr_checks import check_arrays, check_leaf, np_dtype
 from praxis_lite.errors import ConfigError
@@ -55,6 +55,7 @@ class StoredArray:
     padded_shape: tuple[int, ...]
     dtype: np.dtype
     _kvstore: Mapping[str, Any]
+    _context: ts.Context
     _origin: Origin
 
     @property
@@ -114,7 +115,7 @@ class StoredArray:
     def _array(self) -> ts.TensorStore:
         try:
             spec = {"driver": "zarr", "kvstore": self._kvstore}
-            return ts.open(spec, open=True, read=True).result()
+            return ts.open(spec, open=True, read=True, context=self._context).result()
         except ValueError as error:
             raise self._origin.undecodable(error, self.path) from None
 
@@ -129,7 +130,8 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
     Raises:
       ConfigError: what is stored is not what the manifest says; says what, and what to do.
     """
-    leaves, origin, arrays = manifest["leaves"], Origin(step_dir), {}
+    leaves, arrays = manifest["leaves"], {}
+    origin, context = Origin(step_dir), reading_context()
     check_leaves(step_dir, manifest)
     with origin.refusing():
         step_names.check_names(step_dir)
@@ -146,8 +148,8 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
                         raise ConfigError(f"two arrays have one name where they are stored, {name}")
                     of_item[name] = leaf
                     shapes = tuple(leaf["shape"]), tuple(leaf["padded_shape"])
-                    spec = kvstore_spec(folder, f"{name}/")
-                    arrays[path] = StoredArray(path, *shapes, np_dtype(leaf["dtype"]), spec, origin)
+                    kvstore, dtype = kvstore_spec(folder, f"{name}/"), np_dtype(leaf["dtype"])
+                    arrays[path] = StoredArray(path, *shapes, dtype, kvstore, context, origin)
             check_arrays(folder, of_item, values)
     return dict(sorted(arrays.items()))
 
