@@ -195,43 +195,46 @@ class Checkpoints:
         self._queue.settle()
         from_first(self._name, lambda: self._steps.abandon_after(step))
 
-    def restore(self, layout: StateLayout, mesh: Mesh, *, step: Step = None) -> Restored:
-        """Returns a state on `mesh`, whatever mesh saved it.
-
-        Args:
-          step: None for the newest, or "best".
-
-        Raises:
-          ConfigError: there is no such step, or it has other leaves, unpadded shapes or dtypes;
-            names them.
-        """
-        return self._restore(layout, mesh, None, step)
-
-    def restore_for_eval(
+    def restore(
         self,
         layout: StateLayout,
         mesh: Mesh,
-        opt_states_keys: Sequence[str] = (),
         *,
         step: Step = None,
+        opt_states_keys: Sequence[str] | None = None,
     ) -> Restored:
-        """Returns a TrainState with the weights and the named opt_states; reads nothing else.
+        """Returns a state on `mesh`, whatever mesh saved it.
 
         Args:
           layout: of the whole TrainState.
-          opt_states_keys: such as ("ema",).
+          step: None for the newest, or "best".
+          opt_states_keys: which of the opt_states are compared and read, such as ("ema",); by
+            default all.
 
         Raises:
-          ConfigError: as `restore`, for what is restored; or the layout has no such key.
+          ConfigError: there is no such step, or it has other leaves, unpadded shapes or dtypes;
+            names them. Or the layout has no such key.
         """
-        for key in opt_states_keys:
-            if key not in layout.shapes.opt_states:
-                there = sorted(layout.shapes.opt_states)
+        there, kept = sorted(layout.shapes.opt_states), ("mdl_vars/", "opt_states/")
+        keys = there if opt_states_keys is None else opt_states_keys
+        for key in keys:
+            if key not in there:
                 raise ConfigError(
                     f"The state to restore has no opt_states[{key!r}]; it has {there}."
                     f"{did_you_mean(key, there)} Set the learner as it was trained."
                 )
-        return self._restore(layout, mesh, tuple(opt_states_keys), step)
+        if opt_states_keys is not None:
+            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in keys))
+        step, manifest = self._chosen(step)
+        saved = {p: leaf for p, leaf in manifest["leaves"].items() if f"{p}/".startswith(kept)}
+        leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
+        wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
+        check_same(self.directory / str(step), saved, wanted)
+        arrays = self._read(step, leaves, mesh)
+        shapes = layout.shapes.mdl_vars, {key: layout.shapes.opt_states[key] for key in keys}
+        restored = jax.tree.unflatten(jax.tree.structure(shapes), arrays.values())
+        step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
+        return Restored(step, TrainState(step_array, *restored), manifest["data"])
 
     def restore_leaves(
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: Step = None
@@ -249,25 +252,6 @@ class Checkpoints:
         there = {path: leaf for path, leaf in manifest["leaves"].items() if path in wanted}
         check_same(self.directory / str(step), there, wanted)
         return self._read(step, leaves, mesh)
-
-    def _restore(
-        self, layout: StateLayout, mesh: Mesh, opt_states_keys: Sequence[str] | None, step: Step
-    ) -> Restored:
-        step, manifest = self._chosen(step)
-        keys, kept = opt_states_keys, ("mdl_vars/", "opt_states/")
-        if keys is None:
-            keys = layout.shapes.opt_states
-        else:
-            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in keys))
-        saved = {p: leaf for p, leaf in manifest["leaves"].items() if f"{p}/".startswith(kept)}
-        leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
-        wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
-        check_same(self.directory / str(step), saved, wanted)
-        arrays = self._read(step, leaves, mesh)
-        shapes = layout.shapes.mdl_vars, {key: layout.shapes.opt_states[key] for key in keys}
-        restored = jax.tree.unflatten(jax.tree.structure(shapes), arrays.values())
-        step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
-        return Restored(step, TrainState(step_array, *restored), manifest["data"])
 
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
