@@ -38,8 +38,8 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     if is_database:
         values = stored_values(folder)
     else:
-        sizes = {name: (folder / name).lstat().st_size for name in files}
-        values = {name: StoredValue(None, name, 0, size) for name, size in sizes.items()}
+        names = [name for name in files if name.startswith(prefix)]
+        values = {x: StoredValue(None, x, 0, (folder / x).lstat().st_size) for x in names}
     values = {key: value for key, value in values.items() if key.startswith(prefix)}
     if any(key.endswith("zarr.json") for key in values):
         raise ConfigError("it is in Zarr 3, and Zarr 2, Orbax's default, is what is read")

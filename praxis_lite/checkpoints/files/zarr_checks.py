@@ -99,8 +99,8 @@ def check_arrays(
     if num_values != len(values):
         known = {f"{name}/.zarray" for name in leaves}
         other = [k for k in values if k.endswith("/.zarray") and k not in known]
-        what = f"the array {other[0][:-8]!r}" if other else "a chunk"
-        raise ConfigError(f"{folder.name} has {what} that is not in manifest.json")
+        array = f"the array {other[0][:-8]!r} that is not in manifest.json" if other else ""
+        raise ConfigError(f"{folder.name} has {array or 'a chunk that belongs to no array'}")
 
 
 def _check_zarray(
