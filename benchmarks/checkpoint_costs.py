@@ -27,7 +27,7 @@ import numpy as np
 import optax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
@@ -119,7 +119,7 @@ def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> 
         restored(partitioner, directory)
 
     def unverified() -> None:
-        with mock.patch.object(step_dirs, "verify", lambda _: []):
+        with mock.patch.object(step_files, "verify", lambda _: []):
             restore()
 
     for name, before in (("files cached", lambda: None), ("files on disk", lambda: drop(step_dir))):

@@ -3,7 +3,7 @@
 import difflib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # What is said of a disk, a quota or a file that takes no more.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -53,6 +53,12 @@ def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str
     """Returns ' Did you mean a, b?' with the candidates nearest to `name`, or ''."""
     near = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)
     return f" Did you mean {', '.join(near)}?" if near else ""
+
+
+def few(words: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """Returns "a, b, c", or "a, b, c, and 4 more" where there are more than `most`."""
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return separator.join([*words[:most], *more])
 
 
 def shown(text: str, limit: int = 80) -> str:

@@ -1,7 +1,7 @@
 """`python -m praxis_lite.checkpoints`: looks at checkpoints without the code of their model.
 
-Exit status: 0; 1 where something is damaged (verify) or different (diff); 2 where the question
-cannot be answered.
+Exit status: 0; 1 if something is damaged (verify) or different (diff); 2 if the question cannot be
+answered.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from praxis_lite.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status; prints the answer, or on standard error why there is none."""
+    """Returns the exit status; prints the answer, or on standard error what stands against one."""
     args = _parser().parse_args(argv)
     try:
         directory = tools.steps_directory(args.job_log_dir)
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         ("show", _show, "the arrays of a step, and where it comes from"),
         ("verify", _verify, "decode all of one step or of every step; exit 1 if any is damaged"),
         ("diff", _diff, "what differs between two steps, of one job or two; exit 1 if anything"),
-        ("digest", _digest, "a digest of the true values, the same on every mesh"),
+        ("digest", _digest, "a digest of the values, the same on every mesh"),
     ):
         one = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         one.set_defaults(command=command)
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument("--other_step", type=_step, help="of OTHER; else the newest")
         step_help = {
             "ls": "only this one", "verify": "only this one",
-            "diff": "of JOB_LOG_DIR; else the newest, or the one before it where there is no OTHER",
+            "diff": "of JOB_LOG_DIR; else the newest, or without OTHER the one before it",
         }
         one.add_argument("--step", type=_step, help=step_help.get(name, "else the newest"))
         if name == "digest":
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _step(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step")
     return int(text)
 
 

@@ -1,8 +1,8 @@
 """One save: the state taken to the host at once, all else in a thread of its own.
 
 Orbax writes `N.saving`; then every file is digested and made sure to be on disk, the manifest and
-the commit are written, and the folder gets its number. Whatever fails on any process fails on all
-of them, and leaves nothing behind.
+the commit are written, and the folder gets its number. What fails on one process fails on all of
+them, and leaves nothing behind.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.orbax_arrays import Writing
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.errors import ConfigError
 from praxis_lite.job import processes
 from praxis_lite.partitioner import TrainState
@@ -23,7 +23,7 @@ _MEET_SECONDS = 3600.0
 
 
 class FailedSave(ConfigError):
-    """A checkpoint could not be written: which, why, what is there instead, what to do."""
+    """A checkpoint could not be written; says which, why, and what to do."""
 
 
 class BackgroundSave:
@@ -31,8 +31,8 @@ class BackgroundSave:
 
     Attributes:
       step: of the state.
-      error: what made it fail; None: nothing did so far.
-      failed_alone: it failed where other processes may not have: none can go on.
+      error: what made it fail, or None if nothing did so far.
+      failed_alone: True if it failed where others of several processes may not have.
 
     Args:
       directory: of all steps.
@@ -52,9 +52,9 @@ class BackgroundSave:
         self.error: Exception | None = None
         self.failed_alone = False
         self._directory, self._manifest, self._published = directory, manifest, published
-        self._folder = step_dirs.saving_dir(directory, self.step)
+        self._folder = directory / f"{self.step}.saving"
         self._meeting = _Meeting(name)
-        self._writing: Writing | None = None
+        self._writing: OrbaxWrite | None = None
         # No daemon: an interpreter that ends waits for it.
         self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
 
@@ -63,7 +63,7 @@ class BackgroundSave:
         try:
             if processes.is_first():
                 self._clear()
-            self._writing = Writing(self._meeting.meet)
+            self._writing = OrbaxWrite(self._meeting.meet)
             self._writing.begin(self._folder, state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
@@ -82,7 +82,7 @@ class BackgroundSave:
         try:
             self._writing.wait()
             if processes.is_first():
-                self._manifest["files"] = step_dirs.file_digests(self._folder, sync=True)
+                self._manifest["files"] = step_files.file_digests(self._folder, sync=True)
                 step_dirs.commit(self._folder, self._manifest)
                 step_dirs.publish(self._folder, self._directory / str(self.step))
             self._meeting.meet()
@@ -106,7 +106,7 @@ class BackgroundSave:
 
     def _clear(self) -> None:
         """Removes what a save of this step wrote so far."""
-        for path in step_dirs.leftovers(self._directory):
+        for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)
 
@@ -119,7 +119,7 @@ class _Meeting:
     """Where the processes of a save wait for each other, and hear of each other's errors.
 
     Orbax lets them meet after all have written and after the first has put it together; then we
-    do, once the step has its number. Who fails tells it where the others wait next.
+    do, once the step has its number. A process that fails says so where the others wait next.
     """
 
     def __init__(self, name: str):

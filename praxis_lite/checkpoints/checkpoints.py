@@ -1,8 +1,7 @@
 """Checkpoints of a TrainState: saved in the background, verified and compared before a restore.
 
-What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the true
-shapes. A restore compares those first. Only then may Orbax cut and pad to the shapes of another
-mesh: by itself it would also cut a real mismatch, without a word.
+What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the
+unpadded shapes. A restore compares those first, then cuts and pads to the shapes of its own mesh.
 
 Of several processes all save and restore; the first one decides which step it is, and writes,
 renames and deletes all that Orbax does not.
@@ -19,22 +18,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.background_save import FailedSave
-from praxis_lite.checkpoints.files.stored_arrays import check_stored, undecodable
-from praxis_lite.checkpoints.orbax_arrays import read_arrays
+from praxis_lite.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.save_checks import check_finite, check_names
-from praxis_lite.checkpoints.saves import Saves
-from praxis_lite.checkpoints.steps.decisions import Decisions
-from praxis_lite.checkpoints.steps.good_steps import GoodSteps, Step
+from praxis_lite.checkpoints.save_queue import SaveQueue
+from praxis_lite.checkpoints.sharded_reading import read_arrays
 from praxis_lite.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
     manifest_leaf,
-    manifest_leaves,
     new_manifest,
 )
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.verified_steps import Step, VerifiedSteps
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.job.job_dir import local_directory
+from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.partitioner import StateLayout, TrainState
 from praxis_lite.partitioner.train_state import LeafLayout
 
@@ -61,15 +59,15 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one job; a context that waits for the save in flight on its way out.
 
-    A step is used only after all its files were compared with its manifest (`GoodSteps`). Of a job
-    that saves, what is damaged is renamed to `N.damaged`, and the newest step that is whole is used
-    in its place; who only reads skips it.
+    A step is used only after all its files were compared with its manifest (`VerifiedSteps`). A
+    job that saves renames a damaged step to `N.damaged`, one that only reads skips it; either uses
+    the newest whole step in its place.
 
     Args:
       directory: of all steps.
-      saving: how this job saves. None: it reads only, and nothing is ever renamed or deleted.
+      saving: how this job saves, or None if it only reads: nothing is then renamed or deleted.
       note: told, a line each, of what is damaged and what is done about it.
-      config_json: of the job, for the manifests; "": not known.
+      config_json: of the job, for the manifests, or "" if it is not known.
     """
 
     def __init__(
@@ -82,15 +80,14 @@ class Checkpoints:
     ):
         self.directory, self._saving, self._note = local_directory(directory), saving, note
         self._best = saving and saving.best
-        self._steps = GoodSteps(self.directory, owned=saving is not None, note=note)
+        self._steps = VerifiedSteps(self.directory, owned=saving is not None, note=note)
         self._config_digest = digest_of_config(config_json) if config_json else ""
-        name = f"checkpoints {next(_numbers)}"
-        self._decisions = Decisions(name)
-        self._saves = saving and Saves(self._steps, saving, note, name)
+        self._name = f"checkpoints {next(_numbers)}"
+        self._queue = saving and SaveQueue(self._steps, saving, note, self._name)
 
     def __enter__(self) -> "Checkpoints":
         if self._saving is not None:
-            self._decisions.by_first(self._steps.repair)
+            from_first(self._name, self._steps.repair)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -104,47 +101,47 @@ class Checkpoints:
 
     def raise_if_failed(self) -> None:
         """Raises FailedSave once the save in the background has failed too often in a row."""
-        if self._saves is not None:
-            self._saves.raise_if_failed()
+        if self._queue is not None:
+            self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
-        """Returns whether a save goes on in the background; from any thread."""
-        return self._saves is not None and self._saves.are_going_on()
+        """Returns True while a save goes on in the background; from any thread."""
+        return self._queue is not None and self._queue.is_saving()
 
     def retry_is_due(self) -> bool:
-        """Returns whether a save failed that is to be tried again now, with the newest state.
+        """Returns True if a save that failed is to be tried again now, with the newest state.
 
         Of several processes never, for their clocks differ: the next save is the next try.
         """
-        return self._saves.retry_is_due()
+        return self._queue.retry_is_due()
 
     def wait(self) -> None:
         """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
-        if self._saves is not None:
-            self._saves.wait()
+        if self._queue is not None:
+            self._queue.settle(retries=0)
 
     def latest_step(self) -> int | None:
-        """Returns the newest step that is whole, after verifying it; None: there never was one.
+        """Returns the newest whole step, after verifying it, or None if there never was a step.
 
         Raises:
           ConfigError: there are steps, and all are damaged.
         """
-        return self._decisions.by_first(self._steps.newest)
+        return from_first(self._name, self._steps.newest)
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that have a commit, in order; one in flight is not among them."""
+        """Returns the steps that have a commit, in order, without the one in flight."""
         return self._steps.committed()
 
     def best_step(self) -> int | None:
-        """Returns the best step that is whole; None where no checkpoint has the metric."""
-        return self._decisions.by_first(lambda: self._steps.best(self._best))
+        """Returns the best whole step, or None if no checkpoint has the metric."""
+        return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
         """Returns what was saved beside the newest state: the position of the training data."""
         return self._chosen(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the true shapes of what a checkpoint has, by path; reads no array.
+        """Returns the unpadded shapes of what a checkpoint has, by path; reads no array.
 
         Paths are "mdl_vars/params/softmax/...", "opt_states/slots/...".
         """
@@ -161,7 +158,7 @@ class Checkpoints:
         *,
         is_last: bool = False,
     ) -> None:
-        """Saves `state` in the background; it may be donated as soon as this returns.
+        """SaveQueue `state` in the background; it may be donated as soon as this returns.
 
         Orbax takes everything to the host before it returns. On CPU that is a view of the array's
         own buffer, and XLA gives a step that donates a buffer with a view on it another one. A step
@@ -176,67 +173,68 @@ class Checkpoints:
           ConfigError: numbers in it are not finite, or two leaves have one name; nothing is saved.
           FailedSave: the save before this one failed too often, or this one, if it is the last.
         """
-        if self._saves is None:
+        if self._queue is None:
             raise ValueError("These Checkpoints only read: make them with saving=SaveSettings().")
-        self._saves.settle()
+        self._queue.settle()
         check_names(layout)
         if not self._saving.save_non_finite:
             check_finite(step, state, self._steps.newest_in_words())
         best = self._best and dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         manifest = new_manifest(step, layout, data, metrics, best, self._config_digest)
-        self._saves.begin(state, manifest)
+        self._queue.begin(state, manifest)
         if is_last:
-            self._saves.end(state, manifest)
+            self._queue.end(state, manifest)
 
     def abandon_after(self, step: int) -> None:
         """Sets aside the steps after `step`, for a run that is rolled back to it.
 
         Else the next start would take the newest of them. They are renamed to N.abandoned, and
-        deleted once the next save is whole: until then there are no fewer steps than before. Call
-        it before `restore`, or after; steps saved again get their numbers as usual.
+        deleted once the next save is whole: until then there are no fewer steps than before.
         """
-        self._saves.settle()
-        self._decisions.by_first(lambda: self._steps.abandon_after(step))
+        self._queue.settle()
+        from_first(self._name, lambda: self._steps.abandon_after(step))
 
-    def restore(self, layout: StateLayout, mesh: Mesh, *, step: Step = None) -> Restored:
-        """Returns a state on `mesh`, whatever mesh saved it.
-
-        Args:
-          step: None: the newest; "best".
-
-        Raises:
-          ConfigError: there is none, or it has other leaves, true shapes or dtypes; names them.
-        """
-        return self._restore(layout, mesh, None, step)
-
-    def restore_for_eval(
+    def restore(
         self,
         layout: StateLayout,
         mesh: Mesh,
-        opt_states_keys: Sequence[str] = (),
         *,
         step: Step = None,
+        opt_states_keys: Sequence[str] | None = None,
     ) -> Restored:
-        """Returns a TrainState with the weights, and of its opt_states what is named, no more.
-
-        The rest is neither compared nor read.
+        """Returns a state on `mesh`, whatever mesh saved it.
 
         Args:
           layout: of the whole TrainState.
-          opt_states_keys: such as ("ema",).
+          step: None for the newest, or "best".
+          opt_states_keys: which of the opt_states are compared and read, such as ("ema",); by
+            default all.
 
         Raises:
-          ConfigError: as `restore`, for what is restored; or the layout has no such key.
+          ConfigError: there is no such step, or it has other leaves, unpadded shapes or dtypes;
+            names them. Or the layout has no such key.
         """
-        for key in opt_states_keys:
-            if key not in layout.shapes.opt_states:
-                there = sorted(layout.shapes.opt_states)
+        there, kept = sorted(layout.shapes.opt_states), ("mdl_vars/", "opt_states/")
+        keys = there if opt_states_keys is None else opt_states_keys
+        for key in keys:
+            if key not in there:
                 raise ConfigError(
                     f"The state to restore has no opt_states[{key!r}]; it has {there}."
                     f"{did_you_mean(key, there)} Set the learner as it was trained."
                 )
-        return self._restore(layout, mesh, tuple(opt_states_keys), step)
+        if opt_states_keys is not None:
+            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in keys))
+        step, manifest = self._chosen(step)
+        saved = {p: leaf for p, leaf in manifest["leaves"].items() if f"{p}/".startswith(kept)}
+        leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
+        wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
+        check_same(self.directory / str(step), saved, wanted)
+        arrays = self._read(step, leaves, mesh)
+        shapes = layout.shapes.mdl_vars, {key: layout.shapes.opt_states[key] for key in keys}
+        restored = jax.tree.unflatten(jax.tree.structure(shapes), arrays.values())
+        step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
+        return Restored(step, TrainState(step_array, *restored), manifest["data"])
 
     def restore_leaves(
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: Step = None
@@ -244,10 +242,10 @@ class Checkpoints:
         """Returns arrays of a checkpoint by path, each in its shards; no others are read.
 
         Args:
-          leaves: by path in the checkpoint, how each is wanted: true and padded shape, dtype, spec.
+          leaves: how each is wanted, by path in the checkpoint.
 
         Raises:
-          ConfigError: no such array, or of another true shape or dtype.
+          ConfigError: there is no such array, or it has another unpadded shape or dtype.
         """
         step, manifest = self._chosen(step)
         wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
@@ -255,25 +253,9 @@ class Checkpoints:
         check_same(self.directory / str(step), there, wanted)
         return self._read(step, leaves, mesh)
 
-    def _restore(
-        self, layout: StateLayout, mesh: Mesh, opt_states_keys: Sequence[str] | None, step: Step
-    ) -> Restored:
-        step, manifest = self._chosen(step)
-        saved = manifest["leaves"]
-        if opt_states_keys is not None:
-            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
-            saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(kept)}
-        part = _part(layout, opt_states_keys)
-        check_same(self.directory / str(step), saved, manifest_leaves(part))
-        arrays = self._read(step, {leaf.path: leaf for leaf in part.leaves()}, mesh)
-        tree = jax.tree.unflatten(jax.tree.structure(part.shapes), arrays.values())
-        step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
-        state = TrainState(step_array, tree["mdl_vars"], tree["opt_states"])
-        return Restored(step, state, manifest["data"])
-
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
-        found = self._decisions.by_first(lambda: self._steps.choose(step, self._best))
+        found = from_first(self._name, lambda: self._steps.choose(step, self._best))
         manifest = self._steps.manifest(found)
         if not manifest:
             raise self._deleted(found)
@@ -285,14 +267,10 @@ class Checkpoints:
         """Returns arrays of a step that was verified and compared."""
         step_dir = self.directory / str(step)
         try:
-            check_stored(step_dir, self._steps.manifest(step))
-            return read_arrays(step_dir, leaves, mesh)
-        except Exception as error:
+            return read_arrays(stored_arrays(step_dir, self._steps.manifest(step)), leaves, mesh)
+        except ConfigError as error:
             if not step_dir.exists():
                 raise self._deleted(step) from error
-            # TensorStore's error, of a chunk that it cannot decode, in Orbax's.
-            if isinstance(why := error.__cause__, ValueError):
-                raise undecodable(step_dir, why) from error
             raise
 
     def _deleted(self, step: int) -> ConfigError:
@@ -300,15 +278,3 @@ class Checkpoints:
             f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
             "the job that trains there: try again."
         )
-
-
-def _part(layout: StateLayout, opt_states_keys: Sequence[str] | None) -> StateLayout:
-    """Returns the layout of `{"mdl_vars": ..., "opt_states": ...}`; None: with all opt_states."""
-
-    def part(state: TrainState) -> dict[str, PyTree]:
-        keys = state.opt_states if opt_states_keys is None else opt_states_keys
-        return {
-            "mdl_vars": state.mdl_vars, "opt_states": {key: state.opt_states[key] for key in keys}
-        }
-
-    return StateLayout(part(layout.shapes), part(layout.specs), layout.axis_sizes)

@@ -1,4 +1,4 @@
-"""A digest of a step's true values: the same on every mesh that could have saved them."""
+"""A digest of a step's values without padding: the same on every mesh that may have saved them."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.checkpoints.files.stored_arrays import StoredArray, stored_arrays
-from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress
+from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress, told
 
 
 def digest_of(step_dir: Path) -> str:
@@ -19,17 +19,12 @@ def digest_of(step_dir: Path) -> str:
 
 
 def leaf_digests(step_dir: Path, progress: Progress = no_progress) -> dict[str, str]:
-    """Returns a digest per leaf, by path: of its dtype, its true shape and its true values.
+    """Returns a digest per leaf, by path: of its dtype, and of its shape and values unpadded.
 
-    Padding does not count; 0.0 and -0.0, and NaNs of other bits, are different.
+    0.0 and -0.0, and NaNs of other bits, are different.
     """
     arrays = stored_arrays(step_dir, manifest_of(step_dir))
-    done, total, digests = 0, sum(array.num_bytes for array in arrays.values()), {}
-    for path, array in arrays.items():
-        progress(path, done / max(total, 1))
-        done += array.num_bytes
-        digests[path] = _digest(array)
-    return digests
+    return {array.path: _digest(array) for array in told(arrays, progress)}
 
 
 def combined(digests: dict[str, str]) -> str:

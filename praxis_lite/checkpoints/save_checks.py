@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.checkpoints.files.zarr_checks import check_leaf
 from praxis_lite.checkpoints.steps.manifest import manifest_leaves
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few
 from praxis_lite.partitioner import StateLayout, TrainState
 
 
@@ -22,9 +22,16 @@ def check_names(layout: StateLayout) -> None:
     join them by "/".
 
     Raises:
-      ConfigError: two leaves would share a name, or one would lie inside another; names both. Or a
-        name is empty, or has nothing between two "." or "/"; or a dtype cannot be stored.
+      ConfigError: two leaves would share a name, or one would lie inside another; a name is empty,
+        or has nothing between two "." or "/"; or a dtype cannot be stored.
     """
+
+    def refuse(first: str, second: str) -> None:
+        raise ConfigError(
+            f"{first} and {second} would have one name in a checkpoint, where '.' and '/' part "
+            "names. Rename one of them."
+        )
+
     stored = {}
     for path, _ in jax.tree_util.tree_flatten_with_path(layout.shapes)[0]:
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -36,13 +43,13 @@ def check_names(layout: StateLayout) -> None:
                 "'/', or has two of them in a row. Rename it."
             )
         if parts in stored:
-            _refuse(stored[parts], shown)
+            refuse(stored[parts], shown)
         stored[parts] = shown
     # Sorted, what lies inside a leaf stands right behind it.
     in_order = sorted(stored)
     for outer, inner in zip(in_order, in_order[1:], strict=False):
         if inner[: len(outer)] == outer:
-            _refuse(stored[outer], stored[inner])
+            refuse(stored[outer], stored[inner])
     for path, leaf in manifest_leaves(layout).items():
         check_leaf(path, leaf)  # What a restore would refuse is not saved.
 
@@ -54,10 +61,9 @@ def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:
       ConfigError: `non_finite_leaves` finds some; names them, the step and the newest checkpoint.
     """
     if paths := non_finite_leaves(state):
-        more = f", and {len(paths) - 3} more" if len(paths) > 3 else ""
         raise ConfigError(
-            f"Step {step} is not saved: not all numbers are finite in {', '.join(paths[:3])}{more}."
-            f" {newest_in_words} Look at grad_norm in metrics.jsonl, run with --set "
+            f"Step {step} is not saved: not all numbers are finite in {few(paths)}. "
+            f"{newest_in_words} Look at grad_norm in metrics.jsonl, run with --set "
             "run.debug_nans=true; to save such a state all the same, run.save_non_finite=true."
         )
 
@@ -65,10 +71,8 @@ def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:
 def non_finite_leaves(state: TrainState) -> list[str]:
     """Returns the paths of leaves that must not be saved, in the state's order.
 
-    Weights, other variables and averages of weights must be finite; slots must not be NaN, but may
-    be infinite, as what an optimizer compares with may begin.
-
-    Returns one bit per leaf from the devices; padding is zero, and so finite.
+    Weights, other variables and averages of weights must be finite. Slots may be infinite, as what
+    an optimizer compares with may begin, but not NaN. Padding is zero, and so finite.
     """
     tree = {"mdl_vars": state.mdl_vars, "opt_states": state.opt_states}
     paths, leaves, is_weight = [], [], []
@@ -87,9 +91,8 @@ def non_finite_leaves(state: TrainState) -> list[str]:
 @functools.cache
 def _checker(sharding: jax.sharding.Sharding) -> Any:
     # Replicated, so that each of several processes can read it.
-    out = None
-    if isinstance(sharding, NamedSharding):
-        out = NamedSharding(sharding.mesh, PartitionSpec())
+    is_named = isinstance(sharding, NamedSharding)
+    out = NamedSharding(sharding.mesh, PartitionSpec()) if is_named else None
     return jax.jit(_are_bad, static_argnums=1, out_shardings=out)
 
 
@@ -98,10 +101,3 @@ def _are_bad(leaves: Sequence[jax.Array], is_weight: Sequence[bool]) -> jax.Arra
         (~jnp.isfinite(x)).any() if weight else jnp.isnan(x).any()
         for x, weight in zip(leaves, is_weight, strict=True)
     ])
-
-
-def _refuse(first: str, second: str) -> None:
-    raise ConfigError(
-        f"{first} and {second} would have one name in a checkpoint, where '.' and '/' part names. "
-        "Rename one of them."
-    )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.checkpoints.files.stored_arrays import StoredArray, stored_arrays
-from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress
+from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress, told
 
 _ORIGINS = {
     "data": "the position in the training data", "config_xxh3_128": "the config's digest",
@@ -17,9 +17,9 @@ _ORIGINS = {
 
 
 def step_differences(first: Path, second: Path, progress: Progress = no_progress) -> Iterator[str]:
-    """Yields a line for each difference between two steps; none: their true values are the same.
+    """Yields a line for each difference between two steps' values and origins.
 
-    How they are stored (mesh, specs, padding) is no difference.
+    How values are stored (mesh, specs, padding) does not count.
 
     Raises:
       ConfigError: a step is damaged, or is not what its manifest says.
@@ -28,20 +28,17 @@ def step_differences(first: Path, second: Path, progress: Progress = no_progress
     arrays = [stored_arrays(*one) for one in zip((first, second), manifests, strict=True)]
     for key, what in _ORIGINS.items():
         yield from _origin(what, *(manifest[key] for manifest in manifests))
-    done, total = 0, sum(array.num_bytes for array in arrays[0].values())
-    for path in sorted(arrays[0].keys() | arrays[1].keys()):
-        one, other = (found.get(path) for found in arrays)
+    for array in told(dict(sorted((arrays[1] | arrays[0]).items())), progress):
+        path, one, other = array.path, *(found.get(array.path) for found in arrays)
         if one is None or other is None:
-            number, array = ("second", other) if one is None else ("first", one)
-            yield f"{path}: only in the {number}, {array.dtype.name}{list(array.shape)}"
+            only = "second" if one is None else "first"
+            yield f"{path}: only in the {only}, {array.dtype.name}{list(array.shape)}"
             continue
-        progress(path, done / max(total, 1))
-        done += one.num_bytes
         if one.shape != other.shape:
             yield f"{path}: shape {list(one.shape)} and {list(other.shape)}"
         if one.dtype != other.dtype:
             yield f"{path}: dtype {one.dtype.name} and {other.dtype.name}"
-        if one.shape == other.shape and one.dtype == other.dtype:
+        elif one.shape == other.shape:
             yield from _values(path, one, other)
 
 

@@ -5,22 +5,37 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.files.stored_arrays import check_leaves, stored_arrays
+from praxis_lite.checkpoints.files.stored_arrays import StoredArray, check_leaves, stored_arrays
 from praxis_lite.checkpoints.files.zarr_checks import np_dtype
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few, printable
 from praxis_lite.job.job_dir import local_directory
 
 Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.
+_SET_ASIDE = {
+    "damaged": "quarantined",
+    "saving": "saving, or left by a save that was cut short",
+    "deleting": "deleting, or left by a deletion that was cut short",
+    "abandoned": "rolled back",
+}
 
 
 def no_progress(what: str, share: float) -> None:
-    """Tells nobody."""
+    """Shows nothing."""
+
+
+def told(arrays: Mapping[str, StoredArray], progress: Progress) -> Iterator[StoredArray]:
+    """Yields the arrays in order, and tells how far that is, by their bytes."""
+    done, total = 0, sum(array.num_bytes for array in arrays.values())
+    for path, array in arrays.items():
+        progress(path, done / max(total, 1))
+        done += array.num_bytes
+        yield array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +44,9 @@ class ListedStep:
 
     Attributes:
       name: of the folder: "300", "300.damaged", "400.saving".
-      state: "good", or why it is not.
+      state: "good", or what is wrong with it.
       num_bytes: of all its files.
-      saved: when, in seconds since 1970; NaN: never.
+      saved: when, in seconds since 1970, or NaN if it has no commit.
       metrics: that it was saved with.
     """
 
@@ -59,14 +74,14 @@ def steps_directory(path: str) -> Path:
 
 
 def step_dir_of(directory: Path, step: int | None) -> Path:
-    """Returns the folder of a step; None: of the newest that has a commit.
+    """Returns the folder of a step, or of the newest that has a commit if `step` is None.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no such step.
     """
     steps = step_dirs.committed_steps(directory)
     if not steps or (step is not None and step not in steps):
-        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "there is none in it"
+        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no steps"
         which = "step" if step is None else f"step {step}"
         raise ConfigError(f"{directory} has no committed {which}; {there}.")
     return directory / str(steps[-1] if step is None else step)
@@ -76,9 +91,9 @@ def manifest_of(step_dir: Path) -> dict[str, Any]:
     """Returns a step's manifest.
 
     Raises:
-      ConfigError: it is not the one that was committed.
+      ConfigError: another one was committed.
     """
-    manifest, wrong = step_dirs.committed_manifest(step_dir)
+    manifest, wrong = step_files.committed_manifest(step_dir)
     if wrong:
         raise ConfigError(f"The checkpoint {step_dir} is damaged: {'; '.join(wrong)}.")
     return manifest
@@ -91,22 +106,18 @@ def list_steps(directory: Path, progress: Progress = no_progress) -> list[Listed
     for count, name in enumerate(steps):
         progress(f"step {name}", count / len(steps))
         wrong = what_is_wrong(directory / name)
-        if wrong and not (directory / name).exists():  # Deleted by the job that is at work there.
-            continue
-        listed.append(_listed(directory / name, _few(wrong) if wrong else "good"))
-    states = {"damaged": "quarantined", "saving": "saving, or left by a save that was cut short",
-              "deleting": "deleting, or left by a deletion that was cut short",
-              "abandoned": "rolled back"}
+        if not wrong or (directory / name).exists():  # Else deleted by a job that is at work there.
+            listed.append(_listed(directory / name, few(wrong, 2, "; ") or "good"))
     for name in _set_aside(directory):
         how = name.partition(".")[2].partition("-")[0].partition(".")[0]
-        listed.append(_listed(directory / name, states.get(how, how)))
+        listed.append(_listed(directory / name, _SET_ASIDE.get(how, how)))
     return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
 
 
 def what_is_wrong(step_dir: Path) -> list[str]:
     """Returns what is wrong with a step's files, a line each; no array is decoded."""
     try:
-        return [f"damaged: {line}" for line in step_dirs.verify(step_dir)]
+        return [f"damaged: {line}" for line in step_files.verify(step_dir)]
     except ConfigError as error:
         return [f"foreign: {error}"]
 
@@ -116,18 +127,14 @@ def what_is_wrong_within(step_dir: Path, progress: Progress = no_progress) -> li
     if wrong := what_is_wrong(step_dir):
         return wrong
     try:
-        arrays = stored_arrays(step_dir, manifest_of(step_dir)).values()
+        for array in told(stored_arrays(step_dir, manifest_of(step_dir)), progress):
+            try:
+                if not array.padding_is_zero():
+                    wrong.append(f"{array.path} has a padding that is not zero")
+            except ConfigError as error:
+                wrong.append(str(error))
     except ConfigError as error:
-        return [str(error)]
-    done, total = 0, sum(array.num_bytes for array in arrays)
-    for array in arrays:
-        progress(array.path, done / max(total, 1))
-        done += array.num_bytes
-        try:
-            if not array.padding_is_zero():
-                wrong.append(f"{array.path} has a padding that is not zero")
-        except ConfigError as error:
-            wrong.append(str(error))
+        wrong.append(str(error))
     return wrong
 
 
@@ -139,8 +146,8 @@ def description(step_dir: Path) -> list[str]:
     share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
     leaves = manifest["leaves"]
     pairs = {
-        "step": f"{manifest['step']}, saved {when(listed.saved)}",
-        "size": f"{size(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
+        "step": f"{manifest['step']}, saved {_when(listed.saved)}",
+        "size": f"{_size(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
                 f"{share:.1%} of it",
         "mesh": _pairs(manifest["mesh"]),
         "versions": _pairs(manifest["versions"]),
@@ -152,17 +159,16 @@ def description(step_dir: Path) -> list[str]:
     }
     rows = [("path", "shape", "padded", "dtype", "spec", "bytes")]
     for path, leaf in sorted(leaves.items()):
-        padded = leaf["padded_shape"]
-        rows.append((
-            path, str(leaf["shape"]), "" if padded == leaf["shape"] else str(padded),
-            leaf["dtype"], _spec(leaf["spec"]), f"{_num_bytes(leaf):,}",
-        ))
+        shape, padded, dtype = leaf["shape"], leaf["padded_shape"], leaf["dtype"]
+        num_bytes = math.prod(padded) * np_dtype(dtype).itemsize
+        shapes = str(shape), "" if padded == shape else str(padded)
+        rows.append((path, *shapes, dtype, _spec(leaf["spec"]), f"{num_bytes:,}"))
     return [f"{key + ':':10}{value}" for key, value in pairs.items()] + ["", *table(rows)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows as lines, their columns aligned; a control character is shown, not sent."""
-    rows = [[x if x.isprintable() else ascii(x) for x in row] for row in rows]
+    """Returns the rows as lines, their columns aligned, without what a terminal would obey."""
+    rows = [[printable(x) for x in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip()
@@ -172,31 +178,27 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def listing(steps: Sequence[ListedStep]) -> list[str]:
     """Returns `list_steps` as lines."""
-    rows = [("step", "size", "saved", "state", "metrics")]
-    for step in steps:
-        rows.append((step.name, size(step.num_bytes), when(step.saved), step.state,
-                     _pairs(step.metrics)))
-    return table(rows)
+    return table([
+        ("step", "size", "saved", "state", "metrics"),
+        *((x.name, _size(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics)) for x in steps),
+    ])
 
 
-def size(num_bytes: float) -> str:
-    """Returns "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
 
 
-def when(seconds: float) -> str:
+def _when(seconds: float) -> str:
     """Returns "2026-11-21 20:33:01", local time."""
-    if math.isnan(seconds):
-        return "-"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return "-" if math.isnan(seconds) else time.strftime("%F %T", time.localtime(seconds))
 
 
 def _set_aside(directory: Path) -> list[str]:
-    paths = [*step_dirs.leftovers(directory), *step_dirs.abandoned(directory)]
-    return [path.name for path in paths] + step_dirs.damaged(directory)
+    return [path.name for path in step_dirs.set_aside(directory, *_SET_ASIDE)]
 
 
 def _listed(step_dir: Path, state: str) -> ListedStep:
@@ -211,12 +213,8 @@ def _listed(step_dir: Path, state: str) -> ListedStep:
         if path == step_dir / COMMIT_JSON:
             saved = status.st_mtime
     with contextlib.suppress(ConfigError):
-        metrics = step_dirs.committed_manifest(step_dir)[0].get("metrics", {})
+        metrics = step_files.committed_manifest(step_dir)[0].get("metrics", {})
     return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
-
-
-def _few(lines: Sequence[str], most: int = 2) -> str:
-    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" * (len(lines) > most))
 
 
 def _pairs(found: Mapping[str, Any]) -> str:
@@ -227,7 +225,3 @@ def _pairs(found: Mapping[str, Any]) -> str:
 def _spec(spec: Sequence[Any]) -> str:
     entries = ["+".join(map(str, e)) if isinstance(e, list) else str(e or "-") for e in spec]
     return f"({', '.join(entries)})"
-
-
-def _num_bytes(leaf: Mapping[str, Any]) -> int:
-    return math.prod(leaf["padded_shape"]) * np_dtype(leaf["dtype"]).itemsize

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.interop.pax_paths import Place, flat_pax_vars, names_in_pax, place_of
@@ -51,10 +52,9 @@ def mdl_vars_from_pax(
     new: Sequence[str] = (),
     key: jax.Array | None = None,
 ) -> MdlVars:
-    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays at their true shapes.
+    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
 
-    A stack may be unrolled, scanned or pipelined on either side. Arrays that Pax padded are cut to
-    the true shape.
+    A stack may be unrolled, scanned or pipelined on either side. What Pax padded is cut off.
 
     Args:
       model: whose weights are wanted.
@@ -74,16 +74,14 @@ def mdl_vars_from_pax(
     found = flat_pax_vars(pax_vars)
     found = {path: array for path, array in found.items() if not _is_any(path, ignore)}
     found = _below_the_model(found, {_first_name(leaf.pax_path) for leaf in leaves})
-    slots = _Slots(leaves, found)
-    slots.check_names()
-    arrays = {leaf.path: slots.array_of(leaf) for leaf in leaves}
-    slots.check_shapes()
+    layers = _PaxLayers(leaves, found)
+    layers.check_names()
+    arrays = {leaf.path: layers.array_of(leaf) for leaf in leaves}
+    layers.check_shapes()
     if len(leaves) < len(all_leaves):
         drawn = jax.device_get(jax.jit(model.init)(jax.random.key(0) if key is None else key))
-        for leaf in all_leaves:
-            if leaf.path not in arrays:
-                arrays[leaf.path] = _at(drawn, leaf.path)
-    return _nested(arrays)
+        arrays = flatten_dict(drawn, sep="/") | arrays
+    return {"params": {}, "non_trainable": {}, **unflatten_dict(arrays, sep="/")}
 
 
 def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.ndarray]:
@@ -93,10 +91,10 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
     with one leading dim.
     """
     leaves = list(_leaves(model))
-    per_block = _per_block(leaf.place for leaf in leaves)
+    per_block, arrays = _per_block(leaf.place for leaf in leaves), flatten_dict(mdl_vars, sep="/")
     found: dict[str, np.ndarray] = {}
     for leaf in leaves:
-        array = np.asarray(_at(mdl_vars, leaf.path))
+        array = np.asarray(arrays[leaf.path])
         collection, place = leaf.path.split("/")[0], leaf.place
         names = [collection, leaf.pax_path]
         if place != Place(leaf.pax_path):
@@ -113,12 +111,6 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
 
 def _is_any(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
-
-
-def _at(tree: Any, path: str) -> Any:
-    for name in path.split("/"):
-        tree = tree[name]
-    return tree
 
 
 def _leaves(model: NnxModel) -> Iterator[_Leaf]:
@@ -161,7 +153,7 @@ def _first_name(path: str) -> str:
     return owner.split("/")[0]
 
 
-class _Slots:
+class _PaxLayers:
     """What a Pax checkpoint has for each layer of each of our variables."""
 
     def __init__(self, leaves: list[_Leaf], found: dict[str, Any]):
@@ -175,11 +167,11 @@ class _Slots:
         self.errors: list[str] = []
         self.cut: dict[str, np.ndarray] = {}
         # (stack, rest, layer) -> the path that has it, and where in it.
-        self.slots: dict[tuple[str, str, int], tuple[str, int]] = {}
+        self.found_in: dict[tuple[str, str, int], tuple[str, int]] = {}
         for path, place in places.items():
             for i in range(self._count(path, place)):
                 layer = i * pax_per_block[place.stack] + place.inner
-                self.slots[*place.name, layer] = path, i
+                self.found_in[*place.name, layer] = path, i
 
     def _count(self, path: str, place: Place) -> int:
         """Returns how many layers an array of Pax's has; 0 if its rank is wrong, which is noted."""
@@ -198,8 +190,8 @@ class _Slots:
         for leaf in self.leaves:
             for layer in leaf.layers(self.per_block):
                 wanted[*leaf.place.name, layer] = leaf.path
-        missing = _by_path({key: wanted[key] for key in wanted.keys() - self.slots.keys()})
-        over = {key: self.slots[key][0] for key in self.slots.keys() - wanted.keys()}
+        missing = _by_path({key: wanted[key] for key in wanted.keys() - self.found_in.keys()})
+        over = {key: self.found_in[key][0] for key in self.found_in.keys() - wanted.keys()}
         left_over = _by_path(over)
         if missing or left_over:
             lines = [
@@ -226,7 +218,7 @@ class _Slots:
 
     def array_of(self, leaf: _Leaf) -> np.ndarray:
         """Returns a variable gathered from Pax's; zeros if a shape is wrong, which is noted."""
-        parts = [self.slots[*leaf.place.name, layer] for layer in leaf.layers(self.per_block)]
+        parts = [self.found_in[*leaf.place.name, layer] for layer in leaf.layers(self.per_block)]
         paths = {path for path, _ in parts}
         whole = {path: self._true(path, leaf.own_shape) for path in paths}
         if any(array is None for array in whole.values()):
@@ -261,10 +253,10 @@ class _Slots:
         return true
 
 
-def _by_path(slots: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
+def _by_path(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
     """Returns the paths, each with the layers that it is about, in order."""
     layers: dict[str, list[int]] = {}
-    for (_, rest, layer), path in slots.items():
+    for (_, rest, layer), path in paths.items():
         layers.setdefault(path, []).append(layer)
         if not rest:
             layers[path].clear()
@@ -272,14 +264,3 @@ def _by_path(slots: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
         path: f" (layers {', '.join(map(str, sorted(layers[path])))})" if layers[path] else ""
         for path in sorted(layers)
     }
-
-
-def _nested(arrays: Mapping[str, np.ndarray]) -> MdlVars:
-    tree: MdlVars = {"params": {}, "non_trainable": {}}
-    for path, array in arrays.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = array
-    return tree

@@ -13,12 +13,12 @@ import numpy as np
 from praxis_lite.config.overrides import apply_overrides, check_required
 from praxis_lite.config.text import load_config_file
 from praxis_lite.decode import Decoder
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import InMemory, InputPipeline
 from praxis_lite.inputs.batches import checked_spec
-from praxis_lite.interop.prompts import Prompts, prompt_batch, with_decoder
+from praxis_lite.interop.generation import Prompts, prompt_batch, with_decoder
 from praxis_lite.job.job_dir import JobDir, open_for_reading
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, attached_mesh
@@ -26,7 +26,7 @@ from praxis_lite.trainer import decoding
 from praxis_lite.trainer.evaluation import Evaluator
 from praxis_lite.trainer.forward_pass import forward_pass
 from praxis_lite.trainer.job_checks import check_parts
-from praxis_lite.trainer.job_on_mesh import partitioner_of
+from praxis_lite.trainer.job_on_mesh import check_reads, partitioner_of
 from praxis_lite.trainer.launch import restored_weights
 
 Batch = Mapping[str, np.ndarray]
@@ -47,11 +47,11 @@ def load(
 
     Args:
       job_log_dir: of the job.
-      step: of the checkpoint, or "best"; None: the newest.
-      mesh: "attached", what suits a notebook: all accelerators that are attached, or one CPU
-        device where there are none, whatever the job was trained on. "job": the job's own mesh;
-        its devices are simulated where there are no accelerators and JAX has not started yet. Or
-        a MeshConfig.
+      step: of the checkpoint, or "best", or None for the newest.
+      mesh: "attached", which suits a notebook, is all accelerators that are attached, or one CPU
+        device if there are none, whatever the job was trained on. "job" is the job's own mesh; its
+        devices are simulated if there are no accelerators and JAX has not started yet. Or a
+        MeshConfig.
       settings: "path=value" each, as for --set.
       packages: of your own, which the job's config may name, as for --packages.
 
@@ -59,10 +59,10 @@ def load(
       ConfigError: no job was trained there, it has no such checkpoint or a damaged one, a setting
         or the mesh does not fit.
     """
-    if not (isinstance(mesh, MeshConfig) or mesh in ("attached", "job")):
-        raise ConfigError(f"load: mesh is {mesh!r}; wanted is 'attached', 'job' or a MeshConfig.")
-    if not (step is None or step == "best" or type(step) is int):
-        raise ConfigError(f"load: step is {step!r}; wanted is a whole number, 'best' or None.")
+    is_mesh = isinstance(mesh, MeshConfig) or mesh in ("attached", "job")
+    require(is_mesh, "load: mesh", mesh, "'attached', 'job' or a MeshConfig")
+    is_step = step is None or step == "best" or type(step) is int
+    require(is_step, "load: step", step, "a whole number, 'best' or None")
     job_dir = open_for_reading(job_log_dir, writes=False)
     allowed = registry.allowed_packages(packages)
     config = load_config_file(job_dir.config_json, packages=allowed).config
@@ -79,8 +79,7 @@ def load(
 class TrainedModel:
     """The weights of one checkpoint of a job on a mesh, and what the job's task does with them.
 
-    `evaluate` gives the numbers of --mode=eval, `decode` the records of --mode=decode. Each method
-    compiles when it is called for the first time with arrays of some shapes.
+    Each method compiles when it is called for the first time with arrays of some shapes.
 
     Attributes:
       step: of the checkpoint.
@@ -113,7 +112,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """`mdl_vars` at their true shapes by path, "params/softmax/...", gathered to the host."""
+        """`mdl_vars` without padding by path, "params/softmax/...", gathered to the host."""
         leaves = self.partitioner.layout.select("mdl_vars").leaves()
         return {
             leaf.path: np.asarray(x)[tuple(map(slice, leaf.shape))]
@@ -128,8 +127,8 @@ class TrainedModel:
         `predict(params, batch, None)`.
 
         Args:
-          arrays, named: NumPy arrays, or trees of them, whose first dim counts the same rows. What
-            is no array, such as a flag, reaches the model as it is.
+          arrays, named: NumPy arrays, or trees of them, whose first dim counts the same rows.
+            Anything else, such as a flag, reaches the model as it is.
 
         Raises:
           ConfigError: no argument is an array, their rows differ, or a layer refuses them.
@@ -144,8 +143,8 @@ class TrainedModel:
         Args:
           data: a dataset of the job by name, or any pipeline, of which run.max_eval_batches are
             read as by --mode=eval; or a batch, or several, as the task reads them: NumPy arrays
-            by name, whose rows need not be as many in each. Without "weights" each row, or each
-            of "labels", weighs 1.
+            by name, of any numbers of rows. Without "weights" each row, or each of "labels",
+            weighs 1.
 
         Raises:
           ConfigError: the job has no such dataset, it has no end, or the task reads what the
@@ -155,7 +154,7 @@ class TrainedModel:
         if not isinstance(data, str | InputPipeline):
             data, limit = _in_memory(data), None
         name, pipeline = self._pipeline("datasets", data)
-        _check_batches(self.partitioner, pipeline, "eval", name)
+        check_reads(self.partitioner, "eval", checked_spec(pipeline, name), name)
         if pipeline.num_batches is None and limit is None:
             raise ConfigError(
                 f"{name} has no end, so no evaluation on it would end. Load the job with "
@@ -179,7 +178,7 @@ class TrainedModel:
         Args:
           data: a decode dataset of the job by name, or any pipeline with what the task decodes.
           decoder: in place of the job's.
-          seed: of the sampling; None: the run's.
+          seed: of the sampling; by default the run's.
           settings: of the decoder, such as temperature=0.7: in place of the job's.
 
         Raises:
@@ -187,7 +186,7 @@ class TrainedModel:
         """
         name, pipeline = self._pipeline("decode_datasets", data)
         partitioner = self._decoding(decoder, settings)
-        _check_batches(partitioner, pipeline, "decode", name)
+        check_reads(partitioner, "decode", checked_spec(pipeline, name), name)
         run = self.job.run
         mdl_vars = self._mdl_vars(run.decode_use_ema_states)
         seed = run.seed if seed is None else seed
@@ -214,8 +213,8 @@ class TrainedModel:
           decoder, seed, settings: as `decode`: `generate("The ", temperature=0.7)`.
 
         Raises:
-          ConfigError: the task is none of a language model, a prompt is empty, or the decoder has
-            no such setting.
+          ConfigError: the task continues no prompts, a prompt is empty, or the decoder has no such
+            setting.
         """
         batch = prompt_batch(self.partitioner.task, prompts)
         return self.decode(batch, decoder=decoder, seed=seed, **settings)
@@ -243,7 +242,7 @@ class TrainedModel:
         return name, data
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
-        """Returns the partitioner whose task decodes so; the job's where nothing is changed."""
+        """Returns the partitioner whose task decodes so, or the job's if nothing is changed."""
         if decoder is None and not settings:
             return self.partitioner
         changed = with_decoder(self.partitioner.task, self._config.task, decoder, settings)
@@ -257,16 +256,6 @@ class TrainedModel:
         return forward_pass(self.partitioner)
 
 
-def _check_batches(
-    partitioner: Partitioner, pipeline: InputPipeline, step: str, name: str
-) -> None:
-    """Checks before anything compiles that the task reads what the batches have."""
-    task, spec = partitioner.task, checked_spec(pipeline, name)
-    required = task.required_decode_inputs if step == "decode" else task.required_inputs
-    task.check_inputs(spec, required, name)
-    partitioner.check_batch(spec, step)
-
-
 def _in_memory(data: Batch | Iterable[Batch]) -> InMemory:
     """Returns a pipeline of the rows of all batches, as many at a time as the largest has."""
     batches = [data] if isinstance(data, Mapping) else list(data)
@@ -274,7 +263,7 @@ def _in_memory(data: Batch | Iterable[Batch]) -> InMemory:
         if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
             found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise ConfigError(
-                f"evaluate was given a batch of {found}; wanted are NumPy arrays by name, the same "
+                f"evaluate was given a batch of {found}; give NumPy arrays by name, the same "
                 "names in every batch."
             )
     if not batches:

@@ -1,6 +1,7 @@
 """A job on its mesh: all of it checked, nothing compiled."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -74,17 +75,16 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         if root == "datasets" and mode != "explain":
             check_num_batches(job.datasets, job.run)
         for name, pipeline in getattr(job, root).items():
-            spec, task = specs[name], job.task
-            required = task.required_inputs if root == "datasets" else task.required_decode_inputs
-            task.check_inputs(spec, required, f"{root}.{name}")
+            spec = specs[name]
             step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
-            partitioner.check_batch(spec, step)
+            check_reads(partitioner, step, spec, f"{root}.{name}")
             if mode != "explain" and isinstance(pipeline, IndexedPipeline):
                 # The first batch before anything compiles, the others before their steps.
                 rows = partitioner.process_rows(pipeline.batch_size)
                 batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
                 first = next(batches)[1] if rows.start < rows.stop else {}
-                check_ids(first, task.num_ids(), f"{root}.{name}, batch 0", first_row=rows.start)
+                num_ids = job.task.num_ids()
+                check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
             # What a layer refuses only when it is called is heard now; the step stays traced.
             # Training evaluates, too.
             if mode == step or (mode == "train" and step == "eval"):
@@ -95,6 +95,25 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     if mode == "train":
         check_watched_metrics(partitioner, job.datasets, job.run)
     return partitioner
+
+
+def check_reads(
+    partitioner: Partitioner, step: str, spec: Mapping[str, jax.ShapeDtypeStruct], name: str
+) -> None:
+    """Checks that a step can read batches of a dataset.
+
+    Args:
+      step: "train", "eval" or "decode".
+      spec: of a batch, as `checked_spec` gives it.
+      name: of the dataset, for the error.
+
+    Raises:
+      ConfigError: the task reads what a batch has not, or the mesh cannot split it.
+    """
+    task = partitioner.task
+    required = task.required_decode_inputs if step == "decode" else task.required_inputs
+    task.check_inputs(spec, required, name)
+    partitioner.check_batch(spec, step)
 
 
 def _use_compilation_cache() -> None:

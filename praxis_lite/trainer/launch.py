@@ -9,7 +9,7 @@ import fiddle as fdl
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.checkpoints.init.init_plan import plan_init
+from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
@@ -180,7 +180,7 @@ def restored_weights(
     layout = partitioner.layout
     read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
     with Checkpoints(job_dir.checkpoints, note=_say) as saved:
-        restored = saved.restore_for_eval(layout, partitioner.mesh, tuple(read), step=step)
+        restored = saved.restore(layout, partitioner.mesh, step=step, opt_states_keys=tuple(read))
     averages = ", averaged over the steps before it" if read else ""
     print(f"restored the weights of step {restored.step}{averages}", flush=True)
     return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)

@@ -54,7 +54,7 @@ OPTIMIZERS = {
 
 
 def random_true_state(layout):
-    """Returns a TrainState of NumPy arrays of the true shapes, no two numbers alike."""
+    """Returns a TrainState of NumPy arrays without padding, no two numbers alike."""
     rng = np.random.default_rng(7)
 
     def draw(x):
@@ -82,7 +82,7 @@ def save(folder, step, state, layout, data=None):
 
 
 def assert_same_true_values(state, true_state):
-    """Asserts true values equal to the bit, and zeros around them."""
+    """Asserts values equal to the bit, and zeros around them."""
     for (path, x), wanted in zip(
         jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(true_state), strict=True
     ):
@@ -106,7 +106,7 @@ def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved
         other = partitioner_on(mesh_of(*shape), optimizer=optimizer)
         with Checkpoints(tmp_path) as checkpoints:
             restored = checkpoints.restore(other.layout, other.mesh)
-            weights = checkpoints.restore_for_eval(other.layout, other.mesh)
+            weights = checkpoints.restore(other.layout, other.mesh, opt_states_keys=())
         assert restored.step == weights.step == 13
         assert_same_true_values(restored.state, true_state)
         assert_same_true_values(weights.state.mdl_vars, true_state.mdl_vars)
@@ -198,10 +198,10 @@ def test_another_model_is_refused_naming_the_leaves(
         assert caught.match("Use the settings that it was trained with .*or start a new job")
         if optimizer is None:
             with pytest.raises(ConfigError, match="mdl_vars/params") as caught:
-                checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
+                checkpoints.restore(partitioner.layout, partitioner.mesh, opt_states_keys=())
             assert "opt_states" not in str(caught.value)
-        else:  # Who only reads the weights does not care for the optimizer.
-            checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh)
+        else:  # To read the weights alone, the optimizer does not matter.
+            checkpoints.restore(partitioner.layout, partitioner.mesh, opt_states_keys=())
 
 
 def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, tmp_path):
@@ -211,9 +211,10 @@ def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, 
     commit(folder / "13", manifest)
     partitioner = partitioner_on(mesh_of(1, 4, 2))
     with Checkpoints(folder) as checkpoints:
-        for restore in (checkpoints.restore, checkpoints.restore_for_eval):
+        layout, mesh = partitioner.layout, partitioner.mesh
+        for keys in (None, ()):
             with pytest.raises(ConfigError, match=f"{SOFTMAX} has dtype bfloat16 in the check"):
-                restore(partitioner.layout, partitioner.mesh)
+                checkpoints.restore(layout, mesh, opt_states_keys=keys)
 
 
 def bytes_read():
@@ -235,7 +236,7 @@ def test_parts_of_the_opt_states_are_restored_and_the_rest_is_not_read(tmp_path,
                       (other, ()), (other, ("ema", "slots"))]:
         before = bytes_read()
         with Checkpoints(tmp_path) as checkpoints:
-            restored = checkpoints.restore_for_eval(one.layout, one.mesh, keys)
+            restored = checkpoints.restore(one.layout, one.mesh, opt_states_keys=keys)
         read.setdefault(keys, bytes_read() - before)
         assert_same_true_values(restored.state.mdl_vars, true_state.mdl_vars)
         wanted = {key: true_state.opt_states[key] for key in keys}
@@ -298,7 +299,7 @@ def test_what_no_opt_states_have_is_refused(saved_folder, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
     wrong = pytest.raises(ConfigError, match=r"no opt_states\['slot'\].* Did you mean slots")
     with Checkpoints(saved_folder) as checkpoints, wrong:
-        checkpoints.restore_for_eval(partitioner.layout, partitioner.mesh, ("slot",))
+        checkpoints.restore(partitioner.layout, partitioner.mesh, opt_states_keys=["slot"])
 
 
 def test_what_was_saved_beside_the_state_comes_back(saved_folder):
@@ -311,9 +312,10 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() is None and checkpoints.all_steps() == []
-        for restore in (checkpoints.restore, checkpoints.restore_for_eval):
+        layout, mesh = partitioner.layout, partitioner.mesh
+        for keys in (None, ()):
             with pytest.raises(ConfigError, match=r"no checkpoint in .*--mode=train"):
-                restore(partitioner.layout, partitioner.mesh)
+                checkpoints.restore(layout, mesh, opt_states_keys=keys)
 
 
 def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
@@ -325,7 +327,7 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 1, 1))
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.all_steps() == [13] and checkpoints.latest_step() == 13
-    assert len(list(folder.iterdir())) == 3  # Who reads deletes nothing.
+    assert len(list(folder.iterdir())) == 3  # A reader deletes nothing.
     lines = []
     with Checkpoints(folder, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert lines == [
@@ -385,8 +387,8 @@ def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, bes
     with Checkpoints(tmp_path) as checkpoints:  # Which does not know what is best.
         assert checkpoints.all_steps() == kept and checkpoints.best_step() == best_step
         for step, wanted in ((None, 8), ("best", best_step), (kept[1], kept[1])):
-            for restore in (checkpoints.restore, checkpoints.restore_for_eval):
-                restored = restore(SMALL, mesh, step=step)
+            for keys in (None, ()):
+                restored = checkpoints.restore(SMALL, mesh, step=step, opt_states_keys=keys)
                 w = np.asarray(restored.state.mdl_vars["params"]["w"])
                 assert restored.step == int(restored.state.step) == w[6, 4] == wanted
         with pytest.raises(ConfigError, match="no checkpoint of step 3 .* the steps [12], "):

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import read_manifest
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.sharding import MeshConfig, make_mesh
@@ -133,7 +133,7 @@ def test_damage_is_told_in_a_line_and_the_step_before_is_used(folder, name):
         assert_is_step(reading, 3)
     [line] = lines
     assert re.search(rf"^the checkpoint of step 7 is damaged \(.*{words}.*\): skipped$", line)
-    assert (folder / "7").exists()  # Who reads renames nothing.
+    assert (folder / "7").exists()  # A reader renames nothing.
     by_number = f"(no checkpoint of step 7|step 7 .* is damaged: .*{words})"
     with Checkpoints(folder) as reading, pytest.raises(ConfigError, match=by_number):
         reading.restore(SMALL, mesh(), step=7)
@@ -143,7 +143,7 @@ def test_damage_is_told_in_a_line_and_the_step_before_is_used(folder, name):
         assert checkpoints.latest_step() == 3
     [line] = lines
     assert re.search(rf"step 7 is damaged \(.*{words}.*\): renamed to 7.damaged$", line)
-    assert step_dirs.damaged(folder) == ["7.damaged"]
+    assert [one.name for one in step_dirs.set_aside(folder, "damaged")] == ["7.damaged"]
 
 
 def test_saving_goes_on_after_a_fallback(folder):
@@ -154,8 +154,9 @@ def test_saving_goes_on_after_a_fallback(folder):
             checkpoints.save(7, small_state(mesh(), 7), SMALL, {"next_batch": 7})
             checkpoints.wait()
             assert_is_step(checkpoints, 7)
-        assert step_dirs.verify(folder / "7") == []
-        assert step_dirs.damaged(folder) == ["7.damaged", "7.damaged-2"][:number]
+        assert step_files.verify(folder / "7") == []
+        found = [one.name for one in step_dirs.set_aside(folder, "damaged")]
+        assert found == ["7.damaged", "7.damaged-2"][:number]
 
 
 def test_a_bit_flipped_anywhere_is_found(folder):
@@ -168,11 +169,11 @@ def test_a_bit_flipped_anywhere_is_found(folder):
         every = 1 if name == "commit.json" else 101
         for byte in range(0, len(whole), every):
             flip(seven / name, 8 * byte + byte % 8)
-            wrong = step_dirs.verify(seven)
+            wrong = step_files.verify(seven)
             (seven / name).write_bytes(whole)
             assert len(wrong) == 1 and name in wrong[0]
             num_flips += 1
-    assert num_flips > 130 and step_dirs.verify(seven) == []
+    assert num_flips > 130 and step_files.verify(seven) == []
 
 
 def test_every_file_emptied_or_deleted_is_found(folder):
@@ -180,12 +181,12 @@ def test_every_file_emptied_or_deleted_is_found(folder):
     for name in files_of(seven):
         whole = (seven / name).read_bytes()
         (seven / name).unlink()
-        [deleted] = step_dirs.verify(seven)
+        [deleted] = step_files.verify(seven)
         (seven / name).touch()
-        [emptied] = step_dirs.verify(seven)
+        [emptied] = step_files.verify(seven)
         (seven / name).write_bytes(whole)
         assert name in deleted and name in emptied
-    assert step_dirs.verify(seven) == []
+    assert step_files.verify(seven) == []
 
 
 def test_stray_folders_are_no_steps(folder):
@@ -270,9 +271,9 @@ def test_a_manifest_of_another_format_is_refused_not_set_aside(folder):
 
 
 def test_a_step_is_verified_once_per_process(folder, monkeypatch):
-    verified, verify = [], step_dirs.verify
+    verified, verify = [], step_files.verify
     monkeypatch.setattr(
-        step_dirs, "verify", lambda step: verified.append(step.name) or verify(step)
+        step_files, "verify", lambda step: verified.append(step.name) or verify(step)
     )
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         assert checkpoints.all_steps() == [3, 7] and verified == []
@@ -284,14 +285,14 @@ def test_a_step_is_verified_once_per_process(folder, monkeypatch):
 
 def test_a_step_that_is_deleted_while_it_is_read_is_no_damage(folder, monkeypatch):
     """As by the job that trains there: its newer step is found instead."""
-    verify = step_dirs.verify
+    verify = step_files.verify
 
     def verify_late(step):
         if step.name == "7":
             step_dirs.remove(step)
         return verify(step)
 
-    monkeypatch.setattr(step_dirs, "verify", verify_late)
+    monkeypatch.setattr(step_files, "verify", verify_late)
     lines = []
     with Checkpoints(folder, note=lines.append) as reading:
         assert_is_step(reading, 3)

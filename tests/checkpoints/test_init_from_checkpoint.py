@@ -13,8 +13,8 @@ import pytest
 from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.init_from_checkpoint import init_from_checkpoints
-from praxis_lite.checkpoints.init.init_plan import plan_init
 from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
+from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.layers import adapted
 from praxis_lite.partitioner import Partitioner, TrainState
@@ -58,7 +58,7 @@ def by_path(state):
 
 
 def init(rules, target):
-    """Returns the true values of a new state by path, having checked its shards and padding."""
+    """Returns a new state by path without its padding, having checked its shards and padding."""
     plan = plan_init(target.layout, rules)
     state = init_from_checkpoints(target, target.key(3), plan)
     assert jax.tree.structure(state) == jax.tree.structure(target.layout.shapes)
@@ -81,7 +81,7 @@ def rules(**settings):
 
 
 def new_state(target):
-    """Returns what `Partitioner.init` draws, by path, cut to the true shapes."""
+    """Returns what `Partitioner.init` draws, by path, without padding."""
     leaves = {leaf.path: leaf for leaf in target.layout.leaves()}
     arrays = by_path(target.init(target.key(3)))
     cuts = {path: tuple(map(slice, leaf.shape)) for path, leaf in leaves.items()}
@@ -350,7 +350,7 @@ def test_an_empty_directory_says_what_to_run_first(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"load_rules": LOAD_ALL}, "wanted are pairs of a pattern and a template"),
+        ({"load_rules": LOAD_ALL}, "wanted is pairs of a pattern and a template"),
         ({"load_rules": [("params/(.*", "{}")]}, r"'params/\(\.\*' is no regular expression"),
         ({"load_rules": [("params/.*", "params/{}")]}, "has a place that no group of 'params/"),
         ({"ignore_rules": ".*lora_"}, "ignore_rules .* wanted is a sequence of patterns"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,7 @@ from praxis_lite.checkpoints import background_save
 from praxis_lite.checkpoints.background_save import FailedSave
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.save_checks import check_names
-from praxis_lite.checkpoints.saves import Saves
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import digest_of_config, read_manifest
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.job.job_dir import JobDir
@@ -42,6 +42,12 @@ def save(checkpoints, step, **kwargs):
     checkpoints.save(step, small_state(mesh(), step), SMALL, {"next_batch": step}, **kwargs)
 
 
+def until_over(checkpoints):
+    """Waits for the save in the background, and does not ask how it ended."""
+    while checkpoints.is_saving():
+        time.sleep(0.001)
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -52,8 +58,9 @@ class Killed(BaseException):
 
 @contextlib.contextmanager
 def failing(monkeypatch, name, error, *, after=0):
-    """Makes a function of step_dirs raise when it is called, from its call number `after` on."""
-    function, calls = getattr(step_dirs, name), []
+    """Makes a function of steps raise when it is called, from its call number `after` on."""
+    module = step_files if name == "file_digests" else step_dirs
+    function, calls = getattr(module, name), []
 
     def fails(*args, **kwargs):
         calls.append(args)
@@ -62,7 +69,7 @@ def failing(monkeypatch, name, error, *, after=0):
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_dirs, name, fails)
+        patch.setattr(module, name, fails)
         yield calls
 
 
@@ -146,7 +153,7 @@ def test_a_kill_in_a_save_loses_no_step(tmp_path, monkeypatch, name, left, steps
     with failing(monkeypatch, name, Killed()):
         checkpoints = Checkpoints(tmp_path, saving=SaveSettings())
         save(checkpoints, 7)
-        checkpoints._saves._in_flight.join()
+        until_over(checkpoints)
     assert names_in(tmp_path) == left
     lines = []
     with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
@@ -185,7 +192,7 @@ def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):
         checkpoints.wait()
         with failing(monkeypatch, "commit", FULL):
             save(checkpoints, 7)
-            checkpoints._saves._in_flight.join()
+            until_over(checkpoints)
         with pytest.raises(FailedSave) as caught:
             checkpoints.raise_if_failed()
         checkpoints.raise_if_failed()  # Once.
@@ -195,7 +202,7 @@ def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):
         f"The newest checkpoint is of step 3, in {tmp_path}. Make room, or mend what failed; the "
         "same command then goes on from there."
     )
-    assert names_in(tmp_path) == ["3"] and step_dirs.verify(tmp_path / "3") == []
+    assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 
 
 def test_leaving_waits_for_the_save_and_tells_its_error(tmp_path, monkeypatch):
@@ -247,18 +254,18 @@ def test_a_failed_save_is_tried_again_with_the_newest_state(tmp_path, monkeypatc
                 assert checkpoints.retry_is_due() == (step == 5)
                 save(checkpoints, step)
                 assert not checkpoints.retry_is_due()  # It is in flight.
-                checkpoints._saves._in_flight.join()
+                until_over(checkpoints)
                 checkpoints.raise_if_failed()
             assert len(lines) == 2 and names_in(tmp_path) == []
             save(checkpoints, 6)
-            checkpoints._saves._in_flight.join()
+            until_over(checkpoints)
             with pytest.raises(FailedSave, match="step 6 .* There is no other checkpoint in"):
                 checkpoints.raise_if_failed()
         save(checkpoints, 7)
         checkpoints.wait()
         with failing(monkeypatch, "publish", FULL):  # One that succeeds begins the count anew.
             save(checkpoints, 8)
-            checkpoints._saves._in_flight.join()
+            until_over(checkpoints)
             checkpoints.raise_if_failed()
         save(checkpoints, 9)
     assert names_in(tmp_path) == ["7", "9"]
@@ -511,7 +518,7 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
         f"FailedSave: The checkpoint of step 11 could not be saved: File too large "
         f"({tmp_path}/11.saving). The newest checkpoint is of step 3, in {tmp_path}. Make room"
     )
-    assert names_in(tmp_path) == ["3"] and step_dirs.verify(tmp_path / "3") == []
+    assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 
 
 def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_path, monkeypatch):
@@ -526,7 +533,10 @@ def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_pa
     monkeypatch.setattr(step_dirs, "commit", fails)
     monkeypatch.setattr(SaveSettings, "of", classmethod(lambda cls, run: RETRYING))
     # A save is over when the next step begins, however fast the steps are.
-    monkeypatch.setattr(Saves, "raise_if_failed", Saves.settle)
+    raise_if_failed = Checkpoints.raise_if_failed
+    monkeypatch.setattr(
+        Checkpoints, "raise_if_failed", lambda self: until_over(self) or raise_if_failed(self)
+    )
     argv = (LINE, f"--job_log_dir={job.path}", "--set", "run.checkpoint_every_steps=2")
     done = succeed(*argv, "run.num_train_steps=5")
     assert "The checkpoint of step 2 could not be saved: No space left on device" in done.out

@@ -172,5 +172,5 @@ class Damage:
 
 
 def _has(line: str, word: str) -> bool:
-    """Returns whether a line has a step or a file as a word, not as part of another."""
+    """Returns True if a line has a step or a file as a word, not as part of another."""
     return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w])", line) is not None

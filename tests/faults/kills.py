@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.steps.step_dirs import verify
+from praxis_lite.checkpoints.steps.step_files import verify
 from tests.faults.damage import files_of, flip_bit
 from tests.faults.kill_points import CURVE, END, STEP, Kill, plan
 from tests.faults.outcome import (
@@ -199,7 +199,7 @@ def _broken_steps(job: Path) -> list[str]:
 
 
 def _unlike_a_stop(launch: Launch) -> list[str]:
-    """Returns what is not as it must be of a launch that got a TERM."""
+    """Returns what a launch that got a TERM did wrong."""
     saved = "stopped by SIGTERM" in launch.out
     told = saved or "SIGTERM" in launch.err
     # Before Python has its handlers the system ends the process.

@@ -1,4 +1,4 @@
-"""One state on six meshes: the digest of its true values is one, and all padding is zero."""
+"""One state on six meshes: the digest of its values is one, and all padding is zero."""
 
 from pathlib import Path
 

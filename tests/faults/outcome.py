@@ -88,7 +88,7 @@ def steps_of(job: Path) -> list[int]:
 
 
 def digests_of(job: Path) -> dict[int, str]:
-    """Returns the digest of the true values of each step of a job."""
+    """Returns the digest of the values of each step of a job."""
     return {step: digest_of(job / "checkpoints" / str(step)) for step in steps_of(job)}
 
 
@@ -99,14 +99,14 @@ def temporary_files(job: Path) -> list[str]:
 
 
 def last_step(job: Path) -> int:
-    """Returns the step of the last whole line of metrics.jsonl; 0: there is none."""
+    """Returns the step of the last whole line of metrics.jsonl, or 0 if there is no line."""
     path = job / "metrics.jsonl"
     lines = read_json_lines(path) if path.exists() else []
     return lines[-1]["step"] if lines else 0
 
 
 def restored_step(launch: Launch) -> int | None:
-    """Returns the step that a launch went on from, 0 for a new job; None: it did not get there."""
+    """Returns the step that a launch went on from, 0 for a new job, None if it got not so far."""
     found = re.search(r"restored the checkpoint of step (\d+)", launch.out)
     if found:
         return int(found[1])

@@ -148,7 +148,7 @@ def _wrong_in_the_end(
 
 
 def can_mount() -> bool:
-    """Returns whether this user may make a small disk."""
+    """Returns True if this user may make a small disk."""
     try:
         with tempfile.TemporaryDirectory() as folder, _small_disk(Path(folder) / "disk"):
             return True

@@ -27,7 +27,7 @@ class Launch:
     """How a launch ended.
 
     Attributes:
-      code: the exit status; -9 where SIGKILL ended it. None: it hung, and was killed for it.
+      code: the exit status, -9 if SIGKILL ended it, or None if it hung and was killed for it.
       out, err: what it printed.
       seconds: how long it took.
     """
@@ -98,7 +98,7 @@ class Zygote:
         return Launch(code, *(file.read_text(errors="replace") for file in (out, err)), seconds)
 
     def _answer(self, until: float | None = None) -> int | None:
-        """Returns the next number that the process says; None: it says none by then."""
+        """Returns the next number that the process says, or None if it says nothing by then."""
         left = None if until is None else max(0.0, until - time.monotonic())
         if not select.select([self._process.stdout], [], [], left)[0]:
             return None

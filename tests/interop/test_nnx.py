@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from praxis_lite import CheckpointLoadingRules, ConfigError, RunConfig
-from praxis_lite.checkpoints.init.init_plan import plan_init
 from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
+from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.experiments.nnx_guide import DotReluDotModel
 from praxis_lite.interop.nnx import mdl_vars_from_nnx
 from praxis_lite.learner import Learner

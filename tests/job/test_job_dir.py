@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.init.init_plan import _located
+from praxis_lite.checkpoints.init.sources import located
 from praxis_lite.checkpoints.tools import steps_directory
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
@@ -154,7 +154,7 @@ def test_an_address_in_place_of_a_directory_is_refused_and_nothing_is_made(
         lambda: steps_directory(address),
         lambda: Checkpoints(address),
         lambda: read_pax_checkpoint(address),
-        lambda: _located(address, CheckpointLoadingRules(load_rules=[("x", "x")])),
+        lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")])),
     ]
     for call in calls:
         with pytest.raises(ConfigError, match="only local directories.*gs, s3") as refused:

@@ -11,7 +11,7 @@ import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.signals import SIGNALS
 from praxis_lite.job.processes.stopping import StopRequest
@@ -336,7 +336,7 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
     assert launch(*argv).code == code
     steps = ["3", "4"] if kind == "signal" else ["3"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == steps
-    assert [step_dirs.verify(tmp_path / "checkpoints" / one) for one in steps] == [[]] * len(steps)
+    assert [step_files.verify(tmp_path / "checkpoints" / one) for one in steps] == [[]] * len(steps)
 
 
 def test_a_process_that_compiles_ends_at_once_and_begins_anew(tmp_path):

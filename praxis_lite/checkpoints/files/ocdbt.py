@@ -8,20 +8,18 @@ The format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storag
 """
 
 import dataclasses
-import re
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from praxis_lite.checkpoints.files import zstd_frames
+import tensorstore as ts
+
+from praxis_lite.checkpoints.files.ocdbt_reader import MAX_NAME_BYTES, MAX_NODE_BYTES, Reader
 from praxis_lite.errors import ConfigError
 
-# Orbax lets a node grow to 100 MB.
-MAX_NODE_BYTES = 2**27
-_MAX_NAME_BYTES = 2**12
+DATABASE = "manifest.ocdbt"
 _MAX_BYTES_OF_KEYS = 2**28
 _MAX_HEIGHT = 16
-# What a process wrote lies in a directory of its own; the merged tree refers to it there.
-_DATA_FILE = re.compile(r"(ocdbt\.process_\d{1,9}/)?d/[0-9a-f]{32}")
+_MAX_BYTES_OF_TREES = 10**8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +64,11 @@ def stored_values(directory: Path) -> dict[str, StoredValue]:
     Raises:
       ConfigError: it is not what TensorStore writes for Orbax; says what.
     """
-    sizes = _data_files(directory)
-    manifest = directory / "manifest.ocdbt"
+    files = (*directory.glob("d/*"), *directory.glob("ocdbt.process_*/d/*"))
+    sizes = {str(path.relative_to(directory)): path.lstat().st_size for path in files}
+    manifest = directory / DATABASE
     if not manifest.is_file() or manifest.stat().st_size > MAX_NODE_BYTES:
-        raise ConfigError(f"{manifest} is no manifest of OCDBT, the only layout that is read")
+        raise ConfigError(f"{manifest} is not a manifest of OCDBT, the only layout that is read")
     nodes = _roots(manifest.read_bytes())
     seen: set[tuple[str, int]] = set()
     values: dict[str, StoredValue] = {}
@@ -93,13 +92,35 @@ def stored_values(directory: Path) -> dict[str, StoredValue]:
             if value.inline is None:
                 _check_range(value.path, value.offset, value.length, sizes)
             values[_text(key)] = value
+    _check_tensorstore_sees(directory, values)
     return values
 
 
-def _data_files(directory: Path) -> dict[str, int]:
-    """Returns the sizes of the data files that there are, by path in `directory`."""
-    found = (*directory.glob("d/*"), *directory.glob("ocdbt.process_*/d/*"))
-    return {str(path.relative_to(directory)): path.lstat().st_size for path in found}
+def kvstore_spec(folder: Path, path: str, *, is_database: bool = True) -> dict[str, Any]:
+    """Returns what opens a part of a database, or of a folder of files, in TensorStore."""
+    files = {"driver": "file", "path": f"{folder.absolute()}/"}
+    if not is_database:
+        return {**files, "path": files["path"] + path}
+    return {"driver": "ocdbt", "base": files, "path": path, "cache_pool": "cache_pool#tree"}
+
+
+def reading_context() -> ts.Context:
+    """Returns what arrays that are opened with it share: the trees of databases, once read."""
+    return ts.Context({
+        "cache_pool": {"total_bytes_limit": 0},  # What is decoded is not kept.
+        "cache_pool#tree": {"total_bytes_limit": _MAX_BYTES_OF_TREES},
+    })
+
+
+def _check_tensorstore_sees(directory: Path, values: dict[str, StoredValue]) -> None:
+    """Checks that TensorStore sees the same keys, and finds its checksums right."""
+    try:
+        spec = kvstore_spec(directory, "")
+        keys = ts.KvStore.open(spec, context=reading_context()).result().list().result()
+    except ValueError as error:
+        raise ConfigError(f"{directory.name}: {error}") from None
+    if sorted(key.decode() for key in keys) != sorted(values):
+        raise ConfigError(f"{directory.name}: TensorStore finds other keys in it")
 
 
 def _check_range(path: str, offset: int, length: int, sizes: dict[str, int]) -> None:
@@ -112,8 +133,8 @@ def _check_range(path: str, offset: int, length: int, sizes: dict[str, int]) -> 
 
 
 def _roots(encoded: bytes) -> list[_Node]:
-    """Returns the root of the newest version in a manifest; none of an empty database."""
-    reader = _Reader(encoded, 0x0CDB3A2A, "manifest.ocdbt")
+    """Returns the root of the newest version in a manifest, or [] if the database is empty."""
+    reader = Reader(encoded, 0x0CDB3A2A, "manifest.ocdbt")
     reader.take(16)  # The database's id.
     if reader.byte() != 0:
         reader.fail("it has its versions in other files, as Orbax does not write them")
@@ -130,7 +151,7 @@ def _roots(encoded: bytes) -> list[_Node]:
     references = reader.references(num_versions, files)
     reader.varints(3 * num_versions)  # Statistics.
     reader.take(8 * num_versions)  # Times.
-    num_older = reader.varint()  # Nodes with older versions, which nobody reads.
+    num_older = reader.varint()  # Nodes with older versions.
     reader.varints(num_older)
     reader.references(num_older, files)
     reader.varints(num_older)
@@ -145,7 +166,7 @@ def _roots(encoded: bytes) -> list[_Node]:
 
 def _node(node: _Node, encoded: bytes) -> list[_Node] | dict[bytes, StoredValue]:
     """Returns the children of a node, or the values of a leaf."""
-    reader = _Reader(encoded, 0x0CDB20DE, node.path)
+    reader = Reader(encoded, 0x0CDB20DE, node.path)
     if reader.byte() != node.height:
         reader.fail("a node of another height than its parent says")
     files = reader.files(node.base_path)
@@ -161,7 +182,7 @@ def _node(node: _Node, encoded: bytes) -> list[_Node] | dict[bytes, StoredValue]
             reader.fail("a key that goes on from more than there is of the key before")
         key = key[:prefix] + reader.take(suffix)
         total += len(key)
-        if len(node.prefix) + len(key) > _MAX_NAME_BYTES or total > _MAX_BYTES_OF_KEYS:
+        if len(node.prefix) + len(key) > MAX_NAME_BYTES or total > _MAX_BYTES_OF_KEYS:
             reader.fail("keys that are too long")
         keys.append(node.prefix + key)
     if node.height:
@@ -192,96 +213,6 @@ def _node(node: _Node, encoded: bytes) -> list[_Node] | dict[bytes, StoredValue]
     return values
 
 
-class _Reader:
-    """Reads what a file has within its header and its checksum; fails where that ends.
-
-    The checksum is left to TensorStore, and to the digests of whole files.
-    """
-
-    def __init__(self, encoded: bytes, magic: int, name: str):
-        self._name, self._data, self._at = name, encoded, 0
-        if len(encoded) < 18 or int.from_bytes(self.take(4), "big") != magic:
-            self.fail("it does not begin as OCDBT's files do")
-        if int.from_bytes(self.take(8), "little") != len(encoded):
-            self.fail("it says another length than it has")
-        self._data = encoded[:-4]
-        if self.varint() != 0:
-            self.fail("a version of the format that is not known")
-        compression = self.varint()
-        if compression == 1:
-            self._data = zstd_frames.decoded(self._data[self._at :], MAX_NODE_BYTES)
-            self._at = 0
-        elif compression != 0 or len(encoded) > MAX_NODE_BYTES:
-            self.fail("a compression that is not known")
-
-    def fail(self, reason: str) -> None:
-        raise ConfigError(f"{self._name}: {reason}")
-
-    def take(self, length: int) -> bytes:
-        start, self._at = self._at, self._at + length
-        if self._at > len(self._data):
-            self.fail("it ends too early")
-        return self._data[start : self._at]
-
-    def byte(self) -> int:
-        return self.take(1)[0]
-
-    def varint(self) -> int:
-        value = 0
-        for shift in range(0, 64, 7):
-            byte = self.byte()
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80 and value < 2**64:
-                return value
-        self.fail("a number of more than 64 bits")
-
-    def varints(self, count: int) -> list[int]:
-        if count > len(self._data) - self._at:  # Each has a byte, at least.
-            self.fail("it ends too early")
-        return [self.varint() for _ in range(count)]
-
-    def end(self) -> None:
-        if self._at != len(self._data):
-            self.fail("it goes on after its end")
-
-    def files(self, base_path: str) -> list[tuple[str, str]]:
-        """Returns base path and path of each data file that is named; both in the directory."""
-        count = self.varint()
-        prefixes = [0, *self.varints(count - 1)] if count else []
-        suffixes, base_lengths = self.varints(count), self.varints(count)
-        files, path, last_base = [], b"", 0
-        for prefix, suffix, base in zip(prefixes, suffixes, base_lengths, strict=True):
-            if prefix > len(path) or (base != last_base and prefix > min(base, last_base)):
-                self.fail("the name of a data file goes on from more than there is")
-            path, last_base = path[:prefix] + self.take(suffix), base
-            if base > len(path) or len(path) > _MAX_NAME_BYTES:
-                self.fail("the name of a data file cannot be")
-            whole = base_path + path.decode("latin-1")
-            # A version without a key has no root: a file without a name stands for it.
-            if whole and not _DATA_FILE.fullmatch(whole):
-                self.fail(f"the data file {whole[:80]!r} is not in its directory")
-            files.append((base_path + path[:base].decode("latin-1"), whole))
-        return files
-
-    def named(
-        self, indices: Sequence[int], files: Sequence[tuple[str, str]]
-    ) -> list[tuple[str, str]]:
-        if any(index >= len(files) for index in indices):
-            self.fail("it names a data file that is not in its table")
-        return [files[index] for index in indices]
-
-    def references(
-        self, count: int, files: Sequence[tuple[str, str]]
-    ) -> list[tuple[str, str, int, int]]:
-        """Returns base path, path, offset and length of each."""
-        named = self.named(self.varints(count), files)
-        offsets, lengths = self.varints(count), self.varints(count)
-        return [
-            (*file, offset, length)
-            for file, offset, length in zip(named, offsets, lengths, strict=True)
-        ]
-
-
 def _read(path: Path, offset: int, length: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(offset)
@@ -292,4 +223,4 @@ def _text(key: bytes) -> str:
     try:
         return key.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"the key {key[:80]!r} is no text") from None
+        raise ConfigError(f"the key {key[:80]!r} is not text") from None

@@ -1,4 +1,4 @@
-"""Zarr arrays in an OCDBT database: what their metadata and their chunks have to be."""
+"""Zarr arrays: what their metadata and their chunks have to be before TensorStore decodes them."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import tensorstore as ts
 
-from praxis_lite.checkpoints.files import orbax_files, zstd_frames
+from praxis_lite.checkpoints.files import step_names, zstd_frames
 from praxis_lite.checkpoints.files.ocdbt import StoredValue
+from praxis_lite.checkpoints.files.untrusted_json import is_shape, loads
 from praxis_lite.errors import ConfigError
 
 _NUMPY = (
@@ -33,13 +33,13 @@ def check_leaf(path: str, leaf: Mapping[str, Any]) -> None:
     """Checks what a manifest says of one array.
 
     Raises:
-      ConfigError: such an array cannot be.
+      ConfigError: there can be no such array.
     """
     shape, padded, dtype = leaf["shape"], leaf["padded_shape"], leaf["dtype"]
     item, *keys = path.split("/")
-    if item not in orbax_files.ITEMS or set(keys) & {"", ".", ".."} or not path.isprintable():
+    if item not in step_names.ITEMS or set(keys) & {"", ".", ".."} or not path.isprintable():
         raise ConfigError(f"manifest.json has an array {path[:80]!r}, which is in no item")
-    if not orbax_files.is_shape(shape) or not orbax_files.is_shape(padded):
+    if not is_shape(shape) or not is_shape(padded):
         raise ConfigError(f"{path} has the shape {str(shape)[:80]}, padded {str(padded)[:80]}")
     if len(shape) != len(padded) or any(p < s for s, p in zip(shape, padded, strict=True)):
         raise ConfigError(f"{path} has the shape {shape}, padded to a smaller one, {padded}")
@@ -56,35 +56,36 @@ def stored_leaf(name: str, text: bytes) -> dict[str, Any]:
       text: of its `.zarray`.
 
     Raises:
-      ConfigError: it has no shape, or none of the dtypes that are read.
+      ConfigError: its shape or its dtype is not one that is read.
     """
-    zarray = orbax_files.loads(text, f"{name}/.zarray")
+    zarray = loads(text, f"{name}/.zarray")
     zarray = zarray if isinstance(zarray, dict) else {}
     shape, dtype = zarray.get("shape"), zarray.get("dtype")
     found = [own for own, theirs in _ZARR_NAMES.items() if theirs == dtype]
-    if not orbax_files.is_shape(shape) or not found:
+    if not is_shape(shape) or not found:
         raise ConfigError(f"{name} has the shape {shape!a:.80} and the dtype {dtype!a:.80}")
     return {"shape": shape, "padded_shape": shape, "dtype": found[0]}
 
 
-def check_item(
-    item_dir: Path, leaves: Mapping[str, Mapping[str, Any]], values: Mapping[str, StoredValue]
+def check_arrays(
+    folder: Path, leaves: Mapping[str, Mapping[str, Any]], values: Mapping[str, StoredValue]
 ) -> None:
-    """Checks that a database has the arrays that are wanted, whole, and nothing else.
+    """Checks that the stored values are the arrays that are wanted, whole, and nothing else.
 
     Args:
-      leaves: as the manifest has them, by their name in the database.
-      values: of the database, by key.
+      folder: where the values lie.
+      leaves: as a manifest has them, by the name under which they are stored.
+      values: by key, "NAME/.zarray" and "NAME/0.0".
 
     Raises:
-      ConfigError: it has not; names the array.
+      ConfigError: they are not; names the array.
     """
     num_values = 0
     for name, leaf in leaves.items():
         if f"{name}/.zarray" not in values:
-            raise ConfigError(f"the array {name} is not in {item_dir.name}")
-        text = values[f"{name}/.zarray"].read(item_dir, 2**16)
-        chunks, compressed = _check_zarray(name, orbax_files.loads(text, f"{name}/.zarray"), leaf)
+            raise ConfigError(f"the array {name} is not in {folder.name}")
+        text = values[f"{name}/.zarray"].read(folder, 2**16)
+        chunks, compressed = _check_zarray(name, loads(text, f"{name}/.zarray"), leaf)
         chunk_bytes = math.prod(chunks) * np_dtype(leaf["dtype"]).itemsize
         grid = [-(-dim // chunk) for dim, chunk in zip(leaf["padded_shape"], chunks, strict=True)]
         num_values += 1 + math.prod(grid)
@@ -94,35 +95,28 @@ def check_item(
             key = f"{name}/{'.'.join(map(str, index)) or 0}"
             if key not in values:
                 raise ConfigError(f"the chunk {key} is missing")
-            _check_chunk(item_dir, key, values[key], chunk_bytes, compressed)
+            _check_chunk(folder, key, values[key], chunk_bytes, compressed)
     if num_values != len(values):
         known = {f"{name}/.zarray" for name in leaves}
         other = [k for k in values if k.endswith("/.zarray") and k not in known]
-        what = f"the array {other[0][:-8]!r}" if other else "a chunk"
-        raise ConfigError(f"{item_dir.name} has {what} that is not in manifest.json")
-    try:
-        # TensorStore sees the same, and finds its checksums right.
-        seen = ts.KvStore.open(database(item_dir, "")).result().list().result()
-    except ValueError as error:
-        raise ConfigError(f"{item_dir.name}: {error}") from None
-    if sorted(key.decode() for key in seen) != sorted(values):
-        raise ConfigError(f"{item_dir.name}: TensorStore finds other keys in it")
+        array = f"the array {other[0][:-8]!r} that is not in manifest.json" if other else ""
+        raise ConfigError(f"{folder.name} has {array or 'a chunk that belongs to no array'}")
 
 
 def _check_zarray(
     name: str, zarray: Any, leaf: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], bool]:
-    """Returns the shape of an array's chunks, and whether they are compressed."""
+    """Returns the shape of an array's chunks, and True if they are compressed."""
     padded = leaf["padded_shape"]
     chunks = zarray.pop("chunks", None) if isinstance(zarray, dict) else None
-    if not isinstance(zarray, dict) or not orbax_files.is_shape(chunks):
-        raise ConfigError(f"{name}/.zarray is none of Zarr 2")
+    if not isinstance(zarray, dict) or not is_shape(chunks):
+        raise ConfigError(f"{name}/.zarray is not as Zarr 2 has it")
     compressor = zarray.pop("compressor", None)
     if compressor is not None and (
         not isinstance(compressor, dict) or compressor.get("id") != "zstd"
         or not compressor.keys() <= {"id", "level"} or type(compressor.get("level", 1)) is not int
     ):
-        raise ConfigError(f"{name} has the compressor {compressor!a:.80}, known is zstd")
+        raise ConfigError(f"{name} has the compressor {compressor!a:.80}; zstd is read")
     wanted = {
         "zarr_format": 2, "shape": padded, "dtype": _ZARR_NAMES[leaf["dtype"]], "order": "C",
         "filters": None, "fill_value": None, "dimension_separator": ".",
@@ -130,8 +124,8 @@ def _check_zarray(
     for key in zarray.keys() | wanted.keys():
         if zarray.get(key) != wanted.get(key) or (key in zarray) != (key in wanted):
             raise ConfigError(
-                f"{name} is stored with {key!a:.40} {zarray.get(key)!a:.80}, "
-                f"manifest.json wants {wanted.get(key)}"
+                f"{name} is stored with {key!a:.40} {zarray.get(key)!a:.80} instead of "
+                f"{wanted.get(key)}"
             )
     if len(chunks) != len(padded) or not all(
         1 <= chunk <= max(dim, 1) for chunk, dim in zip(chunks, padded, strict=False)
@@ -141,17 +135,16 @@ def _check_zarray(
 
 
 def _check_chunk(
-    item_dir: Path, key: str, value: StoredValue, num_bytes: int, compressed: bool
+    folder: Path, key: str, value: StoredValue, num_bytes: int, compressed: bool
 ) -> None:
     if not compressed:
-        if value.length != num_bytes:
-            raise ConfigError(f"the chunk {key} has {value.length} bytes instead of {num_bytes}")
-        return
-    if value.length * zstd_frames.MAX_RATIO < num_bytes:
+        size = value.length
+    elif value.length * zstd_frames.MAX_RATIO < num_bytes:
         raise ConfigError(
             f"the chunk {key} of {num_bytes} bytes cannot be in the {value.length} bytes stored"
         )
-    size = zstd_frames.content_bytes(value.read(item_dir, zstd_frames.MAX_HEADER_BYTES))
+    else:
+        size = zstd_frames.content_bytes(value.read(folder, zstd_frames.MAX_HEADER_BYTES))
     if size not in (None, num_bytes):
         raise ConfigError(f"the chunk {key} holds {size} bytes instead of {num_bytes}")
 
@@ -159,11 +152,3 @@ def _check_chunk(
 def np_dtype(name: str) -> np.dtype:
     """Returns the dtype of a name in a manifest."""
     return np.dtype(getattr(ml_dtypes, name) if name in _ML_DTYPES else name)
-
-
-def database(item_dir: Path, path: str) -> dict[str, Any]:
-    """Returns what opens a part of an item's database in TensorStore."""
-    base = {"driver": "file", "path": f"{item_dir.absolute()}/"}
-    # No cache: what is read once is not kept, and a file that changed is read anew.
-    context = {"cache_pool": {"total_bytes_limit": 0}}
-    return {"driver": "ocdbt", "base": base, "path": path, "context": context}

@@ -19,10 +19,10 @@ _MAX_WINDOW_BYTES = 2**23
 
 
 def content_bytes(data: bytes) -> int | None:
-    """Returns how long the content is by the header that `data` begins with; None: not said.
+    """Returns how long the content is, or None if the header that `data` begins with does not say.
 
     Raises:
-      ConfigError: it is no header, asks for a dictionary, or for a window beyond 8 MiB.
+      ConfigError: the header is damaged, or asks for a dictionary or a window beyond 8 MiB.
     """
     return _header(data)[0]
 
@@ -31,7 +31,7 @@ def decoded(data: bytes, most: int) -> bytes:
     """Returns the content of a frame; what would be longer than `most` is not decoded.
 
     Raises:
-      ConfigError: it is no whole frame, or its content is or might be longer.
+      ConfigError: the frame is damaged, or its content is or might be longer.
     """
     size = content_bytes(data)
     bound = _most_content_bytes(data)
@@ -53,9 +53,9 @@ def decoded(data: bytes, most: int) -> bytes:
 
 
 def _header(data: bytes) -> tuple[int | None, int]:
-    """Returns the size of the content, None where it is not said, and where the blocks begin."""
+    """Returns the size of the content, or None if it is not said, and where the blocks begin."""
     if data[:4] != b"\x28\xb5\x2f\xfd" or len(data) < 6:
-        raise ConfigError("what should be a Zstandard frame is none")
+        raise ConfigError("what should be a Zstandard frame is not one")
     descriptor = data[4]
     single_segment = bool(descriptor & 0x20)
     if descriptor & 0x08 or descriptor & 0x03:
@@ -94,7 +94,7 @@ def _most_content_bytes(data: bytes) -> int:
 
 
 def _decoded(data: bytes, size: int) -> bytes:
-    """Returns the content; a ValueError where it has another size."""
+    """Returns the content; raises ValueError if it has another size."""
     if size == 0:
         return b""
     metadata = {

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.checkpoints.init.init_plan import InitPlan, opened
+from praxis_lite.checkpoints.init.init_plan import InitPlan
+from praxis_lite.checkpoints.init.sources import opened
 from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.partitioner.train_state import LeafLayout
 
@@ -74,7 +75,7 @@ def _made(
     make: Callable[[Any], PyTree],
     argument: Any,
 ) -> dict[str, jax.Array]:
-    """Returns what is not loaded of an item that `make` makes; XLA leaves the rest out."""
+    """Returns the leaves that `make` makes and the plan does not load; XLA leaves the rest out."""
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {
         f"{item}/{leaf.path}": NamedSharding(mesh, leaf.spec)

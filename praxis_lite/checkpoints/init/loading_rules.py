@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 LOAD_ALL = ("(.*)", "{}")
 
@@ -28,9 +28,9 @@ class CheckpointLoadingRules:
       ignore_rules: patterns of variables that this checkpoint does not give, whatever matches.
       cast_rules: patterns of variables that may have another floating dtype in the checkpoint, and
         are cast; those of opt_states begin with "opt_states/". Without it that is an error.
-      directory: of the job, of its checkpoints, or of one step. None: the key of these rules.
-      experiment: the one that trains that job, for the error where there is no checkpoint.
-      step: None: the newest; "best": by the metric that the job was told of.
+      directory: of the job, of its checkpoints, or of one step; by default the key of these rules.
+      experiment: the one that trains that job, for the error if there is no checkpoint.
+      step: a number, "best" by the metric that the job was told of, or None for the newest.
       load_step: the state's step, and with it the place in the training data, is the checkpoint's.
         The first checkpoint that says so wins.
       load_opt_states: all opt_states too; the first checkpoint wins.
@@ -40,8 +40,7 @@ class CheckpointLoadingRules:
       safe_load: a pattern that matches nothing is an error.
 
     Raises:
-      ConfigError: a pattern or a template that cannot be read; two settings that exclude each
-        other.
+      ConfigError: a pattern or a template cannot be read, or two settings exclude each other.
     """
 
     load_rules: Sequence[tuple[str, str]]
@@ -57,38 +56,34 @@ class CheckpointLoadingRules:
     safe_load: bool = True
 
     def __post_init__(self) -> None:
-        rules = self.load_rules
-        if isinstance(rules, str) or not all(_is_pair_of_str(rule) for rule in rules):
-            raise ConfigError(
-                f"CheckpointLoadingRules.load_rules is {rules!r}; wanted are pairs of a pattern "
-                'and a template, such as ((r"params/decoder/(.*)", "params/{}"),).'
-            )
+        rules, name = self.load_rules, "CheckpointLoadingRules"
+        are_pairs = not isinstance(rules, str) and all(map(_is_pair_of_str, rules))
+        example = 'such as ((r"params/decoder/(.*)", "params/{}"),)'
+        wanted = f"pairs of a pattern and a template, {example}"
+        require(are_pairs, f"{name}.load_rules", rules, wanted)
         for setting in ("ignore_rules", "cast_rules"):
-            if isinstance(found := getattr(self, setting), str):
-                raise ConfigError(
-                    f"CheckpointLoadingRules.{setting} is {found!r}; wanted is a sequence of "
-                    "patterns: put it in brackets."
-                )
-        patterns = (*(pattern for pattern, _ in rules), *self.ignore_rules, *self.cast_rules)
-        for pattern in patterns:
+            found = getattr(self, setting)
+            is_text = isinstance(found, str)
+            require(not is_text, f"{name}.{setting}", found, "a sequence of patterns")
+        for pattern in (*(pattern for pattern, _ in rules), *self.ignore_rules, *self.cast_rules):
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"CheckpointLoadingRules: {pattern!r} is no regular expression: {error}."
+                    f"{name}: {pattern!r} is no regular expression: {error}."
                 ) from None
         for pattern, template in rules:
             try:
                 template.format(*[""] * re.compile(pattern).groups)
             except (IndexError, KeyError, ValueError):
                 raise ConfigError(
-                    f"CheckpointLoadingRules: the template {template!r} has a place that no group "
+                    f"{name}: the template {template!r} has a place that no group "
                     f"of {pattern!r} fills. Put in brackets what each {{}} stands for."
                 ) from None
         if self.load_opt_states and self.partial_load_opt_states:
             raise ConfigError(
-                "CheckpointLoadingRules: load_opt_states is all or nothing, "
-                "partial_load_opt_states what agrees: set one of them."
+                f"{name}: load_opt_states is all or nothing, partial_load_opt_states what agrees: "
+                "set one of them."
             )
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class BestCheckpoints:
       max_to_keep: how many are kept.
 
     Raises:
-      ConfigError: a metric without its dataset, another mode, or no positive number.
+      ConfigError: the metric lacks its dataset, the mode is another, or max_to_keep is below 1.
     """
 
     metric: str
@@ -27,11 +27,9 @@ class BestCheckpoints:
 
     def __post_init__(self) -> None:
         check_watched_metric("best_checkpoints", self.metric, self.mode)
-        if type(self.max_to_keep) is not int or self.max_to_keep < 1:
-            raise ConfigError(
-                f"BestCheckpoints.max_to_keep is {self.max_to_keep!r}; wanted is a whole number, 1 "
-                "or more."
-            )
+        number = self.max_to_keep
+        is_positive = type(number) is int and number >= 1
+        require(is_positive, "BestCheckpoints.max_to_keep", number, "a whole number, 1 or more")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Returns the steps that have the metric, the best first.
@@ -49,14 +47,8 @@ def check_watched_metric(setting: str, metric: str, mode: str) -> None:
     """Checks how a setting names the metric that it watches.
 
     Raises:
-      ConfigError: the metric is without its dataset, or the mode is none.
+      ConfigError: the metric lacks its dataset, or the mode is neither "min" nor "max".
     """
-    if not isinstance(metric, str) or "/" not in metric:
-        raise ConfigError(
-            f"{setting}.metric is {metric!r}; wanted is the name of a dataset and of a metric, "
-            "for instance 'heldout/loss'."
-        )
-    if mode not in ("min", "max"):
-        raise ConfigError(
-            f"{setting}.mode is {mode!r}; wanted is 'min' (less is better) or 'max'."
-        )
+    wanted = "the name of a dataset and of a metric, for instance 'heldout/loss'"
+    require(isinstance(metric, str) and "/" in metric, f"{setting}.metric", metric, wanted)
+    require(mode in ("min", "max"), f"{setting}.mode", mode, "'min' (less is better) or 'max'")

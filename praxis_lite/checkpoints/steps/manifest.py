@@ -1,8 +1,8 @@
 """What a checkpoint says of itself: each array, each file, and where it comes from.
 
-Orbax knows only the padded shapes of the mesh that saved. `manifest.json` has the true ones, and
-size and digest of every file; `commit.json` has the digest of that, and is written last. The
-digests (XXH3-128) find damage; they are no signature.
+Orbax knows only the padded shapes of the mesh that saved. `manifest.json` has the unpadded ones
+too, and size and digest of every file; `commit.json`, written last, has the digest of
+`manifest.json`. The digests (XXH3-128) find damage; they are no signature.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few
 
 if TYPE_CHECKING:  # The tools read manifests without JAX.
     from praxis_lite.partitioner import StateLayout
@@ -43,8 +43,8 @@ def new_manifest(
 
     Args:
       data: the position of the training data, as JSON.
-      best: the fields of the BestCheckpoints that the job keeps; None: it keeps none.
-      config_digest: of `digest_of_config`; "": not known.
+      best: the fields of the job's BestCheckpoints, or None if it has no such setting.
+      config_digest: of `digest_of_config`, or "" if the config is not known.
     """
     return {
         "format": FORMAT, "step": step, "leaves": manifest_leaves(layout), "files": {},
@@ -68,35 +68,28 @@ def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
     }
 
 
-def differences(saved: Leaves, wanted: Leaves) -> list[str]:
-    """Returns a line for each leaf that only one side has, or of another true shape or dtype."""
-    found = []
-    # Sorted, the weights (mdl_vars) stand before their slots (opt_states).
-    for path in sorted(saved.keys() | wanted.keys()):
-        if path not in wanted:
-            found.append(f"{path} is only in the checkpoint")
-        elif path not in saved:
-            found.append(f"{path} is only in the model")
-        else:
-            for what in ("shape", "dtype"):
-                old, new = saved[path][what], wanted[path][what]
-                if old != new:
-                    found.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
-    return found
-
-
 def check_same(step_dir: Path, saved: Leaves, wanted: Leaves) -> None:
     """Checks that a step has just the arrays that are wanted.
 
     Raises:
-      ConfigError: it has not; names the step, the leaves, and both values of each.
+      ConfigError: one side lacks a leaf of the other, or has it with another unpadded shape or
+        dtype; names the step, the leaves, and both values of each.
     """
-    if found := differences(saved, wanted):
-        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    found = []
+    # Sorted, the weights (mdl_vars) stand before their slots (opt_states).
+    for path in sorted(saved.keys() | wanted.keys()):
+        if path not in wanted or path not in saved:
+            found.append(f"{path} is only in the {'model' if path in wanted else 'checkpoint'}")
+            continue
+        for what in ("shape", "dtype"):
+            old, new = saved[path][what], wanted[path][what]
+            if old != new:
+                found.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
+    if found:
         raise ConfigError(
             f"The checkpoint of step {step_dir.name} in {step_dir.parent} is of another model: "
-            f"{'; '.join(found[:5])}{more}. Use the settings that it was trained with (see "
-            "config.txt beside it), or start a new job in another job_log_dir."
+            f"{few(found, 5, '; ')}. Use the settings that it was trained with (see config.txt "
+            "beside it), or start a new job in another job_log_dir."
         )
 
 
@@ -107,30 +100,17 @@ def digest_of_config(config_json: str) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())
 
 
-def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """Returns the text of manifest.json."""
-    return json.dumps(manifest, indent=1) + "\n"
-
-
 def commit_text(step: int, manifest: bytes) -> str:
     """Returns the text of the commit.json that belongs to a manifest.json."""
     digest = xxhash.xxh3_128_hexdigest(manifest)
     return json.dumps({"step": step, "manifest_xxh3_128": digest}) + "\n"
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file, on disk when this returns; its directory is not synced."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_manifest(step_dir: Path) -> dict[str, Any]:
-    """Returns a step's manifest; its types are checked, its digest is not (`step_dirs.verify`).
+    """Returns a step's manifest; its types are checked, its digest is not (`step_files.verify`).
 
     Raises:
-      ConfigError: it cannot be read, or is no manifest of this format.
+      ConfigError: it cannot be read, or is not of this format.
     """
     path = step_dir / MANIFEST_JSON
     try:
@@ -142,7 +122,12 @@ def read_manifest(step_dir: Path) -> dict[str, Any]:
 
 
 def read_small(path: Path) -> bytes:
-    """Returns a JSON file's bytes; OSError where it is a link, ValueError where it is too large."""
+    """Returns a JSON file's bytes.
+
+    Raises:
+      OSError: it cannot be read, or is a link.
+      ValueError: it is too large.
+    """
     # O_NONBLOCK: opening a named pipe would wait for ever.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(file, "rb") as opened:
@@ -155,32 +140,34 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     """Returns the manifest that a text is.
 
     Raises:
-      ValueError: it is none; says what is wrong with it, to stand behind its name.
+      ValueError: something is wrong with it; says what, to stand behind its name.
     """
+
+    def check(condition: bool, wrong: str) -> None:
+        if not condition:
+            raise ValueError(f"is no manifest: {wrong}")
+
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("is no JSON") from None
-    if not isinstance(manifest, dict):
-        raise ValueError("is no manifest: it is no JSON object")
+    check(isinstance(manifest, dict), "it is no JSON object")
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"has the format {manifest.get('format')!r}; this praxis_lite reads {FORMAT}"
         )
     for name, wanted in _TYPES.items():
-        if not isinstance(manifest.get(name), wanted) or manifest[name] is True:
-            raise ValueError(f"is no manifest: its {name!r} is missing or of another type")
+        is_right = isinstance(manifest.get(name), wanted) and manifest[name] is not True
+        check(is_right, f"its {name!r} is missing or of another type")
     for path, leaf in manifest["leaves"].items():
-        if not _is_leaf(leaf):
-            raise ValueError(f"is no manifest: the leaf {path!r} is not described as one")
+        check(_is_leaf(leaf), f"the leaf {path!r} is not described as one")
     for name, file in manifest["files"].items():
-        if not _is_file(file):
-            raise ValueError(f"is no manifest: the file {name!r} is not described as one")
-    if any(type(value) not in (int, float) for value in manifest["metrics"].values()):
-        raise ValueError("is no manifest: its metrics are no numbers")
+        check(_is_file(file), f"the file {name!r} is not described as one")
+    are_numbers = all(type(value) in (int, float) for value in manifest["metrics"].values())
+    check(are_numbers, "its metrics are no numbers")
     best = manifest["best"]
-    if best is not None and best.keys() != {"metric", "mode", "max_to_keep"}:
-        raise ValueError("is no manifest: its 'best' is no BestCheckpoints")
+    is_best = best is None or best.keys() == {"metric", "mode", "max_to_keep"}
+    check(is_best, "its 'best' is no BestCheckpoints")
     return manifest
 
 

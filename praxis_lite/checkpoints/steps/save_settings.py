@@ -13,8 +13,8 @@ class SaveSettings:
 
     Attributes:
       max_to_keep: the newest steps that stay, 2 or more.
-      keep_every_steps: multiples of it stay too. None: none.
-      best: the best by a metric stay too. None: none.
+      keep_every_steps: its multiples stay too; None for no such rule.
+      best: the best by a metric stay too; None for no such rule.
       retries: how often a failed save is tried again before it is an error.
       retry_seconds: between two tries.
       save_non_finite: save values that are not finite.

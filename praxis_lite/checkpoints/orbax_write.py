@@ -1,32 +1,26 @@
-"""A state's arrays as files: what Orbax does for us, and nothing else of it.
+"""A state's arrays written as files: what Orbax does for us, and nothing else of it.
 
-Only OCDBT is written and read. Orbax's CheckpointManager is not used: it takes a stray folder for
-the newest step, deletes in place, and tells of a failed save late or never.
+Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
+newest step, deletes in place, and tells of a failed save late or never. Nor does Orbax restore:
+it believes the JSON files that it finds.
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from math import prod
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint._src import asyncio_utils
 
+from praxis_lite.checkpoints.files.step_names import ITEMS
 from praxis_lite.job import processes
 from praxis_lite.partitioner import TrainState
-from praxis_lite.partitioner.train_state import LeafLayout
 
-ITEMS = ("mdl_vars", "opt_states")
 _TIMEOUT_SECONDS = 3600
-# Bytes that are read at a time besides what they become: the host's share of a large state must
-# not be in memory twice.
-_MOST_BYTES_READ_AT_ONCE = 4 * 10**9
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -40,8 +34,8 @@ logging.getLogger("absl").addFilter(_is_not_of_orbax)
 def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Returns a coroutine's result once all that it began is over.
 
-    Orbax closes the loop at the first write that fails. Those that are under way would then make
-    folders anew while we remove them, and each print a traceback: "Event loop is closed".
+    Orbax closes the loop at the first write that fails. The others would then make folders anew
+    while we remove them, and each print a traceback: "Event loop is closed".
     """
     loop = asyncio.new_event_loop()
     try:
@@ -59,7 +53,7 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
 
 
-class Writing:
+class OrbaxWrite:
     """A state that is being written to a new folder, by all processes.
 
     Args:
@@ -104,46 +98,3 @@ def _wait_for_threads() -> None:
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
             threading.Thread.join(thread)  # Its own join raises what it met.
-
-
-def read_arrays(
-    step_dir: Path, leaves: Mapping[str, LeafLayout], mesh: Mesh
-) -> dict[str, jax.Array]:
-    """Returns padded arrays of a step in the order of `leaves`, each in its shards.
-
-    Args:
-      leaves: by path; their true shapes and dtypes are the step's. Orbax cuts and appends zeros to
-        get from its padded shapes to theirs; asked for another true shape it would do so as well.
-    """
-    wanted = {
-        path: ocp.ArrayRestoreArgs(
-            sharding=NamedSharding(mesh, leaf.spec), global_shape=leaf.padded_shape,
-            dtype=leaf.dtype, strict=False,
-        )
-        for path, leaf in leaves.items()
-    }
-    largest = max((prod(x.padded_shape) * x.dtype.itemsize for x in leaves.values()), default=0)
-    most_gb = -(-max(_MOST_BYTES_READ_AT_ONCE, 2 * largest) // 10**9)
-    items, args, found = dict.fromkeys(path.partition("/")[0] for path in leaves), {}, {}
-    handlers = {
-        item: ocp.PyTreeCheckpointHandler(use_ocdbt=True, restore_concurrent_gb=most_gb)
-        for item in items
-    }
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-        stored = checkpointer.metadata(step_dir).item_metadata
-        for item in items:
-            # The tree as it is stored, so that the item need not be wanted as a whole.
-            restore_args = jax.tree_util.tree_map_with_path(
-                lambda path, _, item=item: wanted.get(_joined(item, path), ocp.PLACEHOLDER),
-                stored[item].tree,
-            )
-            args[item] = ocp.args.PyTreeRestore(restore_args, restore_args=restore_args)
-        restored = checkpointer.restore(step_dir, args=ocp.args.Composite(**args))
-    for item in items:
-        for path, x in jax.tree_util.tree_flatten_with_path(restored[item])[0]:
-            found[_joined(item, path)] = x
-    return {path: found[path] for path in leaves}
-
-
-def _joined(item: str, path: tuple) -> str:
-    return f"{item}/{jax.tree_util.keystr(path, simple=True, separator='/')}"

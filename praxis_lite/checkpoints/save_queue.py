@@ -1,4 +1,4 @@
-"""A job's saves: one at a time, and what happens when one fails."""
+"""The saves of a job: one at a time, and what happens when one fails."""
 
 import itertools
 import time
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from praxis_lite.checkpoints.background_save import BackgroundSave, FailedSave, why
-from praxis_lite.checkpoints.steps.good_steps import GoodSteps
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
 from praxis_lite.job import processes
 from praxis_lite.partitioner import TrainState
 
 
-class Saves:
-    """What is in flight, and how often in a row it failed.
+class SaveQueue:
+    """The save in flight, and how many have failed in a row.
 
     A save that failed cannot be tried again as it was: its state is gone. The newest state is
     saved in its place, once the trainer hears that it is due; only the last save of a run can wait.
@@ -25,7 +25,7 @@ class Saves:
     """
 
     def __init__(
-        self, steps: GoodSteps, settings: SaveSettings, note: Callable[[str], None], name: str
+        self, steps: VerifiedSteps, settings: SaveSettings, note: Callable[[str], None], name: str
     ):
         self._steps, self._settings, self._note, self._name = steps, settings, note, name
         self._numbers = itertools.count()
@@ -47,8 +47,8 @@ class Saves:
             time.sleep(self._settings.retry_seconds)
             self.begin(state, manifest)
 
-    def are_going_on(self) -> bool:
-        """Returns whether one is in flight; from any thread."""
+    def is_saving(self) -> bool:
+        """Returns True while one is in flight; from any thread."""
         save = self._in_flight
         return save is not None and not save.is_done()
 
@@ -58,18 +58,14 @@ class Saves:
             self.settle()
 
     def retry_is_due(self) -> bool:
-        """Returns whether one failed that is to be tried again now."""
+        """Returns True if one that failed is to be tried again now."""
         return processes.count() == 1 and time.monotonic() >= self._retry_at
 
-    def wait(self) -> None:
-        """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
-        self.settle(retries=0)
-
     def settle(self, retries: int | None = None) -> bool:
-        """Waits for the save in flight, if there is one; returns whether all is well.
+        """Waits for the save in flight, if there is one; returns False if it failed.
 
         Raises:
-          FailedSave: it failed, as did more than `retries` in a row; None: of the settings.
+          FailedSave: more than `retries` in a row have failed; by default those of the settings.
         """
         save, self._in_flight = self._in_flight, None
         if save is None:
@@ -93,7 +89,7 @@ class Saves:
 
     def _delete_old(self, step: int) -> None:
         """Deletes what need not stay, now that there is a newer step; the first process only."""
-        self._steps.replaced(step)
+        self._steps.forget(step)
         try:
             self._steps.delete_all_but(self._settings.kept)
         except Exception as error:  # The save did not fail: the next one tries this again.

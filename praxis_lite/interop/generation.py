@@ -1,4 +1,4 @@
-"""Prompts that are given in Python, and how a job's decoder is changed for them."""
+"""What `TrainedModel.generate` takes: prompts in Python, and another decoder or its settings."""
 
 import copy
 import dataclasses
@@ -33,8 +33,8 @@ def prompt_batch(task: Task, prompts: Prompts) -> InMemory:
     rows = [_ids(one, tokenizer) for one in given]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
-            f"generate was given {prompts!a:.100}; wanted is a prompt, or a list of prompts with a "
-            "token each at least."
+            f"generate was given {prompts!a:.100}; give a prompt, or a list of prompts "
+            "with a token each at least."
         )
     ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, prompt in zip(ids, rows, strict=True):
@@ -54,8 +54,8 @@ def _ids(prompt: str | Sequence[int], tokenizer: Any) -> np.ndarray:
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ConfigError(
-            f"generate was given a prompt of {ids.dtype}{list(ids.shape)}; wanted is a text, or "
-            "the token ids of one prompt, int[length]."
+            f"generate was given a prompt of {ids.dtype}{list(ids.shape)}; give a text, or the "
+            "token ids of one prompt, int[length]."
         )
     return ids
 

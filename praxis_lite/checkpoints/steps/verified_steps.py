@@ -2,23 +2,23 @@
 
 A step is verified once per process: the newest when a job starts, others when they are asked for.
 That reads every byte of it, under a second per GiB that is in memory, else as fast as the disk. A
-listing reads nothing. What is damaged is set aside by the job whose directory it is; who only reads
+listing reads nothing. The job whose directory it is sets a damaged step aside; one that only reads
 leaves it where it is, for a training process may be at work there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.best_checkpoints import BestCheckpoints
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few
 
-Step = int | Literal["best"] | None  # None: the newest.
+Step = int | Literal["best"] | None  # None stands for the newest.
 Metrics = Mapping[int, Mapping[str, float]]
 
 
-class GoodSteps:
+class VerifiedSteps:
     """The steps of one directory.
 
     Args:
@@ -40,35 +40,40 @@ class GoodSteps:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._check_not_foreign()
-        for path in step_dirs.leftovers(self.directory):
+        for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             step = path.name.removesuffix(".saving")
-            if step.isdecimal() and step_dirs.is_committed(path) and not step_dirs.verify(path):
+            if step.isdecimal() and step_dirs.is_committed(path) and not step_files.verify(path):
                 step_dirs.publish(path, self.directory / step)
                 self._note(f"the save of step {step} was whole but for its name: it has it now")
-        for path in step_dirs.leftovers(self.directory):
+        for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             what = "deletion" if ".deleting" in path.name else "save"
-            if self.removed(path):
+            if self._removes(path):
                 self._note(f"removed {path.name}, left by a {what} that was cut short")
         for step in step_dirs.numbered_steps(self.directory):
             if not step_dirs.is_committed(self._dir(step)):
-                self._refuse(step, step_dirs.verify(self._dir(step)))
+                self._refuse(step, step_files.verify(self._dir(step)))
 
     def committed(self) -> list[int]:
         """Returns the steps that have a commit, in order, but for those found damaged."""
         return [s for s in step_dirs.committed_steps(self.directory) if s not in self._skipped]
 
     def newest(self) -> int | None:
-        """Returns the newest step that is whole; None: there never was one.
+        """Returns the newest whole step, or None if there never was a step.
 
         Raises:
           ConfigError: there are steps, and all are damaged.
         """
-        step = next(self._whole(lambda: list(reversed(self._numbered()))), None)
+
+        def listed() -> list[int]:
+            steps = step_dirs.numbered_steps(self.directory)
+            return [step for step in reversed(steps) if step not in self._skipped]
+
+        step = self._first_whole(listed)
         if step is None:
             self._check_not_foreign()
-            lost = [str(step) for step in sorted(self._skipped)]
-            lost = [name for name in lost if (self.directory / name).exists()]
-            if lost := lost + step_dirs.damaged(self.directory):
+            lost = [str(step) for step in sorted(self._skipped) if self._dir(step).exists()]
+            lost += [path.name for path in step_dirs.set_aside(self.directory, "damaged")]
+            if lost:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(lost)} "
                     f"{'is' if len(lost) == 1 else 'are'} damaged. Put back a copy that is whole, "
@@ -77,10 +82,10 @@ class GoodSteps:
         return step
 
     def best(self, wanted: BestCheckpoints | None) -> int | None:
-        """Returns the best step that is whole; None where no step has the metric.
+        """Returns the best whole step, or None if no step has the metric.
 
         Args:
-          wanted: what is best; None: what the newest step was saved with.
+          wanted: what is best; None for what the newest step was saved with.
         """
         if wanted is None:
             newest = self.newest()
@@ -88,7 +93,7 @@ class GoodSteps:
             if recorded is None:
                 return None
             wanted = BestCheckpoints(**recorded)
-        return next(self._whole(lambda: wanted.ranked(self.metrics())), None)
+        return self._first_whole(lambda: wanted.ranked(self._metrics()))
 
     def choose(self, step: Step, best: BestCheckpoints | None) -> int:
         """Returns the step that is meant, verified.
@@ -112,112 +117,100 @@ class GoodSteps:
                 f"{', '.join(map(str, steps))}. Name one of them, or leave the step out for "
                 "the newest."
             )
-        self.check(found)
+        if wrong := self._wrong(found):
+            others = ", ".join(str(one) for one in steps if one != found)
+            advice = f"Name another step, of {others}." if others else "There is no other."
+            if self._owned:
+                self._refuse(found, wrong)
+            raise ConfigError(
+                f"The checkpoint of step {found} in {self.directory} is damaged: "
+                f"{_in_words(wrong)}. {advice}"
+            )
         return found
 
-    def check(self, step: int) -> None:
-        """Verifies a step that is committed.
-
-        Raises:
-          ConfigError: it is damaged; says how.
-        """
-        if wrong := self._wrong(step):
-            others = ", ".join(str(one) for one in self.committed() if one != step)
-            if self._owned:
-                self._refuse(step, wrong)
-            raise ConfigError(
-                f"The checkpoint of step {step} in {self.directory} is damaged: {_some(wrong)}. "
-                + (f"Name another step, of {others}." if others else "There is no other.")
-            )
-
     def manifest(self, step: int) -> Mapping[str, Any]:
-        """Returns the manifest of a step; {}: it is damaged."""
+        """Returns the manifest of a step, or {} if it is damaged."""
         if step not in self._manifests:
-            manifest, wrong = step_dirs.committed_manifest(self._dir(step))
+            manifest, wrong = step_files.committed_manifest(self._dir(step))
             if wrong:
                 return {}
             self._manifests[step] = manifest
         return self._manifests[step]
 
-    def metrics(self) -> Metrics:
-        """Returns what each step was saved with."""
-        return {step: self.manifest(step).get("metrics", {}) for step in self.committed()}
-
-    def replaced(self, step: int) -> None:
-        """Forgets what is known of a step: another was saved with its number, or it was deleted."""
+    def forget(self, step: int) -> None:
+        """Forgets what is known of a step: another was saved with its number, or it is gone."""
         self._verified.discard(step)
         self._skipped.discard(step)
         self._manifests.pop(step, None)
 
-    def removed(self, path: Path) -> bool:
-        """Removes a folder that is no step; returns whether it went, and says why not."""
+    def delete_all_but(self, kept: Callable[[Sequence[int], Metrics], set[int]]) -> None:
+        """Deletes the steps that need not stay, and what was abandoned."""
+        steps = self.committed()
+        for path in step_dirs.set_aside(self.directory, "abandoned"):
+            self._removes(path)
+        for step in set(steps) - kept(steps, self._metrics()):
+            try:
+                step_dirs.remove(self._dir(step))
+            except OSError as error:
+                self._note(f"the checkpoint of step {step} cannot be deleted ({error.strerror})")
+            self.forget(step)
+
+    def abandon_after(self, step: int) -> None:
+        """Sets the steps after this one aside."""
+        for later in self.committed():
+            if later > step:
+                name = step_dirs.put_aside(self._dir(later), "abandoned").name
+                self.forget(later)
+                self._note(f"the checkpoint of step {later} is rolled back: renamed to {name}")
+
+    def newest_in_words(self) -> str:
+        """Returns a sentence for an error: which checkpoint is the newest; verifies none."""
+        if steps := self.committed():
+            return f"The newest checkpoint is of step {steps[-1]}, in {self.directory}."
+        return f"There is no other checkpoint in {self.directory}."
+
+    def _metrics(self) -> Metrics:
+        return {step: self.manifest(step).get("metrics", {}) for step in self.committed()}
+
+    def _removes(self, path: Path) -> bool:
+        """Removes a folder that was set aside; returns False, and says why, if that fails."""
         try:
             step_dirs.remove_leftover(path)
         except OSError as error:
             self._note(f"{path} cannot be removed ({error.strerror}): remove it by hand")
         return not path.exists()
 
-    def delete_all_but(self, kept: Callable[[Sequence[int], Metrics], set[int]]) -> None:
-        """Deletes the steps that need not stay, and what was abandoned."""
-        steps = self.committed()
-        for path in step_dirs.abandoned(self.directory):
-            self.removed(path)
-        for step in set(steps) - kept(steps, self.metrics()):
-            try:
-                step_dirs.remove(self._dir(step))
-            except OSError as error:
-                self._note(f"the checkpoint of step {step} cannot be deleted ({error.strerror})")
-            self.replaced(step)
-
-    def abandon_after(self, step: int) -> None:
-        """Sets the steps after this one aside."""
-        for later in self.committed():
-            if later > step:
-                name = step_dirs.abandon(self._dir(later)).name
-                self.replaced(later)
-                self._note(f"the checkpoint of step {later} is rolled back: renamed to {name}")
-
-    def newest_in_words(self) -> str:
-        """Returns which checkpoint there is, for an error; none is verified for it."""
-        if steps := self.committed():
-            return f"The newest checkpoint is of step {steps[-1]}, in {self.directory}."
-        return f"There is no other checkpoint in {self.directory}."
-
-    def _numbered(self) -> list[int]:
-        steps = step_dirs.numbered_steps(self.directory)
-        return [step for step in steps if step not in self._skipped]
-
-    def _whole(self, listed: Callable[[], list[int]]) -> Iterator[int]:
-        """Yields the steps of a list that are whole; lists anew after one that is not."""
+    def _first_whole(self, listed: Callable[[], list[int]]) -> int | None:
+        """Returns the first whole step; the list is made anew after each that is damaged."""
         while steps := listed():
             if not (wrong := self._wrong(steps[0])):
-                yield steps[0]
-                return
+                return steps[0]
             # Deleted meanwhile by the job that trains there: it is not listed again.
             if self._dir(steps[0]).exists():
                 self._refuse(steps[0], wrong)
+        return None
 
     def _wrong(self, step: int) -> list[str]:
         if step in self._verified:
             return []
-        if step_dirs.foreign(self._dir(step)):
+        if step_files.foreign(self._dir(step)):
             self._check_not_foreign()
-        if not (wrong := step_dirs.verify(self._dir(step))):
+        if not (wrong := step_files.verify(self._dir(step))):
             self._verified.add(step)
         return wrong
 
     def _refuse(self, step: int, wrong: Sequence[str]) -> None:
-        self.replaced(step)
+        self.forget(step)
         if self._owned:
-            done = f"renamed to {step_dirs.quarantine(self._dir(step)).name}"
+            done = f"renamed to {step_dirs.put_aside(self._dir(step), 'damaged').name}"
         else:
             self._skipped.add(step)
             done = "skipped"
-        self._note(f"the checkpoint of step {step} is damaged ({_some(wrong)}): {done}")
+        self._note(f"the checkpoint of step {step} is damaged ({_in_words(wrong)}): {done}")
 
     def _check_not_foreign(self) -> None:
         for step in step_dirs.numbered_steps(self.directory):
-            if other := step_dirs.foreign(self._dir(step)):
+            if other := step_files.foreign(self._dir(step)):
                 raise ConfigError(
                     f"{self._dir(step)} {other}. Go on with the version that wrote it, or name "
                     "another directory."
@@ -227,6 +220,5 @@ class GoodSteps:
         return self.directory / str(step)
 
 
-def _some(wrong: Sequence[str], most: int = 3) -> str:
-    more = f"; and {len(wrong) - most} more" if len(wrong) > most else ""
-    return "; ".join(wrong[:most]) + more
+def _in_words(wrong: Sequence[str]) -> str:
+    return few(wrong, separator="; ")
