@@ -1,10 +1,6 @@
 """What a layer declares of a weight, and how its split travels with it."""
 
-import contextlib
-import contextvars
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -12,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.errors import require
+from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.sharding import SplitDims
 from praxis_lite.sharding.split_dims import DimSplit
@@ -26,96 +23,6 @@ zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
 
-class _ConstructorSignature:
-    """What `inspect.signature` of a layer's class gives: its constructor's parameters.
-
-    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass, and take any
-    name and any type.
-    """
-
-    def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
-        if layer is not None:
-            raise AttributeError("__signature__")  # An instance is called with inputs.
-        signature = inspect.signature(layer_class.__init__)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-# The layer whose method is being traced.
-_caller: contextvars.ContextVar["BaseLayer | None"] = contextvars.ContextVar("caller", default=None)
-
-
-@contextlib.contextmanager
-def _calling(layer: "BaseLayer | None", name: str) -> Iterator[None]:
-    token = _caller.set(layer)
-    try:
-        with jax.named_scope(name) if name else contextlib.nullcontext():
-            yield
-    finally:
-        _caller.reset(token)
-
-
-def _in_its_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer's method, its operations named after the layer.
-
-    The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
-    layer it would make two equal layers of a stack two kinds of pytree.
-    """
-    parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
-
-    @functools.wraps(method)
-    def call(layer: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
-        if not takes_any:
-            _require_known(layer, method.__name__, kwargs, names)
-        caller = _caller.get()
-        if caller is layer:
-            return method(layer, *args, **kwargs)
-        with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
-            return method(layer, *args, **kwargs)
-
-    return call
-
-
-def _require_known(
-    layer: "BaseLayer", method: str, kwargs: Iterable[str], names: list[str]
-) -> None:
-    for name in kwargs:
-        if name not in names:
-            called = "" if method == "__call__" else f".{method}"
-            raise ConfigError(
-                f"{type(layer).__name__}{called} takes no argument {name!r}."
-                f"{did_you_mean(name, names)} It takes {', '.join(names) or 'none'}."
-            )
-
-
-def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that names what is traced inside after `layer`, an attribute of `parent`.
-
-    For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
-    that look alike, so that the name has to stand outside.
-    """
-    return _calling(None, attribute_name(parent, layer))
-
-
-def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
-    """Returns the name of a layer in its parent, "blocks/3" in a list, "" if it has none there.
-
-    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: the first
-    attribute of its class is then taken.
-    """
-    attributes = {}
-    for name, value in vars(parent).items():
-        if isinstance(value, nnx.List):
-            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
-        else:
-            attributes[name] = value
-    for name, value in attributes.items():
-        if value is child:
-            return name
-    return next((name for name, value in attributes.items() if type(value) is type(child)), "")
-
-
 class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they split.
 
@@ -125,14 +32,14 @@ class BaseLayer(nnx.Module):
     keyword that they do not name is a ConfigError with the nearest that they do.
     """
 
-    __signature__ = _ConstructorSignature()
+    __signature__ = ConstructorSignature()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, member in list(vars(cls).items()):
             is_public = name == "__call__" or not name.startswith("_")
             if is_public and isinstance(member, FunctionType):
-                setattr(cls, name, _in_its_scope(member))
+                setattr(cls, name, checked_and_named(member))
 
     def weight(
         self,
@@ -262,9 +169,10 @@ def require_floating(layer: object, **dtypes: Any) -> None:
       ConfigError: one is not of floats, which have no gradient else; names the layer's class.
     """
     for name, dtype in dtypes.items():
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ConfigError(
-                f"{type(layer).__name__}.{name} is {jnp.dtype(dtype).name}; wanted is a "
-                "floating-point dtype, such as bfloat16: others have no gradient. Products in int8 "
-                "are a setting of their own (docs/training.md)."
-            )
+        require(
+            jnp.issubdtype(dtype, jnp.floating),
+            f"{type(layer).__name__}.{name}",
+            jnp.dtype(dtype).name,
+            "a floating-point dtype, such as bfloat16: others have no gradient",
+            "Products in int8 are a setting of their own (docs/training.md).",
+        )

@@ -24,9 +24,8 @@ from praxis_lite.layers.attention.projections import (
     OneHeadedAttentionProjection,
 )
 from praxis_lite.layers.base_layer import BaseLayer, spec_of, zeros
-from praxis_lite.layers.einsums import Einsum
 from praxis_lite.layers.initializers import WeightInit
-from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.linears import Einsum, Linear
 from praxis_lite.sharding import constrain
 from praxis_lite.sharding.split_dims import DimSplit
 

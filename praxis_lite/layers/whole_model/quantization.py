@@ -42,8 +42,7 @@ from praxis_lite.layers.attention.projections import (
     OneHeadedAttentionProjection,
 )
 from praxis_lite.layers.base_layer import BaseLayer, spec_of
-from praxis_lite.layers.einsums import Einsum
-from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.linears import Einsum, Linear
 from praxis_lite.layers.whole_model.adapters import DENSE
 from praxis_lite.sharding import constrain
 
