@@ -135,12 +135,11 @@ class FeedForward(BaseLayer):
             activation_split_dims_mapping=activation_split_dims_mapping,
             rngs=rngs,
         )
-        self.bias = None
-        if has_bias:
-            split = tuple(weight_split_dims_mapping or ())[1:2]
-            self.bias = bias_tpl(
-                output_dims, bias_init=bias_init, weight_split_dims_mapping=split, rngs=rngs
-            )
+        settings = {
+            "bias_init": bias_init,
+            "weight_split_dims_mapping": tuple(weight_split_dims_mapping or ())[1:2],
+        }
+        self.bias = bias_tpl(output_dims, **settings, rngs=rngs) if has_bias else None
         self.activation, self.checkpoint_str = activation, checkpoint_str
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -258,11 +257,9 @@ class Einsum(BaseLayer):
         size_of = dict(zip(weight, weight_shape, strict=True))
         splits = (*(weight_split_dims_mapping or ()), *(None,) * len(weight))
         split_of = dict(zip(weight, splits, strict=False))
-        self.b = None
-        if has_bias:
-            dims = [dim for dim in outputs if dim in size_of]
-            shape, split = (tuple(x[dim] for dim in dims) for x in (size_of, split_of))
-            self.b = self.weight(shape, split, init=bias_init, rngs=rngs)
+        dims = [dim for dim in outputs if dim in size_of]
+        shape, split = (tuple(x[dim] for dim in dims) for x in (size_of, split_of))
+        self.b = self.weight(shape, split, init=bias_init, rngs=rngs) if has_bias else None
         # Every letter of the outputs, for the bias: 1 where the weight has none.
         self.bias_shape = tuple(size_of.get(dim, 1) for dim in outputs)
         self.equation = equation

@@ -59,14 +59,8 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         self.w = self.weight(
             (self.num_classes, self.input_dims), self.split_VD, init=weight_init, rngs=rngs
         )
-        self.bias = None
-        if has_bias:
-            self.bias = Bias(
-                self.num_classes,
-                bias_init=bias_init,
-                weight_split_dims_mapping=self.split_VD[:1],
-                rngs=rngs,
-            )
+        settings = {"bias_init": bias_init, "weight_split_dims_mapping": self.split_VD[:1]}
+        self.bias = Bias(self.num_classes, **settings, rngs=rngs) if has_bias else None
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
         logits = jnp.einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
