@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, require_choice
 
 Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -40,7 +40,16 @@ def _delta_orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax
     return jnp.zeros(shape, dtype).at[middle].set(matrix)
 
 
-# What is drawn, and what it is multiplied by besides the scale: of dim 0, or of the fans.
+# What multiplies a draw besides the scale, of the shape and the fans.
+_FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {
+    "one": lambda shape, fan_in, fan_out: 1.0,
+    "dim": lambda shape, fan_in, fan_out: math.prod(shape[:1]) ** -0.5,
+    "fan_in": lambda shape, fan_in, fan_out: fan_in**-0.5,
+    "fan_out": lambda shape, fan_in, fan_out: fan_out**-0.5,
+    "fan_avg": lambda shape, fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)),
+    "three_fan_avg": lambda shape, fan_in, fan_out: math.sqrt(6.0 / (fan_in + fan_out)),
+    "unit": lambda shape, fan_in, fan_out: math.sqrt(3.0 / math.prod(shape[:-1])),
+}
 _METHODS: dict[str, tuple[Draw, str]] = {
     "gaussian": (_gaussian, "one"),
     "gaussian_sqrt_dim": (_gaussian, "dim"),
@@ -88,6 +97,21 @@ def fans(
     return window * shape[-2], window * shape[-1]
 
 
+class _Named(staticmethod):
+    """A constructor of WeightInit by the name that the class gives it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.__func__.__name__, self.__func__.__qualname__ = name, f"{owner.__name__}.{name}"
+
+
+def _draws(method: str, what: str) -> Callable[[float], "WeightInit"]:
+    def init(scale: float = 1.0) -> "WeightInit":
+        return WeightInit(method, scale)
+
+    init.__doc__ = f"Returns the initial value {what}."
+    return _Named(init)
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
     """A function of (key, shape, dtype) that returns a weight's first value.
@@ -96,7 +120,7 @@ class WeightInit:
     `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
 
     Attributes:
-      method: Pax's name, such as "gaussian_sqrt_fanin"; the functions below say what it draws.
+      method: Pax's name, such as "gaussian_sqrt_fanin"; the table below says what it draws.
       scale: multiplies what is drawn.
       fan_in_axes, fan_out_axes: dims that make the fans, see `fans`.
 
@@ -110,11 +134,7 @@ class WeightInit:
     fan_out_axes: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.method not in _METHODS:
-            raise ConfigError(
-                f"WeightInit.method is {self.method!r}; wanted is one of {sorted(_METHODS)}."
-                f"{did_you_mean(str(self.method), _METHODS)}"
-            )
+        require_choice("WeightInit.method", self.method, _METHODS)
         fans((1, 1), self.fan_in_axes and (0,), self.fan_out_axes and (1,))
 
     def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -126,100 +146,43 @@ class WeightInit:
         scale *= _FACTORS[factor](shape, *fans(shape, self.fan_in_axes, self.fan_out_axes))
         return jnp.asarray(scale, dtype) * draw(key, shape, dtype)
 
-    @staticmethod
-    def Gaussian(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation `scale`."""
-        return WeightInit("gaussian", scale)
-
-    @staticmethod
-    def GaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale / sqrt(dim 0)."""
-        return WeightInit("gaussian_sqrt_dim", scale)
-
-    @staticmethod
-    def GaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale / sqrt(fan in)."""
-        return WeightInit("gaussian_sqrt_fanin", scale)
-
-    @staticmethod
-    def GaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale / sqrt(fan out)."""
-        return WeightInit("gaussian_sqrt_fanout", scale)
-
-    @staticmethod
-    def GaussianSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
-        """Normal with standard deviation scale * sqrt(2 / (fan in + fan out))."""
-        return WeightInit("gaussian_sqrt_fanavg", scale)
-
-    @staticmethod
-    def TruncatedGaussian(scale: float = 1.0) -> "WeightInit":
-        """`scale` times a normal that is cut at +-2."""
-        return WeightInit("truncated_gaussian", scale)
-
-    @staticmethod
-    def TruncatedGaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(dim 0) times a normal that is cut at +-2."""
-        return WeightInit("truncated_gaussian_sqrt_dim", scale)
-
-    @staticmethod
-    def TruncatedGaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan in) times a normal that is cut at +-2."""
-        return WeightInit("truncated_gaussian_sqrt_fanin", scale)
-
-    @staticmethod
-    def TruncatedGaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan out) times a normal that is cut at +-2."""
-        return WeightInit("truncated_gaussian_sqrt_fanout", scale)
-
-    @staticmethod
-    def Uniform(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale."""
-        return WeightInit("uniform", scale)
-
-    @staticmethod
-    def UniformSqrtDim(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale / sqrt(dim 0)."""
-        return WeightInit("uniform_sqrt_dim", scale)
-
-    @staticmethod
-    def UniformSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(6 / (fan in + fan out))."""
-        return WeightInit("uniform_sqrt_fanavg", scale)
-
-    @staticmethod
-    def UniformUnitScaling(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(3 / product of all dims but the last)."""
-        return WeightInit("uniform_unit_scaling", scale)
-
-    @staticmethod
-    def Xavier(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(6 / (fan in + fan out)); with scale 1 Pax's default."""
-        return WeightInit("xavier", scale)
+    # Each is called with `scale`, 1.0 by default; std is short for standard deviation.
+    Gaussian = _draws("gaussian", "normal, std scale")
+    GaussianSqrtDim = _draws("gaussian_sqrt_dim", "normal, std scale / sqrt(dim 0)")
+    GaussianSqrtFanIn = _draws("gaussian_sqrt_fanin", "normal, std scale / sqrt(fan in)")
+    GaussianSqrtFanOut = _draws("gaussian_sqrt_fanout", "normal, std scale / sqrt(fan out)")
+    GaussianSqrtFanAvg = _draws(
+        "gaussian_sqrt_fanavg", "normal, std scale * sqrt(2 / (fan in + fan out))"
+    )
+    TruncatedGaussian = _draws("truncated_gaussian", "scale times a normal cut at +-2")
+    TruncatedGaussianSqrtDim = _draws(
+        "truncated_gaussian_sqrt_dim", "scale / sqrt(dim 0) times a normal cut at +-2"
+    )
+    TruncatedGaussianSqrtFanIn = _draws(
+        "truncated_gaussian_sqrt_fanin", "scale / sqrt(fan in) times a normal cut at +-2"
+    )
+    TruncatedGaussianSqrtFanOut = _draws(
+        "truncated_gaussian_sqrt_fanout", "scale / sqrt(fan out) times a normal cut at +-2"
+    )
+    Uniform = _draws("uniform", "uniform within +-scale")
+    UniformSqrtDim = _draws("uniform_sqrt_dim", "uniform within +-scale / sqrt(dim 0)")
+    UniformSqrtFanAvg = _draws(
+        "uniform_sqrt_fanavg", "uniform within +-scale * sqrt(6 / (fan in + fan out))"
+    )
+    UniformUnitScaling = _draws(
+        "uniform_unit_scaling", "uniform within +-scale * sqrt(3 / product of dims but the last)"
+    )
+    # With scale 1 Pax's default.
+    Xavier = _draws("xavier", "uniform within +-scale * sqrt(6 / (fan in + fan out))")
+    Constant = _draws("constant", "scale everywhere")
+    ScaledDeltaOrthogonal = _draws(
+        "delta_orthogonal",
+        "orthogonal of the last two dims, in the middle of the others; of a vector, normal",
+    )
 
     @staticmethod
     def XavierWithFixupParams(
         scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
     ) -> "WeightInit":
-        """Xavier, times depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
+        """Returns Xavier times depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
         return WeightInit("xavier", scale * depth ** (-0.5 / layers_per_residual_block))
-
-    @staticmethod
-    def Constant(scale: float = 1.0) -> "WeightInit":
-        """`scale` everywhere."""
-        return WeightInit("constant", scale)
-
-    @staticmethod
-    def ScaledDeltaOrthogonal(scale: float = 1.0) -> "WeightInit":
-        """Orthogonal of the last two dims, in the middle of the others; of a vector, Gaussian."""
-        return WeightInit("delta_orthogonal", scale)
-
-
-_FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {
-    "one": lambda shape, fan_in, fan_out: 1.0,
-    "dim": lambda shape, fan_in, fan_out: math.prod(shape[:1]) ** -0.5,
-    "fan_in": lambda shape, fan_in, fan_out: fan_in**-0.5,
-    "fan_out": lambda shape, fan_in, fan_out: fan_out**-0.5,
-    "fan_avg": lambda shape, fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)),
-    "three_fan_avg": lambda shape, fan_in, fan_out: math.sqrt(6.0 / (fan_in + fan_out)),
-    "unit": lambda shape, fan_in, fan_out: math.sqrt(3.0 / math.prod(shape[:-1])),
-}
