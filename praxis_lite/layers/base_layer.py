@@ -1,4 +1,4 @@
-"""What a layer declares of a weight, and how its split travels with it."""
+"""The base of all layers: what it declares of a weight, and how its split travels with it."""
 
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -28,8 +28,12 @@ class BaseLayer(nnx.Module):
 
     Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
     `__call__`. They take keys and caches as arguments and return new ones: nothing mutates. What
-    `__call__` and public methods compute carries the layer's path in the compiled program, and a
-    keyword that they do not name is a ConfigError with the nearest that they do.
+    `__call__` and public methods compute carries the layer's path in the compiled program.
+
+    Raises:
+      ConfigError: a setting is out of its range, or does not go with another; names the class and
+        the setting, before anything compiles. Or a method got a keyword that it does not know;
+        names the nearest.
     """
 
     __signature__ = ConstructorSignature()
@@ -50,30 +54,25 @@ class BaseLayer(nnx.Module):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> nnx.Param:
-        """Returns a trainable weight drawn by `init` at its true shape.
-
-        The split is kept under our own metadata key: Flax applies its own (`sharding`,
-        `out_sharding`) eagerly and raises on a dim that does not divide.
-        """
-        return nnx.Param(
-            init(rngs.params(), tuple(shape), dtype), split_dims_mapping=split_dims_mapping
-        )
+        """Returns a trainable weight drawn by `init` at its logical, unpadded shape."""
+        value = init(rngs.params(), tuple(shape), dtype)
+        # Our own metadata key: Flax applies its own (`sharding`, `out_sharding`) eagerly and raises
+        # on a dim that does not divide.
+        return nnx.Param(value, split_dims_mapping=split_dims_mapping)
 
 
 def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `weight` (float32) in the shape and dtype of `like`.
-
-    The gradient of a broadcast is a sum, over all tokens for a bias. Cast after it and not before,
-    it is a sum in float32: in bfloat16 it would stop growing, for 256 + 1 is 256 there.
-    """
+    """Returns `weight` (float32) in the shape and dtype of `like`."""
+    # Cast after the broadcast: its gradient, a sum over all tokens for a bias, is then summed in
+    # float32. In bfloat16 it would stop growing, for 256 + 1 is 256 there.
     return jnp.broadcast_to(weight, like.shape).astype(like.dtype)
 
 
 class AuxLoss(nnx.Intermediate):
     """A scalar that a pass adds to the training loss, such as a router's load balance.
 
-    Intermediates are declared in the constructor, as zeros, and set by each pass; they are neither
-    trained nor kept: a step starts from zeros and a checkpoint has none.
+    Intermediates are declared in the constructor, as zeros, and set by each pass. They are neither
+    trained nor kept: a step starts from zeros, and checkpoints leave them out.
     """
 
 
@@ -82,7 +81,7 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns what a pass left in the variables of `kind`, by path; [layers] of a stack."""
+    """Returns by path what a pass left in the variables of `kind`: [layers] in a stack."""
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.iter_graph(module)
@@ -91,7 +90,7 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
 
 
 def aux_loss(module: nnx.Module) -> jax.Array | None:
-    """Returns the sum of what a pass left in the AuxLoss variables; None where there are none."""
+    """Returns the sum of what a pass left in the AuxLoss variables, or None if there are none."""
     losses = intermediates(module, AuxLoss).values()
     return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
 
@@ -99,8 +98,8 @@ def aux_loss(module: nnx.Module) -> jax.Array | None:
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
     """Returns by path the value of each variable that a pass may assign: all but the weights.
 
-    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: layers
-    that call others inside one return this and give it to `assign`.
+    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: a layer
+    that calls others inside one returns this and gives it to `assign`.
     """
     return {
         path: node.get_value()
@@ -117,10 +116,10 @@ def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
 
 
 def rebuilt(model: Model) -> Model:
-    """Returns a copy of a module that may be assigned to where it is called.
+    """Returns a copy of a module whose variables the body of a scan or loop may assign to.
 
-    The body of a scan or loop is a trace of its own, and Flax refuses that it assigns to the
-    variables of a module from outside. What is assigned to the copy stays there.
+    That body is a trace of its own, in which Flax refuses to assign to a module from outside. What
+    is assigned to the copy stays there.
     """
     return jax.tree.map(lambda x: x, model)
 
@@ -141,7 +140,7 @@ def stacked(module: nnx.Module, stack_split: DimSplit) -> nnx.Module:
 
 
 def spec_of(variable: nnx.Variable) -> WeightSpec:
-    """Returns what a variable declares; one that no layer of ours made is replicated."""
+    """Returns what a variable declares; one of a foreign layer is replicated."""
     metadata = variable.get_metadata()
     return WeightSpec(
         shape=tuple(variable.shape),
@@ -166,7 +165,7 @@ def require_floating(layer: object, **dtypes: Any) -> None:
     """Checks the dtypes that a layer computes in.
 
     Raises:
-      ConfigError: one is not of floats, which have no gradient else; names the layer's class.
+      ConfigError: one is not of floats; names the layer's class.
     """
     for name, dtype in dtypes.items():
         require(

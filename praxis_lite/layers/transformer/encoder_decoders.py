@@ -98,10 +98,8 @@ class TransformerEncoderDecoder(BaseLayer):
 
         def stack(layer: Any, stacked: Template, num_layers: int, **settings: Any) -> Any:
             sizes = (num_layers, model_dims, hidden_dims, num_heads)
-            block, num_blocks = repeated_block(
-                self, layer, *sizes, dim_per_head=dim_per_head, **settings
-            )
-            return stacked(block, num_blocks, rngs=rngs)
+            settings["dim_per_head"] = dim_per_head
+            return stacked(*repeated_block(self, layer, *sizes, **settings), rngs=rngs)
 
         embeds_targets = decoder_embedding_tpl is None
         dtype = {"fprop_dtype": fprop_dtype} if embeds_targets else {}
@@ -236,22 +234,13 @@ class TransformerEncoderDecoder(BaseLayer):
         return ConditionedDecoder(self, encoded, input_paddings)
 
     def _activations(
-        self,
-        inputs: jax.Array,
-        targets: jax.Array,
-        *,
-        input_paddings: jax.Array | None = None,
-        input_segment_ids: jax.Array | None = None,
-        input_segment_pos: jax.Array | None = None,
-        key: jax.Array | None = None,
-        **of_targets: Any,
+        self, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None, **kwargs: Any
     ) -> jax.Array:
         encoder_key, decoder_key = split_keys(key, 2)
-        of_inputs = {"input_paddings": input_paddings, "input_segment_ids": input_segment_ids}
-        encoded = self.encode(
-            inputs, **of_inputs, input_segment_pos=input_segment_pos, key=encoder_key
-        )
-        return self.decode(targets, encoded=encoded, key=decoder_key, **of_inputs, **of_targets)[0]
+        of_inputs = {name: x for name, x in kwargs.items() if name.startswith("input_")}
+        kwargs.pop("input_segment_pos", None)  # The decoder's alone are the targets'.
+        encoded = self.encode(inputs, **of_inputs, key=encoder_key)
+        return self.decode(targets, encoded=encoded, key=decoder_key, **kwargs)[0]
 
 
 def _segments(

@@ -95,10 +95,10 @@ class TransformerLm(BaseLayer):
             settings["mask_self_attention"] = False
         if residual_dropout_prob:
             settings["residual_dropout_prob"] = residual_dropout_prob
-        block, num_blocks = repeated_block(
+        blocks = repeated_block(
             self, transformer_layer_tpl, num_layers, model_dims, hidden_dims, num_heads, **settings
         )
-        self.transformer = stacked_transformer_tpl(block, num_blocks, rngs=rngs)
+        self.transformer = stacked_transformer_tpl(*blocks, rngs=rngs)
         self.final_ln = None if final_ln_tpl is None else final_ln_tpl(model_dims, rngs=rngs)
         self.model_type, self.fprop_dtype, self.vocab_size = model_type, fprop_dtype, vocab_size
         self.entropy_loss_weight = entropy_loss_weight
