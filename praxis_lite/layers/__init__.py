@@ -1,6 +1,6 @@
-"""Layers: single-device maths over weights and activations that declare how they split.
+"""What does a model compute? Maths as of one device; weights and activations say how they split.
 
-Never sees a device, padding, a task or an optimizer.
+Begin with `base_layer` and `linears`. Never sees a device, padding, a task or an optimizer.
 """
 
 from praxis_lite.layers.attention.attentions import DotProductAttention

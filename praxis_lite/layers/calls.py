@@ -50,7 +50,10 @@ def takes_settings_of(
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            signature.bind(self, *args, **kwargs)
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}") from None
             init(self, *args, **kwargs)
 
         checked.__signature__ = signature

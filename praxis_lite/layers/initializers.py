@@ -40,16 +40,7 @@ def _delta_orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax
     return jnp.zeros(shape, dtype).at[middle].set(matrix)
 
 
-# What multiplies a draw besides the scale, of the shape and the fans.
-_FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {
-    "one": lambda shape, fan_in, fan_out: 1.0,
-    "dim": lambda shape, fan_in, fan_out: math.prod(shape[:1]) ** -0.5,
-    "fan_in": lambda shape, fan_in, fan_out: fan_in**-0.5,
-    "fan_out": lambda shape, fan_in, fan_out: fan_out**-0.5,
-    "fan_avg": lambda shape, fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)),
-    "three_fan_avg": lambda shape, fan_in, fan_out: math.sqrt(6.0 / (fan_in + fan_out)),
-    "unit": lambda shape, fan_in, fan_out: math.sqrt(3.0 / math.prod(shape[:-1])),
-}
+# What is drawn, and what it is multiplied by besides the scale: of dim 0, or of the fans.
 _METHODS: dict[str, tuple[Draw, str]] = {
     "gaussian": (_gaussian, "one"),
     "gaussian_sqrt_dim": (_gaussian, "dim"),
@@ -77,9 +68,9 @@ def fans(
 ) -> tuple[int, int]:
     """Returns how many inputs an output has, and how many outputs an input.
 
-    The last two dims are those of the inputs and the outputs, and the others, as a convolution's
-    window, multiply both; a vector is both. With axes given, the fans are the products of those
-    dims alone.
+    The last two dims are those of the inputs and the outputs. The others, as a convolution's
+    window, multiply both; a vector's dim is both. With axes given, the fans are the products of
+    those dims alone.
     """
     if (fan_in_axes is None) != (fan_out_axes is None):
         raise ConfigError(
@@ -89,27 +80,12 @@ def fans(
     if len(shape) < 2:
         return math.prod(shape), math.prod(shape)
     if fan_in_axes is not None:
-        return (
-            math.prod(shape[axis] for axis in fan_in_axes),
-            math.prod(shape[axis] for axis in fan_out_axes),
+        fan_in, fan_out = (
+            math.prod(shape[axis] for axis in axes) for axes in (fan_in_axes, fan_out_axes)
         )
+        return fan_in, fan_out
     window = math.prod(shape[:-2])
     return window * shape[-2], window * shape[-1]
-
-
-class _Named(staticmethod):
-    """A constructor of WeightInit by the name that the class gives it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.__func__.__name__, self.__func__.__qualname__ = name, f"{owner.__name__}.{name}"
-
-
-def _draws(method: str, what: str) -> Callable[[float], "WeightInit"]:
-    def init(scale: float = 1.0) -> "WeightInit":
-        return WeightInit(method, scale)
-
-    init.__doc__ = f"Returns the initial value {what}."
-    return _Named(init)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +96,7 @@ class WeightInit:
     `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
 
     Attributes:
-      method: Pax's name, such as "gaussian_sqrt_fanin"; the table below says what it draws.
+      method: Pax's name, such as "gaussian_sqrt_fanin"; the functions below say what it draws.
       scale: multiplies what is drawn.
       fan_in_axes, fan_out_axes: dims that make the fans, see `fans`.
 
@@ -146,43 +122,100 @@ class WeightInit:
         scale *= _FACTORS[factor](shape, *fans(shape, self.fan_in_axes, self.fan_out_axes))
         return jnp.asarray(scale, dtype) * draw(key, shape, dtype)
 
-    # Each is called with `scale`, 1.0 by default; std is short for standard deviation.
-    Gaussian = _draws("gaussian", "normal, std scale")
-    GaussianSqrtDim = _draws("gaussian_sqrt_dim", "normal, std scale / sqrt(dim 0)")
-    GaussianSqrtFanIn = _draws("gaussian_sqrt_fanin", "normal, std scale / sqrt(fan in)")
-    GaussianSqrtFanOut = _draws("gaussian_sqrt_fanout", "normal, std scale / sqrt(fan out)")
-    GaussianSqrtFanAvg = _draws(
-        "gaussian_sqrt_fanavg", "normal, std scale * sqrt(2 / (fan in + fan out))"
-    )
-    TruncatedGaussian = _draws("truncated_gaussian", "scale times a normal cut at +-2")
-    TruncatedGaussianSqrtDim = _draws(
-        "truncated_gaussian_sqrt_dim", "scale / sqrt(dim 0) times a normal cut at +-2"
-    )
-    TruncatedGaussianSqrtFanIn = _draws(
-        "truncated_gaussian_sqrt_fanin", "scale / sqrt(fan in) times a normal cut at +-2"
-    )
-    TruncatedGaussianSqrtFanOut = _draws(
-        "truncated_gaussian_sqrt_fanout", "scale / sqrt(fan out) times a normal cut at +-2"
-    )
-    Uniform = _draws("uniform", "uniform within +-scale")
-    UniformSqrtDim = _draws("uniform_sqrt_dim", "uniform within +-scale / sqrt(dim 0)")
-    UniformSqrtFanAvg = _draws(
-        "uniform_sqrt_fanavg", "uniform within +-scale * sqrt(6 / (fan in + fan out))"
-    )
-    UniformUnitScaling = _draws(
-        "uniform_unit_scaling", "uniform within +-scale * sqrt(3 / product of dims but the last)"
-    )
-    # With scale 1 Pax's default.
-    Xavier = _draws("xavier", "uniform within +-scale * sqrt(6 / (fan in + fan out))")
-    Constant = _draws("constant", "scale everywhere")
-    ScaledDeltaOrthogonal = _draws(
-        "delta_orthogonal",
-        "orthogonal of the last two dims, in the middle of the others; of a vector, normal",
-    )
+    @staticmethod
+    def Gaussian(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation `scale`."""
+        return WeightInit("gaussian", scale)
+
+    @staticmethod
+    def GaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale / sqrt(dim 0)."""
+        return WeightInit("gaussian_sqrt_dim", scale)
+
+    @staticmethod
+    def GaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale / sqrt(fan in)."""
+        return WeightInit("gaussian_sqrt_fanin", scale)
+
+    @staticmethod
+    def GaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale / sqrt(fan out)."""
+        return WeightInit("gaussian_sqrt_fanout", scale)
+
+    @staticmethod
+    def GaussianSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
+        """Normal with standard deviation scale * sqrt(2 / (fan in + fan out))."""
+        return WeightInit("gaussian_sqrt_fanavg", scale)
+
+    @staticmethod
+    def TruncatedGaussian(scale: float = 1.0) -> "WeightInit":
+        """`scale` times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian", scale)
+
+    @staticmethod
+    def TruncatedGaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
+        """scale / sqrt(dim 0) times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian_sqrt_dim", scale)
+
+    @staticmethod
+    def TruncatedGaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
+        """scale / sqrt(fan in) times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian_sqrt_fanin", scale)
+
+    @staticmethod
+    def TruncatedGaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
+        """scale / sqrt(fan out) times a normal that is cut at +-2."""
+        return WeightInit("truncated_gaussian_sqrt_fanout", scale)
+
+    @staticmethod
+    def Uniform(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale."""
+        return WeightInit("uniform", scale)
+
+    @staticmethod
+    def UniformSqrtDim(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale / sqrt(dim 0)."""
+        return WeightInit("uniform_sqrt_dim", scale)
+
+    @staticmethod
+    def UniformSqrtFanAvg(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale * sqrt(6 / (fan in + fan out))."""
+        return WeightInit("uniform_sqrt_fanavg", scale)
+
+    @staticmethod
+    def UniformUnitScaling(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale * sqrt(3 / product of all dims but the last)."""
+        return WeightInit("uniform_unit_scaling", scale)
+
+    @staticmethod
+    def Xavier(scale: float = 1.0) -> "WeightInit":
+        """Uniform within +-scale * sqrt(6 / (fan in + fan out)); with scale 1 Pax's default."""
+        return WeightInit("xavier", scale)
 
     @staticmethod
     def XavierWithFixupParams(
         scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
     ) -> "WeightInit":
-        """Returns Xavier times depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
+        """Xavier, times depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
         return WeightInit("xavier", scale * depth ** (-0.5 / layers_per_residual_block))
+
+    @staticmethod
+    def Constant(scale: float = 1.0) -> "WeightInit":
+        """`scale` everywhere."""
+        return WeightInit("constant", scale)
+
+    @staticmethod
+    def ScaledDeltaOrthogonal(scale: float = 1.0) -> "WeightInit":
+        """Orthogonal of the last two dims, in the middle of the others; of a vector, Gaussian."""
+        return WeightInit("delta_orthogonal", scale)
+
+
+_FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {
+    "one": lambda shape, fan_in, fan_out: 1.0,
+    "dim": lambda shape, fan_in, fan_out: math.prod(shape[:1]) ** -0.5,
+    "fan_in": lambda shape, fan_in, fan_out: fan_in**-0.5,
+    "fan_out": lambda shape, fan_in, fan_out: fan_out**-0.5,
+    "fan_avg": lambda shape, fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)),
+    "three_fan_avg": lambda shape, fan_in, fan_out: math.sqrt(6.0 / (fan_in + fan_out)),
+    "unit": lambda shape, fan_in, fan_out: math.sqrt(3.0 / math.prod(shape[:-1])),
+}

@@ -1,6 +1,7 @@
 """What a layer declares of its weights survives stacking, nesting and splitting into trees."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,16 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
-from praxis_lite.layers import Linear, Repeat, Transformer, TransformerLm, set_sharding_params
+from praxis_lite.layers import (
+    FullSoftmax,
+    GroupedQueryAttention,
+    Linear,
+    Repeat,
+    SharedEmbeddingSoftmax,
+    Transformer,
+    TransformerLm,
+    set_sharding_params,
+)
 from praxis_lite.layers.base_layer import spec_of
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
@@ -114,6 +124,20 @@ def test_biases_split_as_the_dims_they_are_added_to():
     assert specs[f"{block}/ff_layer/ffn_layer2/bias/b"] == P(None, "data")
     assert specs["params/softmax/logits_ffn/linear/w"] == P("data", "mdl")
     assert specs["params/softmax/logits_ffn/bias/b"] == P("mdl")
+
+
+def test_a_constructor_shows_and_takes_the_settings_of_another():
+    shared = inspect.signature(SharedEmbeddingSoftmax).parameters
+    full = inspect.signature(FullSoftmax).parameters
+    assert full.items() <= shared.items()
+    assert set(shared) - set(full) == {
+        "lookup_style", "scale_sqrt_depth", "fprop_dtype", "lookup_split_dims_mapping",
+    }
+    grouped = inspect.signature(GroupedQueryAttention).parameters
+    assert "window" in grouped and "combine_qkv" not in grouped
+    for wrong in ({"windows": 3}, {"combine_qkv": True}):
+        with pytest.raises(TypeError, match=f"GroupedQueryAttention: .*'{next(iter(wrong))}'"):
+            GroupedQueryAttention(8, 2, **wrong, rngs=nnx.Rngs(0))
 
 
 def test_weights_of_a_block_are_drawn_at_their_true_shapes_and_differ():

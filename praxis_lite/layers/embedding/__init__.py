@@ -1,4 +1,4 @@
-"""Ids and positions into features, features into logits and a loss.
+"""Which vector stands for an id or a position, and which class do features mean, at which loss?
 
-Never sees attention or a whole model.
+Never sees attention, a block of a transformer or a whole model.
 """

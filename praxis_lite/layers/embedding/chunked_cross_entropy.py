@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,7 @@ def token_stats(
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
     num_shards = _num_shards(class_split)
-    shard_size = -(-num_classes // num_shards)
+    shard_size, tokens = -(-num_classes // num_shards), activation_split_dims_mapping
     chunks = _Chunks(
         num_classes=num_classes,
         num_shards=num_shards,
@@ -67,13 +66,9 @@ def token_stats(
         chunk_size=min(chunk_size, shard_size),
         class_dim=class_dim,
         activation=activation,
-        class_split=_frozen(class_split),
-        input_split=_frozen(splits[1 - class_dim]),
-        tokens_split=(
-            None
-            if activation_split_dims_mapping is None
-            else _frozen(tuple(activation_split_dims_mapping)[:-1])
-        ),
+        class_split=class_split,
+        input_split=splits[1 - class_dim],
+        tokens_split=None if tokens is None else tuple(tokens)[:-1],
     )
     weights = [
         chunks.lay_out_weight(chunks.by_shard(weight, class_dim), whole=i > 0)
@@ -93,11 +88,7 @@ def _num_shards(class_split: DimSplit) -> int:
     return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
-def _frozen(split: Any) -> Any:
-    return tuple(map(_frozen, split)) if isinstance(split, list | tuple) else split
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Chunks:
     """How the classes are cut: into shards, and each shard into chunks."""
 

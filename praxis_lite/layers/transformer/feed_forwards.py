@@ -80,14 +80,14 @@ class TransformerFeedForward(BaseLayer):
             output_dims == input_dims or not add_skip_connection,
             "TransformerFeedForward.output_dims",
             output_dims,
-            f"the inputs' {input_dims}, to which the outputs are added",
+            f"the inputs' {input_dims} dims, because the outputs are added to them",
             "Leave it out, or set add_skip_connection=False.",
         )
         require(
             add_skip_connection or not residual_droppath_prob,
             "TransformerFeedForward.residual_droppath_prob",
             residual_droppath_prob,
-            "0.0 with add_skip_connection=False: nothing is added that could be dropped",
+            "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
         )
         split_D, split_F = (*(weight_split_dims_mapping or ()), None, None)[:2]
 
