@@ -140,7 +140,7 @@ def stacked(module: nnx.Module, stack_split: DimSplit) -> nnx.Module:
 
 
 def spec_of(variable: nnx.Variable) -> WeightSpec:
-    """Returns what a variable declares; one of a foreign layer is replicated."""
+    """Returns what a variable declares; that of a foreign layer is replicated."""
     metadata = variable.get_metadata()
     return WeightSpec(
         shape=tuple(variable.shape),

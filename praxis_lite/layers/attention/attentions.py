@@ -1,4 +1,4 @@
-"""Multi-head attention, to the inputs or to others, with its cache as an explicit tree."""
+"""Multi-head attention, to the inputs or to others: what is seen, what is kept, which kernel."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,7 +94,7 @@ class DotProductAttention(AttentionHeads):
         is_right = atten_logit_cap >= 0.0
         cap_setting = f"{type(self).__name__}.atten_logit_cap"
         require(is_right, cap_setting, atten_logit_cap, "a positive cap, or 0.0 for none")
-        # What a caller's mask is to be counted beside, or not.
+        # Whether a caller's mask alone says what is seen, and whether it is refused.
         self.mask_is_all = is_causal is None and window is None
         self.refuses_mask = is_causal is True and window is None
         is_causal = is_causal is not False

@@ -1,8 +1,7 @@
 """The sizes of attention's heads, and settings and calls that do not go together."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ from praxis_lite.layers.attention.masks import HIDE_LATER, LARGE_NEGATIVE
 from praxis_lite.layers.base_layer import require_positive
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(NamedTuple):
     """N heads of queries and G of keys and values, with K dims each.
 
     Attributes:
@@ -26,20 +24,6 @@ class HeadSizes:
     N: int
     G: int
     K: int
-
-    @property
-    def hidden_per_head(self) -> int:
-        """Returns the dims that plain scaling of queries counts.
-
-        Raises:
-          ConfigError: these would be 0.
-        """
-        if self.hidden_dim < self.N:
-            raise ConfigError(
-                f"DotProductAttention: queries are scaled by hidden_dim / num_heads, "
-                f"{self.hidden_dim} / {self.N}. Set scale_query_by_dim_per_head=True."
-            )
-        return self.hidden_dim // self.N
 
 
 def head_sizes(
@@ -138,7 +122,7 @@ def check_call(
     """Checks that attention has what it attends to, and a cache and mask of the right kind.
 
     Raises:
-      ConfigError: it has not; says what to hand over instead.
+      ConfigError: one is missing or does not fit; says what to hand over instead.
     """
     name = type(layer).__name__
     if layer.is_cross_attention and encoded is None and cache is None:

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from praxis_lite.errors import require
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
 from praxis_lite.layers.attention.projections import (
@@ -86,8 +87,15 @@ class AttentionHeads(BaseLayer):
         self.per_dim_scale = per_dim_scale_tpl(K, rngs=rngs) if learns_scale else None
         self.query_scale = 1.0
         if internal_enable_query_scale and not learns_scale:
-            has_own_dim = scale_query_by_dim_per_head and dim_per_head is not None
-            self.query_scale = float((K if has_own_dim else sizes.hidden_per_head) ** -0.5)
+            dims = sizes.hidden_dim // N
+            if scale_query_by_dim_per_head and dim_per_head is not None:
+                dims = K
+            require(
+                dims > 0, f"{type(self).__name__}.hidden_dim", sizes.hidden_dim,
+                f"{N} or more: queries are scaled by hidden_dim / num_heads",
+                "Or set scale_query_by_dim_per_head=True.",
+            )
+            self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
         self.relative_bias = None if relative_bias_tpl is None else relative_bias_tpl(N, rngs=rngs)
         self.layer_norm_q = None if ln_tpl is None else ln_tpl(K, rngs=rngs)
@@ -110,7 +118,7 @@ class AttentionHeads(BaseLayer):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns queries of inputs; and keys and values of `encoded`, or None if there is none."""
 
-        def placed(heads: jax.Array, positions: jax.Array, norm: Any) -> jax.Array:
+        def rotated(heads: jax.Array, positions: jax.Array, norm: Any) -> jax.Array:
             if self.rotary_position_emb is not None:
                 heads = self.rotary_position_emb(heads, positions)
             return heads if norm is None else norm(heads)
@@ -122,7 +130,7 @@ class AttentionHeads(BaseLayer):
         # The layout of what the projections give, too: where time is split outside, it is then
         # gathered before them, rather than their weights.
         q_BTNK = checkpoint_name(self._laid_out(q_BTNK), "query_proj")
-        q_BTNK = placed(q_BTNK, positions, self.layer_norm_q)
+        q_BTNK = rotated(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
             q_BTNK = self.per_dim_scale(q_BTNK)
         q_BTNK = self._laid_out(q_BTNK * self.query_scale)
@@ -131,7 +139,7 @@ class AttentionHeads(BaseLayer):
         if self.combined_qkv is None:
             k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
         kv = self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
-        k_BSGK = placed(checkpoint_name(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
+        k_BSGK = rotated(checkpoint_name(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
         v_BSGK = checkpoint_name(kv["value"], "value_proj")
         return q_BTNK, self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
 

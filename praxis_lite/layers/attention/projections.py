@@ -23,7 +23,7 @@ from praxis_lite.sharding.split_dims import DimSplit
 
 
 def _splits(mapping: SplitDims) -> tuple[DimSplit, ...]:
-    """Returns an entry for each of D, N and K, and what comes after, an error of the weight's."""
+    """Returns an entry for each of D, N and K, and further ones, which the weight will refuse."""
     mapping = tuple(mapping or ())
     return mapping + (None,) * (3 - len(mapping))
 

@@ -1,4 +1,4 @@
-"""Which vector stands for an id or a position, and which class do features mean, at which loss?
+"""Which vectors stand for ids and positions, and which class do features name, at what loss?
 
 Never sees attention, a block of a transformer or a whole model.
 """

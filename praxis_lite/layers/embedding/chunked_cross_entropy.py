@@ -59,7 +59,7 @@ def token_stats(
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
     num_shards = _num_shards(class_split)
     shard_size, tokens = -(-num_classes // num_shards), activation_split_dims_mapping
-    chunks = _Chunks(
+    chunks = _ClassChunks(
         num_classes=num_classes,
         num_shards=num_shards,
         shard_size=shard_size,
@@ -89,7 +89,7 @@ def _num_shards(class_split: DimSplit) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Chunks:
+class _ClassChunks:
     """How the classes are cut: into shards, and each shard into chunks."""
 
     num_classes: int
@@ -180,7 +180,7 @@ class _Chunks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_stats(
-    chunks: _Chunks, inputs: list, weights: list, bias_NS: jax.Array | None, labels: jax.Array
+    chunks: _ClassChunks, inputs: list, weights: list, bias_NS: jax.Array | None, labels: jax.Array
 ) -> TokenStats:
     def step(state: tuple, start: jax.Array) -> tuple[tuple, None]:
         top, z, label_logit, logit_sum, argmax = state
@@ -219,7 +219,7 @@ def _forward(chunks, inputs, weights, bias_NS, labels) -> tuple[TokenStats, tupl
     return stats, (inputs, weights, bias_NS, labels, stats.log_z)
 
 
-def _backward(chunks: _Chunks, kept: tuple, grads: TokenStats) -> tuple:
+def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
     inputs, weights, bias_NS, labels, log_z = kept
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dims, class_dim = chunks.weight_dims, chunks.class_dim

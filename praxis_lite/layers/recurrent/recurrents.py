@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.errors import ConfigError, require
+from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, require_positive, zeros
 from praxis_lite.layers.recurrent.rg_lru import RgLru
 from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
-Cache = dict[str, jax.Array]
 
 
 class CausalConv(BaseLayer):
@@ -184,7 +184,7 @@ class RgLruBlock(BaseLayer):
         x_BTNK = self._split(self.linear_x(inputs))
         if skipped is not None:
             x_BTNK = jnp.where(skipped[:, :, None, None], 0, x_BTNK)
-        starts, segments = _segments(segment_ids, self.conv_width - 1)
+        starts, segments = _starts_and_segments(segment_ids, self.conv_width - 1)
         convolved = self._split(self.conv(x_BTNK, state["window"], segments))
         h_BTNK, last_h = self.rg_lru(
             convolved, starts=starts, skipped=skipped, h=None if cache is None else state["h"]
@@ -200,7 +200,7 @@ class RgLruBlock(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
 
-def _segments(
+def _starts_and_segments(
     segment_ids: jax.Array | None, before: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns where a segment starts, and the segments of `before` earlier tokens and of these.
