@@ -13,9 +13,8 @@ from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.sharding import SplitDims
 from praxis_lite.sharding.split_dims import DimSplit
-from praxis_lite.sharding.weight_spec import WeightSpec
 
-Model = TypeVar("Model")
+Tree = TypeVar("Tree")
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 xavier = WeightInit.Xavier()  # Pax's default.
@@ -115,13 +114,13 @@ def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
             node.set_value(values[path])
 
 
-def rebuilt(model: Model) -> Model:
+def rebuilt(module: Tree) -> Tree:
     """Returns a copy of a module whose variables the body of a scan or loop may assign to.
 
     That body is a trace of its own, in which Flax refuses to assign to a module from outside. What
     is assigned to the copy stays there.
     """
-    return jax.tree.map(lambda x: x, model)
+    return jax.tree.map(lambda x: x, module)
 
 
 def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
@@ -137,17 +136,6 @@ def stacked(module: nnx.Module, stack_split: DimSplit) -> nnx.Module:
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
         variable.set_metadata(stack_split_dims_mapping=(stack_split, *inner))
     return module
-
-
-def spec_of(variable: nnx.Variable) -> WeightSpec:
-    """Returns what a variable declares; that of a foreign layer is replicated."""
-    metadata = variable.get_metadata()
-    return WeightSpec(
-        shape=tuple(variable.shape),
-        dtype=variable.dtype,
-        split_dims_mapping=metadata.get("split_dims_mapping"),
-        stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
-    )
 
 
 def require_positive(layer: object, **sizes: int) -> None:

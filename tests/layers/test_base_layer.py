@@ -20,9 +20,9 @@ from praxis_lite.layers import (
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.base_layer import spec_of
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
+from praxis_lite.models.nnx_declarations import declared_spec
 from praxis_lite.sharding import WeightSpec
 
 AXES = ("replica", "data", "mdl")
@@ -66,7 +66,7 @@ def test_a_real_stack_carries_the_same_metadata_as_an_abstract_one():
     (weight,) = specs_of(
         lambda rngs: Repeat(SPLIT_LINEAR, 3, stack_split="replica", rngs=rngs)
     ).values()
-    assert spec_of(module.blocks.w) == weight
+    assert declared_spec("w", module.blocks.w) == weight
 
 
 def test_metadata_survives_scan_checkpoint_and_jit():
@@ -88,7 +88,7 @@ def test_a_weight_without_a_mapping_is_replicated_and_a_short_one_is_extended():
 
 
 def test_a_variable_of_no_layer_of_ours_is_replicated():
-    assert spec_of(nnx.Param(jnp.ones((3, 2)))) == WeightSpec((3, 2), jnp.dtype("float32"))
+    assert declared_spec("w", nnx.Param(jnp.ones((3, 2)))) == WeightSpec((3, 2), jnp.dtype("float32"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from praxis_lite.layers.attention.projections import (
     CombinedQKVProjectionLayer,
     OneHeadedAttentionProjection,
 )
-from praxis_lite.layers.base_layer import BaseLayer, spec_of, zeros
+from praxis_lite.layers.base_layer import BaseLayer, zeros
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.layers.linears import Einsum, Linear
 from praxis_lite.sharding import constrain
@@ -205,7 +205,7 @@ def _adapt(layer: BaseLayer, rank: int, scale: float, rngs: nnx.Rngs) -> None:
 
 def _splits(layer: BaseLayer, form: DenseForm) -> tuple[DimSplit, ...]:
     """Returns a split per letter of the weight; of merged dims the first has the split."""
-    mapping = tuple(spec_of(layer.w).split_dims_mapping or ())
+    mapping = tuple(layer.w.get_metadata().get("split_dims_mapping") or ())
     remaining = list(zip(layer.w.shape, (*mapping, *(None,) * layer.w.ndim), strict=False))
     splits, left = [], 1
     for size in form.shape:

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.errors import ConfigError, did_you_mean, require_choice
-from praxis_lite.layers.base_layer import BaseLayer, spec_of
+from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.whole_model.adapters import DENSE
 from praxis_lite.sharding import constrain
@@ -222,8 +222,8 @@ def _is_dense(node: Any) -> bool:
 def _is_matrix(node: Any) -> bool:
     if not isinstance(node, nnx.Param):
         return False
-    spec = spec_of(node)
-    return len(spec.shape) - len(spec.stack_shape) > 1
+    stack = node.get_metadata().get("stack_split_dims_mapping", ())
+    return node.ndim - len(stack) > 1
 
 
 def _quantize(layer: BaseLayer, rule: QuantizationRule) -> None:
