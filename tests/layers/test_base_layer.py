@@ -88,7 +88,8 @@ def test_a_weight_without_a_mapping_is_replicated_and_a_short_one_is_extended():
 
 
 def test_a_variable_of_no_layer_of_ours_is_replicated():
-    assert declared_spec("w", nnx.Param(jnp.ones((3, 2)))) == WeightSpec((3, 2), jnp.dtype("float32"))
+    weight = nnx.Param(jnp.ones((3, 2)))
+    assert declared_spec("w", weight) == WeightSpec((3, 2), jnp.dtype("float32"))
 
 
 @pytest.mark.parametrize(
