@@ -8,7 +8,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.layers.embedding.positional_embeddings import (
     PositionalEmbedding,
     TrainablePositionalEmbedding,
@@ -60,26 +60,16 @@ def set_sharding_params(
 
 def _checked(preset: str | Preset) -> Preset:
     """Returns the mesh axes by name."""
-    named = SHARDING_PRESETS.get(preset) if isinstance(preset, str) else preset
-    if not isinstance(named, Mapping):
-        raise ConfigError(
-            f"set_sharding_params: there is no preset {preset!r}; wanted is one of "
-            f"{tuple(SHARDING_PRESETS)}, or a dict from names of dims to mesh axes."
-            f"{did_you_mean(str(preset), SHARDING_PRESETS)}"
-        )
+    setting = "set_sharding_params.preset"
+    if not isinstance(preset, Mapping):
+        require_choice(setting, preset, SHARDING_PRESETS)
+        preset = SHARDING_PRESETS[preset]
     known = dict.fromkeys(name for row in LOGICAL_DIMS.values() for name in _names(row))
-    for name, axes in named.items():
-        if name not in known:
-            raise ConfigError(
-                f"set_sharding_params: no layer has dims of the name {name!r}; wanted is one of "
-                f"{tuple(known)}.{did_you_mean(str(name), known)}"
-            )
-        if not isinstance(axes, str | int | list | tuple | None):
-            raise ConfigError(
-                f"set_sharding_params: {name!r} splits over {axes!r}; wanted is a mesh axis, a "
-                "tuple of them, or None."
-            )
-    return named
+    for name, axes in preset.items():
+        require_choice(f"a name in {setting}", name, known)
+        is_right = isinstance(axes, str | int | list | tuple | None)
+        require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
+    return preset
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:

@@ -218,21 +218,22 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
         ("chunked", "chunked kernel: it is set"),
     ],
 )
-def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(
-    setting, message, monkeypatch
-):
+def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(setting, message):
     # Its own handler: a job that this process ran before changed what the logger's parents see.
     records = []
     log = logging.getLogger("praxis_lite")
-    handler = logging.Handler()
+    level, handler = log.level, logging.Handler()
     handler.emit = records.append
-    monkeypatch.setattr(log, "handlers", [handler])
-    monkeypatch.setattr(log, "level", logging.INFO)
-    log.manager._clear_cache()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     attention_kernels.log_choice.cache_clear()
-    layer = layers.DotProductAttention(4, 2, atten_kernel=setting, window=2, rngs=nnx.Rngs(0))
-    for _ in range(2):
-        assert jax.eval_shape(layer, jnp.ones((1, 3, 4)))[0].shape == (1, 3, 4)
+    try:
+        layer = layers.DotProductAttention(4, 2, atten_kernel=setting, window=2, rngs=nnx.Rngs(0))
+        for _ in range(2):
+            assert jax.eval_shape(layer, jnp.ones((1, 3, 4)))[0].shape == (1, 3, 4)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
     assert [record.getMessage() for record in records] == [f"attention by the {message}"]
 
 
