@@ -5,12 +5,14 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
 from praxis_lite.errors import ConfigError, did_you_mean
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ConstructorSignature:
@@ -27,15 +29,13 @@ class ConstructorSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def takes_settings_of(
-    base: type, *, but: Collection[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_settings_of(base: type, *, but: Collection[str] = ()) -> Callable[[Init], Init]:
     """Returns a decorator of a constructor, whose `**settings` become `base`'s, all `but` some.
 
     They have their names, types and defaults in its signature: for help, Fiddle and `--set`.
     """
 
-    def decorated(init: Callable[..., None]) -> Callable[..., None]:
+    def decorated(init: Init) -> Init:
         own = {
             name: parameter
             for name, parameter in inspect.signature(init).parameters.items()
