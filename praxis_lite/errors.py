@@ -3,7 +3,7 @@
 import difflib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 # What is said of a disk, a quota or a file that takes no more.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -47,6 +47,19 @@ def require(
     if not condition:
         said = f"{setting} is {shown(repr(found))}; wanted is {wanted}."
         raise ConfigError(f"{said} {change}".rstrip())
+
+
+def require_choice(setting: str, found: object, choices: Collection[str]) -> None:
+    """Checks a setting that is one of several names.
+
+    Raises:
+      ConfigError: it is none of them; names them all, and the nearest.
+    """
+    if found not in list(choices):  # A dict would hash what was found.
+        near = did_you_mean(str(found), choices)
+        raise ConfigError(
+            f"{setting} is {shown(repr(found))}; wanted is one of {', '.join(choices)}.{near}"
+        )
 
 
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:

@@ -25,9 +25,9 @@ ORDERS = {
         {"interop", "main"},
     ),
     "praxis_lite/layers": (
-        {"activations", "initializers"},
+        {"activations", "calls", "initializers"},
         {"base_layer"},
-        {"einsums", "linears", "normalizations", "stochastics"},
+        {"linears", "normalizations", "stochastics"},
         {"embedding", "stacking"},
         {"attention", "moe"},
         {"recurrent", "transformer"},

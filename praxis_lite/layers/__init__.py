@@ -1,6 +1,6 @@
-"""Layers: single-device maths over weights and activations that declare how they split.
+"""What does a model compute? Maths as of one device; weights and activations say how they split.
 
-Never sees a device, padding, a task or an optimizer.
+Begin with `base_layer` and `linears`. Never sees a device, padding, a task or an optimizer.
 """
 
 from praxis_lite.layers.attention.attentions import DotProductAttention
@@ -16,7 +16,6 @@ from praxis_lite.layers.attention.variants import (
     MultiQueryDotProductAttention,
 )
 from praxis_lite.layers.base_layer import AuxLoss, BaseLayer, Summary, aux_loss, intermediates
-from praxis_lite.layers.einsums import Einsum
 from praxis_lite.layers.embedding.class_major_softmaxes import NClassMajorSharedEmbeddingSoftmax
 from praxis_lite.layers.embedding.embeddings import Embedding
 from praxis_lite.layers.embedding.positional_embeddings import (
@@ -26,7 +25,7 @@ from praxis_lite.layers.embedding.positional_embeddings import (
 )
 from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.initializers import WeightInit
-from praxis_lite.layers.linears import Bias, FeedForward, Linear, Mlp
+from praxis_lite.layers.linears import Bias, Einsum, FeedForward, Linear, Mlp
 from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
 from praxis_lite.layers.normalizations import (
     IdentityNorm,

@@ -42,18 +42,19 @@ def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn
     """Returns the function that a layer's `activation` stands for.
 
     Args:
-      activation: a name of ACTIVATIONS, as Pax whatever its case and underscores ("SquaredReLU");
-        or a function of an array, such as a leaky ReLU with another slope.
-      layer: whose setting it is.
+      activation: a name in ACTIVATIONS, in any case and with any underscores, as in Pax
+        ("SquaredReLU"); or a function of an array, such as a leaky ReLU with another slope.
+      layer: the layer with this setting.
 
     Raises:
       ConfigError: no activation has that name; names the layer's class and the choices.
     """
     if callable(activation):
         return activation
-    if not isinstance(activation, str) or _folded(activation) not in _BY_FOLDED_NAME:
+    found = _BY_FOLDED_NAME.get(_folded(str(activation)))
+    if found is None:
         raise ConfigError(
             f"{type(layer).__name__}.activation is {activation!r}; wanted is a function or one of "
-            f"{sorted(ACTIVATIONS)}.{did_you_mean(str(activation), ACTIVATIONS)}"
+            f"{', '.join(ACTIVATIONS)}.{did_you_mean(str(activation), ACTIVATIONS)}"
         )
-    return _BY_FOLDED_NAME[_folded(activation)]
+    return found

@@ -1,10 +1,6 @@
-"""What a layer declares of a weight, and how its split travels with it."""
+"""The base of all layers: what it declares of a weight, and how its split travels with it."""
 
-import contextlib
-import contextvars
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -12,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.errors import require
+from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.sharding import SplitDims
 from praxis_lite.sharding.split_dims import DimSplit
-from praxis_lite.sharding.weight_spec import WeightSpec
 
-Model = TypeVar("Model")
+Tree = TypeVar("Tree")
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 xavier = WeightInit.Xavier()  # Pax's default.
@@ -26,113 +22,27 @@ zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
 
-class _ConstructorSignature:
-    """What `inspect.signature` of a layer's class gives: its constructor's parameters.
-
-    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass, and take any
-    name and any type.
-    """
-
-    def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
-        if layer is not None:
-            raise AttributeError("__signature__")  # An instance is called with inputs.
-        signature = inspect.signature(layer_class.__init__)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-# The layer whose method is being traced.
-_caller: contextvars.ContextVar["BaseLayer | None"] = contextvars.ContextVar("caller", default=None)
-
-
-@contextlib.contextmanager
-def _calling(layer: "BaseLayer | None", name: str) -> Iterator[None]:
-    token = _caller.set(layer)
-    try:
-        with jax.named_scope(name) if name else contextlib.nullcontext():
-            yield
-    finally:
-        _caller.reset(token)
-
-
-def _in_its_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer's method, its operations named after the layer.
-
-    The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
-    layer it would make two equal layers of a stack two kinds of pytree.
-    """
-    parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
-
-    @functools.wraps(method)
-    def call(layer: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
-        if not takes_any:
-            _require_known(layer, method.__name__, kwargs, names)
-        caller = _caller.get()
-        if caller is layer:
-            return method(layer, *args, **kwargs)
-        with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
-            return method(layer, *args, **kwargs)
-
-    return call
-
-
-def _require_known(
-    layer: "BaseLayer", method: str, kwargs: Iterable[str], names: list[str]
-) -> None:
-    for name in kwargs:
-        if name not in names:
-            called = "" if method == "__call__" else f".{method}"
-            raise ConfigError(
-                f"{type(layer).__name__}{called} takes no argument {name!r}."
-                f"{did_you_mean(name, names)} It takes {', '.join(names) or 'none'}."
-            )
-
-
-def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that names what is traced inside after `layer`, an attribute of `parent`.
-
-    For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
-    that look alike, so that the name has to stand outside.
-    """
-    return _calling(None, attribute_name(parent, layer))
-
-
-def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
-    """Returns the name of a layer in its parent, "blocks/3" in a list, "" if it has none there.
-
-    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: the first
-    attribute of its class is then taken.
-    """
-    attributes = {}
-    for name, value in vars(parent).items():
-        if isinstance(value, nnx.List):
-            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
-        else:
-            attributes[name] = value
-    for name, value in attributes.items():
-        if value is child:
-            return name
-    return next((name for name, value in attributes.items() if type(value) is type(child)), "")
-
-
 class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they split.
 
     Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
     `__call__`. They take keys and caches as arguments and return new ones: nothing mutates. What
-    `__call__` and public methods compute carries the layer's path in the compiled program, and a
-    keyword that they do not name is a ConfigError with the nearest that they do.
+    `__call__` and public methods compute carries the layer's path in the compiled program.
+
+    Raises:
+      ConfigError: a setting is out of its range, or does not go with another; names the class and
+        the setting, before anything compiles. Or a method got a keyword that it does not know;
+        names the nearest.
     """
 
-    __signature__ = _ConstructorSignature()
+    __signature__ = ConstructorSignature()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, member in list(vars(cls).items()):
             is_public = name == "__call__" or not name.startswith("_")
             if is_public and isinstance(member, FunctionType):
-                setattr(cls, name, _in_its_scope(member))
+                setattr(cls, name, checked_and_named(member))
 
     def weight(
         self,
@@ -143,30 +53,25 @@ class BaseLayer(nnx.Module):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> nnx.Param:
-        """Returns a trainable weight drawn by `init` at its true shape.
-
-        The split is kept under our own metadata key: Flax applies its own (`sharding`,
-        `out_sharding`) eagerly and raises on a dim that does not divide.
-        """
-        return nnx.Param(
-            init(rngs.params(), tuple(shape), dtype), split_dims_mapping=split_dims_mapping
-        )
+        """Returns a trainable weight drawn by `init` at its logical, unpadded shape."""
+        value = init(rngs.params(), tuple(shape), dtype)
+        # Our own metadata key: Flax applies its own (`sharding`, `out_sharding`) eagerly and raises
+        # on a dim that does not divide.
+        return nnx.Param(value, split_dims_mapping=split_dims_mapping)
 
 
 def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `weight` (float32) in the shape and dtype of `like`.
-
-    The gradient of a broadcast is a sum, over all tokens for a bias. Cast after it and not before,
-    it is a sum in float32: in bfloat16 it would stop growing, for 256 + 1 is 256 there.
-    """
+    """Returns `weight` (float32) in the shape and dtype of `like`."""
+    # Cast after the broadcast: its gradient, a sum over all tokens for a bias, is then summed in
+    # float32. In bfloat16 it would stop growing, for 256 + 1 is 256 there.
     return jnp.broadcast_to(weight, like.shape).astype(like.dtype)
 
 
 class AuxLoss(nnx.Intermediate):
     """A scalar that a pass adds to the training loss, such as a router's load balance.
 
-    Intermediates are declared in the constructor, as zeros, and set by each pass; they are neither
-    trained nor kept: a step starts from zeros and a checkpoint has none.
+    Intermediates are declared in the constructor, as zeros, and set by each pass. They are neither
+    trained nor kept: a step starts from zeros, and checkpoints leave them out.
     """
 
 
@@ -175,7 +80,7 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns what a pass left in the variables of `kind`, by path; [layers] of a stack."""
+    """Returns by path what a pass left in the variables of `kind`: [layers] in a stack."""
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.iter_graph(module)
@@ -184,7 +89,7 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
 
 
 def aux_loss(module: nnx.Module) -> jax.Array | None:
-    """Returns the sum of what a pass left in the AuxLoss variables; None where there are none."""
+    """Returns the sum of what a pass left in the AuxLoss variables, or None if there are none."""
     losses = intermediates(module, AuxLoss).values()
     return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
 
@@ -192,8 +97,8 @@ def aux_loss(module: nnx.Module) -> jax.Array | None:
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
     """Returns by path the value of each variable that a pass may assign: all but the weights.
 
-    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: layers
-    that call others inside one return this and give it to `assign`.
+    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: a layer
+    that calls others inside one returns this and gives it to `assign`.
     """
     return {
         path: node.get_value()
@@ -209,13 +114,13 @@ def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
             node.set_value(values[path])
 
 
-def rebuilt(model: Model) -> Model:
-    """Returns a copy of a module that may be assigned to where it is called.
+def rebuilt(module: Tree) -> Tree:
+    """Returns a copy of a module whose variables the body of a scan or loop may assign to.
 
-    The body of a scan or loop is a trace of its own, and Flax refuses that it assigns to the
-    variables of a module from outside. What is assigned to the copy stays there.
+    That body is a trace of its own, in which Flax refuses to assign to a module from outside. What
+    is assigned to the copy stays there.
     """
-    return jax.tree.map(lambda x: x, model)
+    return jax.tree.map(lambda x: x, module)
 
 
 def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
@@ -233,17 +138,6 @@ def stacked(module: nnx.Module, stack_split: DimSplit) -> nnx.Module:
     return module
 
 
-def spec_of(variable: nnx.Variable) -> WeightSpec:
-    """Returns what a variable declares; one that no layer of ours made is replicated."""
-    metadata = variable.get_metadata()
-    return WeightSpec(
-        shape=tuple(variable.shape),
-        dtype=variable.dtype,
-        split_dims_mapping=metadata.get("split_dims_mapping"),
-        stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
-    )
-
-
 def require_positive(layer: object, **sizes: int) -> None:
     """Checks a layer's sizes before anything is built from them.
 
@@ -259,12 +153,13 @@ def require_floating(layer: object, **dtypes: Any) -> None:
     """Checks the dtypes that a layer computes in.
 
     Raises:
-      ConfigError: one is not of floats, which have no gradient else; names the layer's class.
+      ConfigError: one is not of floats; names the layer's class.
     """
     for name, dtype in dtypes.items():
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ConfigError(
-                f"{type(layer).__name__}.{name} is {jnp.dtype(dtype).name}; wanted is a "
-                "floating-point dtype, such as bfloat16: others have no gradient. Products in int8 "
-                "are a setting of their own (docs/training.md)."
-            )
+        require(
+            jnp.issubdtype(dtype, jnp.floating),
+            f"{type(layer).__name__}.{name}",
+            jnp.dtype(dtype).name,
+            "a floating-point dtype, such as bfloat16: others have no gradient",
+            "Products in int8 are a setting of their own (docs/training.md).",
+        )

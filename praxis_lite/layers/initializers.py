@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, require_choice
 
 Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -68,9 +68,9 @@ def fans(
 ) -> tuple[int, int]:
     """Returns how many inputs an output has, and how many outputs an input.
 
-    The last two dims are those of the inputs and the outputs, and the others, as a convolution's
-    window, multiply both; a vector is both. With axes given, the fans are the products of those
-    dims alone.
+    The last two dims are those of the inputs and the outputs. The others, as a convolution's
+    window, multiply both; a vector's dim is both. With axes given, the fans are the products of
+    those dims alone.
     """
     if (fan_in_axes is None) != (fan_out_axes is None):
         raise ConfigError(
@@ -80,10 +80,10 @@ def fans(
     if len(shape) < 2:
         return math.prod(shape), math.prod(shape)
     if fan_in_axes is not None:
-        return (
-            math.prod(shape[axis] for axis in fan_in_axes),
-            math.prod(shape[axis] for axis in fan_out_axes),
+        fan_in, fan_out = (
+            math.prod(shape[axis] for axis in axes) for axes in (fan_in_axes, fan_out_axes)
         )
+        return fan_in, fan_out
     window = math.prod(shape[:-2])
     return window * shape[-2], window * shape[-1]
 
@@ -110,11 +110,7 @@ class WeightInit:
     fan_out_axes: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.method not in _METHODS:
-            raise ConfigError(
-                f"WeightInit.method is {self.method!r}; wanted is one of {sorted(_METHODS)}."
-                f"{did_you_mean(str(self.method), _METHODS)}"
-            )
+        require_choice("WeightInit.method", self.method, _METHODS)
         fans((1, 1), self.fan_in_axes and (0,), self.fan_out_axes and (1,))
 
     def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:

@@ -1,14 +1,16 @@
-"""Layer, RMS and group norm, with statistics in float32. Names, weights and numerics are Pax's.
+"""Layer norm, RMS norm and norms of nothing or of weights, in float32. Names and maths are Pax's.
 
 Every norm is called as (inputs, paddings=None, *, key=None), so that one can stand for another in
-a template; those here use no key, for they compute the same in training as in evaluation.
+a template; those here use neither: they compute the same in training and in evaluation.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.layers.base_layer import BaseLayer, ones, require_positive, zeros
 from praxis_lite.sharding import SplitDims, constrain
 
@@ -17,21 +19,31 @@ def check_epsilon(layer: object, epsilon: float) -> None:
     """Checks the term that keeps a norm from dividing by zero.
 
     Raises:
-      ConfigError: it is no number, or below zero; names the layer's class.
+      ConfigError: it is not a number of 0 or more; names the layer's class.
     """
     is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
-    if not is_number or not 0.0 <= epsilon < float("inf"):
-        raise ConfigError(
-            f"{type(layer).__name__}.epsilon is {epsilon!r}; wanted is a number of 0 or more."
-        )
+    is_right = is_number and 0.0 <= epsilon < math.inf
+    require(is_right, f"{type(layer).__name__}.epsilon", epsilon, "a number of 0 or more")
 
 
-def _to_rank(weight: jax.Array, rank: int) -> jax.Array:
-    """Returns a weight [dim] as float32 [1, ..., 1, dim]."""
-    return weight.astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+class _LastDimNorm(BaseLayer):
+    """Returns inputs [..., dim] normalized over the last dim, in their dtype."""
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        outputs = self._normalized(inputs.astype(jnp.float32)).astype(inputs.dtype)
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+    def _normalized(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
 
 
-class LayerNorm(BaseLayer):
+class LayerNorm(_LastDimNorm):
     """Returns `(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last dim.
 
     [..., dim] -> [..., dim], in the inputs' dtype. Statistics, scale and bias are computed in
@@ -43,9 +55,6 @@ class LayerNorm(BaseLayer):
         that weight decay pulls it to 1.
       use_scale, use_bias: whether there is a scale, and a bias.
       weight_split_dims_mapping: of scale and bias, [dim].
-
-    Raises:
-      ConfigError: dim is not positive, or epsilon is negative.
     """
 
     def __init__(
@@ -68,27 +77,17 @@ class LayerNorm(BaseLayer):
         self.direct_scale, self.epsilon = direct_scale, epsilon
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
-    ) -> jax.Array:
-        del paddings, key
-        x = inputs.astype(jnp.float32)
+    def _normalized(self, x: jax.Array) -> jax.Array:
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
         outputs = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
         if self.scale is not None:
-            scale = _to_rank(self.scale[...], inputs.ndim)
+            scale = _to_rank(self.scale[...], x.ndim)
             outputs *= scale if self.direct_scale else 1.0 + scale
-        if self.bias is not None:
-            outputs += _to_rank(self.bias[...], inputs.ndim)
-        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
+        return outputs if self.bias is None else outputs + _to_rank(self.bias[...], x.ndim)
 
 
-class RmsNorm(BaseLayer):
+class RmsNorm(_LastDimNorm):
     """Returns `x / sqrt(mean(x^2) + epsilon) * scale` over the last dim.
 
     [..., dim] -> [..., dim], in the inputs' dtype; all in between is float32, which Pax's
@@ -98,9 +97,6 @@ class RmsNorm(BaseLayer):
       direct_scale: the stored weight is the scale. If not, the scale is 1 + the stored weight
         (an offset, as in Gemma).
       weight_split_dims_mapping: of the scale, [dim].
-
-    Raises:
-      ConfigError: dim is not positive, or epsilon is negative.
     """
 
     def __init__(
@@ -120,27 +116,16 @@ class RmsNorm(BaseLayer):
         self.direct_scale, self.epsilon = direct_scale, epsilon
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
-    ) -> jax.Array:
-        del paddings, key
-        scale = _to_rank(self.scale[...], inputs.ndim)
-        outputs = _over_rms(inputs, self.epsilon) * (scale if self.direct_scale else 1.0 + scale)
-        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
+    def _normalized(self, x: jax.Array) -> jax.Array:
+        scale = _to_rank(self.scale[...], x.ndim)
+        return _over_rms(x, self.epsilon) * (scale if self.direct_scale else 1.0 + scale)
 
 
-class RmsNormNoScale(BaseLayer):
+class RmsNormNoScale(_LastDimNorm):
     """Returns `x / sqrt(mean(x^2) + epsilon)` over the last dim: RmsNorm without a weight.
 
     Args:
       dim: not used; taken so that this can stand where another norm does. Pax's default is 0.
-
-    Raises:
-      ConfigError: epsilon is negative.
     """
 
     def __init__(
@@ -151,33 +136,19 @@ class RmsNormNoScale(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
-        del dim, rngs
         check_epsilon(self, epsilon)
         self.epsilon = epsilon
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
-    ) -> jax.Array:
-        del paddings, key
-        outputs = _over_rms(inputs, self.epsilon).astype(inputs.dtype)
-        return constrain(outputs, self.activation_split_dims_mapping)
-
-
-def _over_rms(inputs: jax.Array, epsilon: float) -> jax.Array:
-    x = inputs.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+    def _normalized(self, x: jax.Array) -> jax.Array:
+        return _over_rms(x, self.epsilon)
 
 
 class IdentityNorm(BaseLayer):
     """Returns its inputs; stands in a template where no norm is wanted."""
 
     def __init__(self, dim: int = 0, *, rngs: nnx.Rngs | None = None):
-        del dim, rngs
+        pass
 
     def __call__(
         self,
@@ -186,7 +157,6 @@ class IdentityNorm(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        del paddings, key
         return inputs
 
 
@@ -194,9 +164,6 @@ class WeightNormL2(BaseLayer):
     """Returns a weight [..., dim] with columns of length 1 + g: a norm of weights, not activations.
 
     Salimans and Kingma 2016, arXiv:1602.07868; Conv2D's `weight_norm_tpl` takes it.
-
-    Raises:
-      ConfigError: dim is not positive.
     """
 
     def __init__(
@@ -208,3 +175,12 @@ class WeightNormL2(BaseLayer):
     def __call__(self, w: jax.Array) -> jax.Array:
         squares = jnp.sum(jnp.square(w), axis=tuple(range(w.ndim - 1)), keepdims=True)
         return w * jax.lax.rsqrt(squares + 1e-12) * (1.0 + _to_rank(self.g[...], w.ndim))
+
+
+def _to_rank(weight: jax.Array, rank: int) -> jax.Array:
+    """Returns a weight [dim] as float32 [1, ..., 1, dim]."""
+    return weight.astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+
+
+def _over_rms(x: jax.Array, epsilon: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.layers.base_layer import BaseLayer
 
 
 class Dropout(BaseLayer):
-    """Returns inputs of which a share is zeroed and the rest scaled up; all of them without a key.
+    """Returns inputs with a share zeroed and the rest scaled up; without a key, as they are.
 
     Srivastava et al. 2014. The mask depends on the key and the shape alone, not on the mesh
     (partitionable threefry).
@@ -23,8 +23,8 @@ class Dropout(BaseLayer):
     def __init__(
         self, dropout_prob: float = 0.0, *, noise_shape_broadcast_dims: Sequence[int] = ()
     ):
-        if not 0.0 <= dropout_prob < 1.0:
-            raise ConfigError(f"Dropout.dropout_prob is {dropout_prob}; wanted is 0 <= p < 1.")
+        is_right = 0.0 <= dropout_prob < 1.0
+        require(is_right, "Dropout.dropout_prob", dropout_prob, "0 <= p < 1")
         self.dropout_prob = dropout_prob
         self.noise_shape_broadcast_dims = tuple(noise_shape_broadcast_dims)
 
@@ -39,18 +39,18 @@ class Dropout(BaseLayer):
 
 
 class StochasticResidual(BaseLayer):
-    """Returns `inputs + residual_weight * residual`, the residual of some rows dropped.
+    """Returns `inputs + residual_weight * residual`, without the residual of some rows.
 
-    With a key a row [T, D] of `residual` is kept with `survival_prob`, and then divided by it; all
-    are kept as they are without a key. Stochastic depth, Huang et al. 2016, arXiv:1603.09382.
+    With a key a row [T, D] of `residual` is kept with the probability `survival_prob`, and then
+    divided by it; without a key all rows are kept as they are. Stochastic depth, Huang et al. 2016,
+    arXiv:1603.09382.
     """
 
     def __init__(self, *, residual_weight: float = 1.0, survival_prob: float = 1.0):
-        if not 0.0 < survival_prob <= 1.0:
-            raise ConfigError(
-                f"StochasticResidual.survival_prob is {survival_prob}; wanted is 0 < p <= 1 (where "
-                "it is 1 - residual_droppath_prob: 0 <= residual_droppath_prob < 1)."
-            )
+        require(
+            0.0 < survival_prob <= 1.0, "StochasticResidual.survival_prob", survival_prob,
+            "0 < p <= 1 (as 1 - residual_droppath_prob: 0 <= residual_droppath_prob < 1)",
+        )
         self.residual_weight, self.survival_prob = residual_weight, survival_prob
 
     def __call__(

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.layers.base_layer import attribute_name
+from praxis_lite.layers.calls import attribute_name
 
 
 @contextlib.contextmanager

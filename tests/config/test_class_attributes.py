@@ -69,7 +69,7 @@ def test_a_preset_is_set_by_its_word_with_the_batchs_split():
     assert config.task.model == wanted != configured(Sized, []).task.model
     batch = SHARDING_PRESETS["fsdp"]["batch"]
     assert config.task.inputs_split_mapping == {"map_2d": (batch, None)}
-    with pytest.raises(ConfigError, match="no preset 'megatorn'.*Did you mean megatron"):
+    with pytest.raises(ConfigError, match="preset is 'megatorn'.*Did you mean megatron"):
         configured(Sized, ["SHARDING_PRESET=megatorn"])
 
 

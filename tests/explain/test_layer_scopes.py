@@ -14,7 +14,7 @@ from flax import nnx
 from praxis_lite import ConfigError
 from praxis_lite.explain.hlo_layers import layers_of_name
 from praxis_lite.layers import BaseLayer, Linear, Repeat, StackedTransformer
-from praxis_lite.layers.base_layer import attribute_name
+from praxis_lite.layers.calls import attribute_name
 from praxis_lite.models import NnxModel
 
 

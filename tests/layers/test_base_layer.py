@@ -1,6 +1,7 @@
 """What a layer declares of its weights survives stacking, nesting and splitting into trees."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
-from praxis_lite.layers import Linear, Repeat, Transformer, TransformerLm, set_sharding_params
-from praxis_lite.layers.base_layer import spec_of
+from praxis_lite.layers import (
+    FullSoftmax,
+    GroupedQueryAttention,
+    Linear,
+    Repeat,
+    SharedEmbeddingSoftmax,
+    Transformer,
+    TransformerLm,
+    set_sharding_params,
+)
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
+from praxis_lite.models.nnx_declarations import declared_spec
 from praxis_lite.sharding import WeightSpec
 
 AXES = ("replica", "data", "mdl")
@@ -56,7 +66,7 @@ def test_a_real_stack_carries_the_same_metadata_as_an_abstract_one():
     (weight,) = specs_of(
         lambda rngs: Repeat(SPLIT_LINEAR, 3, stack_split="replica", rngs=rngs)
     ).values()
-    assert spec_of(module.blocks.w) == weight
+    assert declared_spec("w", module.blocks.w) == weight
 
 
 def test_metadata_survives_scan_checkpoint_and_jit():
@@ -78,7 +88,8 @@ def test_a_weight_without_a_mapping_is_replicated_and_a_short_one_is_extended():
 
 
 def test_a_variable_of_no_layer_of_ours_is_replicated():
-    assert spec_of(nnx.Param(jnp.ones((3, 2)))) == WeightSpec((3, 2), jnp.dtype("float32"))
+    weight = nnx.Param(jnp.ones((3, 2)))
+    assert declared_spec("w", weight) == WeightSpec((3, 2), jnp.dtype("float32"))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +125,20 @@ def test_biases_split_as_the_dims_they_are_added_to():
     assert specs[f"{block}/ff_layer/ffn_layer2/bias/b"] == P(None, "data")
     assert specs["params/softmax/logits_ffn/linear/w"] == P("data", "mdl")
     assert specs["params/softmax/logits_ffn/bias/b"] == P("mdl")
+
+
+def test_a_constructor_shows_and_takes_the_settings_of_another():
+    shared = inspect.signature(SharedEmbeddingSoftmax).parameters
+    full = inspect.signature(FullSoftmax).parameters
+    assert full.items() <= shared.items()
+    assert set(shared) - set(full) == {
+        "lookup_style", "scale_sqrt_depth", "fprop_dtype", "lookup_split_dims_mapping",
+    }
+    grouped = inspect.signature(GroupedQueryAttention).parameters
+    assert "window" in grouped and "combine_qkv" not in grouped
+    for wrong in ({"windows": 3}, {"combine_qkv": True}):
+        with pytest.raises(TypeError, match=f"GroupedQueryAttention: .*'{next(iter(wrong))}'"):
+            GroupedQueryAttention(8, 2, **wrong, rngs=nnx.Rngs(0))
 
 
 def test_weights_of_a_block_are_drawn_at_their_true_shapes_and_differ():

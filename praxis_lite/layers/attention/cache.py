@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from praxis_lite.errors import ConfigError
 
-# B batch, T new tokens, S slots, G heads of keys and values, K dims per head.
+# B batch, T new tokens, S places, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]
 
 
-def empty(shape_BSGK: tuple[int, ...], dtype: Any, *, is_cross_attention: bool) -> Cache:
-    """Returns keys and values of zeros; of cross-attention also which of them are there: none."""
+def empty_cache(shape_BSGK: tuple[int, ...], dtype: Any, *, is_cross_attention: bool) -> Cache:
+    """Returns keys and values of zeros, for cross-attention with a mark that none is visible."""
     cache = {name: jnp.zeros(shape_BSGK, dtype) for name in ("key", "value")}
     if is_cross_attention:
         cache["encoded_visible"] = jnp.zeros(shape_BSGK[:2], bool)
@@ -22,22 +22,22 @@ def empty(shape_BSGK: tuple[int, ...], dtype: Any, *, is_cross_attention: bool) 
 def append(cache: Cache, new: Cache, start_B: jax.Array) -> Cache:
     """Returns the cache with each row's T new keys and values [B, T, G, K] at the row's start."""
 
-    def write_row(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(slots, new.astype(slots.dtype), (start, 0, 0))
+    def write_row(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0, 0))
 
     return {name: jax.vmap(write_row)(cache[name], new[name], start_B) for name in ("key", "value")}
 
 
 def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cache:
-    """Returns the cache with the keys and values of `encoded` in its first slots.
+    """Returns the cache with the keys and values of `encoded` in its first places.
 
     Raises:
       ConfigError: `encoded` is longer than the cache.
     """
-    length, slots = new["key"].shape[1], cache["key"].shape[1]
-    if length > slots:
+    length, room = new["key"].shape[1], cache["key"].shape[1]
+    if length > room:
         raise ConfigError(
-            f"encoded has {length} positions, but the cache was made for {slots}. Call init_cache "
+            f"encoded has {length} positions, but the cache was made for {room}. Call init_cache "
             f"with encoded_length of {length} or more."
         )
     if visible_BS is None:
@@ -48,5 +48,4 @@ def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cach
         )
         for name in ("key", "value")
     }
-    room = ((0, 0), (0, slots - length))
-    return kept | {"encoded_visible": jnp.pad(visible_BS, room)}
+    return kept | {"encoded_visible": jnp.pad(visible_BS, ((0, 0), (0, room - length)))}

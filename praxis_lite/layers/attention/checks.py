@@ -1,19 +1,17 @@
 """The sizes of attention's heads, and settings and calls that do not go together."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.layers.attention.masks import LARGE_NEGATIVE
+from praxis_lite.errors import ConfigError, require
+from praxis_lite.layers.attention.masks import HIDE_LATER, LARGE_NEGATIVE
 from praxis_lite.layers.base_layer import require_positive
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadSizes:
+class HeadSizes(NamedTuple):
     """N heads of queries and G of keys and values, with K dims each.
 
     Attributes:
@@ -26,20 +24,6 @@ class HeadSizes:
     N: int
     G: int
     K: int
-
-    @property
-    def hidden_per_head(self) -> int:
-        """Returns what plain scaling of queries takes for their dims.
-
-        Raises:
-          ConfigError: it would be 0.
-        """
-        if self.hidden_dim < self.N:
-            raise ConfigError(
-                f"DotProductAttention: queries are scaled by hidden_dim / num_heads, "
-                f"{self.hidden_dim} / {self.N}. Set scale_query_by_dim_per_head=True."
-            )
-        return self.hidden_dim // self.N
 
 
 def head_sizes(
@@ -56,17 +40,17 @@ def head_sizes(
       ConfigError: they do not fit together; names the layer's class and the setting.
     """
     name = type(layer).__name__
+    inputs = ("query", "key", "value")
     if not isinstance(input_dim, Mapping):
         require_positive(layer, input_dim=input_dim)
-        input_dim = dict.fromkeys(("query", "key", "value"), input_dim)
-    if set(input_dim) != {"query", "key", "value"}:
+        input_dim = dict.fromkeys(inputs, input_dim)
+    if set(input_dim) != set(inputs):
         raise ConfigError(
             f"{name}.input_dim has the keys {sorted(input_dim)}; wanted are query, key and value, "
             "or one integer."
         )
     require_positive(layer, **{f"input_dim[{which!r}]": dim for which, dim in input_dim.items()})
-    D = input_dim["query"]
-    hidden = D if hidden_dim is None else hidden_dim
+    hidden = input_dim["query"] if hidden_dim is None else hidden_dim
     require_positive(layer, num_heads=num_heads, hidden_dim=hidden)
     if dim_per_head is None and hidden % num_heads:
         raise ConfigError(
@@ -86,25 +70,33 @@ def head_sizes(
     return HeadSizes(dict(input_dim), hidden, num_heads, G, K)
 
 
-def check_settings(
+def require_one_source(layer: object, is_one: bool) -> None:
+    """Checks that queries, keys and values can be one product.
+
+    Raises:
+      ConfigError: they cannot; names the layer's class.
+    """
+    if not is_one:
+        raise ConfigError(
+            f"{type(layer).__name__}.combine_qkv needs queries, keys and values of one shape from "
+            "one input: no cross-attention, num_kv_heads or input_dim per input. Set "
+            "combine_qkv=False."
+        )
+
+
+def check_contexts(
     layer: object,
-    sizes: HeadSizes,
-    *,
     is_causal: bool,
     is_cross_attention: bool,
     window: int | None,
     right_context: int | None,
-    combine_qkv: bool,
-    atten_logit_cap: float,
-    atten_chunk_size: int,
 ) -> None:
-    """Checks settings of `layer` that exclude each other.
+    """Checks how far a token sees, before and after it.
 
     Raises:
-      ConfigError: two do; names the layer's class and the setting.
+      ConfigError: two settings exclude each other; names the layer's class and the setting.
     """
     name = type(layer).__name__
-    require_positive(layer, atten_chunk_size=atten_chunk_size)
     if window is not None:
         require_positive(layer, window=window)
     if is_cross_attention and (window is not None or right_context is not None):
@@ -112,21 +104,12 @@ def check_settings(
             f"{name}: window and right_context limit attention of a row to itself; "
             "is_cross_attention=True attends to another. Leave them out."
         )
-    if right_context is not None and (is_causal or right_context < 0):
-        raise ConfigError(
-            f"{name}.right_context is {right_context}; wanted is 0 or more, with is_causal=False."
-        )
-    if atten_logit_cap < 0.0:
-        raise ConfigError(
-            f"{name}.atten_logit_cap is {atten_logit_cap}; wanted is a positive cap, or 0.0 for "
-            "none."
-        )
-    one_input = len(set(sizes.input_dims.values())) == 1 and not is_cross_attention
-    if combine_qkv and not (one_input and sizes.G == sizes.N):
-        raise ConfigError(
-            f"{name}.combine_qkv needs queries, keys and values of one shape from one input: no "
-            "cross-attention, num_kv_heads or input_dim per input. Set combine_qkv=False."
-        )
+    require(
+        right_context is None or (right_context >= 0 and not is_causal),
+        f"{name}.right_context",
+        right_context,
+        "0 or more, with is_causal=False",
+    )
 
 
 def check_call(
@@ -136,10 +119,10 @@ def check_call(
     cache: Any,
     atten_mask: jax.Array | None,
 ) -> None:
-    """Checks that attention has what it is to attend to, and a cache and mask of the right kind.
+    """Checks that attention has what it attends to, and a cache and mask of the right kind.
 
     Raises:
-      ConfigError: otherwise.
+      ConfigError: one is missing or does not fit; says what to hand over instead.
     """
     name = type(layer).__name__
     if layer.is_cross_attention and encoded is None and cache is None:
@@ -157,9 +140,7 @@ def check_call(
     if atten_mask is not None and attends_to_itself and layer.refuses_mask:
         raise ConfigError(
             f"{name}.is_causal is True, and the call hands an atten_mask; as in Pax a mask alone "
-            "says what a token sees. Leave is_causal out, and let the mask hide later tokens where "
-            "they are to be hidden (jnp.minimum(atten_mask, causal_mask(T)) of "
-            "praxis_lite.layers.attention.masks)."
+            f"says what a token sees. Leave is_causal out, and {HIDE_LATER}."
         )
     if encoded is None:
         return
@@ -170,8 +151,8 @@ def check_call(
         )
     if encoded.shape[0] != inputs.shape[0]:
         raise ConfigError(
-            f"{name}: encoded has {encoded.shape[0]} rows and the inputs {inputs.shape[0]}; wanted "
-            "are as many."
+            f"{name}: encoded has {encoded.shape[0]} rows and the inputs have {inputs.shape[0]}; "
+            "wanted are equal numbers."
         )
     if cache is not None and "encoded_visible" not in cache:
         raise ConfigError(

@@ -13,6 +13,7 @@ from praxis_lite.sharding.varying import varying_alike
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head, C queries or keys of a chunk.
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def chunked_attention(
@@ -30,8 +31,8 @@ def chunked_attention(
     backward pass computes each chunk's logits once more. Chunks in which no query can see a key,
     by index, are skipped. A query that sees no key gets what the einsum gives it.
 
-    Beside arguments and results this holds two numbers per query and head and, of one chunk, the
-    logits and their derivatives: benchmarks/attention_memory.py has the formula.
+    Beside arguments and results this holds two numbers per query and head, and the logits of one
+    chunk with their derivatives: benchmarks/attention_memory.py has the formula.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
@@ -77,11 +78,11 @@ class _Chunks:
     def padded_columns(self, x: Any) -> Any:
         return _padded(x, self.num_kv * self.kv_size, "constant")
 
-    def rows(self, x: Any, i: jax.Array) -> Any:
-        return jax.lax.dynamic_slice_in_dim(x, i * self.q_size, self.q_size, axis=1)
+    def rows(self, x: Any, i: jax.Array, dim: int = 1) -> Any:
+        return _part(x, i, self.q_size, dim)
 
     def columns(self, x: Any, j: jax.Array) -> Any:
-        return jax.lax.dynamic_slice_in_dim(x, j * self.kv_size, self.kv_size, axis=1)
+        return _part(x, j, self.kv_size, 1)
 
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
         """Returns the first chunk of keys that queries of chunk i may see, and the end."""
@@ -96,30 +97,23 @@ class _Chunks:
 
     def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
         """Returns capped logits [B, G, R, C, C] and what is visible, [B or 1, 1, 1, C, C]."""
-        logits = jnp.einsum(
-            "btgrk,bsgk->bgrts",
-            self.rows(self.q, i),
-            self.columns(self.k, j),
-            preferred_element_type=jnp.float32,
-        )
+        logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
         index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
         mask = dataclasses.replace(
             self.mask,
-            **{
-                name: None if x is None else part(x, at)
-                for name, part, at in (
-                    ("q_segments_BT", self.rows, i),
-                    ("kv_segments_BS", self.columns, j),
-                    ("kv_visible_BS", self.columns, j),
-                )
-                for x in (getattr(self.mask, name),)
-            },
+            q_segments_BT=self.rows(self.mask.q_segments_BT, i),
+            kv_segments_BS=self.columns(self.mask.kv_segments_BS, j),
+            kv_visible_BS=self.columns(self.mask.kv_visible_BS, j),
         )
         visible = (index_S < self.S)[None, None, :]
         allowed = mask.visible_at(self.rows(self.q_index, i), index_S)
         if allowed is not None:
             visible = allowed & jnp.broadcast_to(visible, allowed.shape)
         return options.applied(logits), visible[:, None, None]
+
+
+def _part(x: Any, i: jax.Array, size: int, dim: int) -> Any:
+    return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=dim)
 
 
 def _padded(x: Any, length: int, mode: str) -> Any:
@@ -147,12 +141,8 @@ def _forward(q, k, v, mask, options, chunk_size):
             exp = jnp.where(visible, jnp.exp(logits - new_highest[..., None]), 0.0)
             decay = jnp.exp(highest - new_highest)
             values = chunks.columns(chunks.v, j)
-            acc = acc * decay.transpose(0, 3, 1, 2)[..., None] + jnp.einsum(
-                "bgrts,bsgk->btgrk",
-                exp.astype(values.dtype),
-                values,
-                preferred_element_type=jnp.float32,
-            )
+            added = _einsum("bgrts,bsgk->btgrk", exp.astype(values.dtype), values)
+            acc = acc * decay.transpose(0, 3, 1, 2)[..., None] + added
             return new_highest, total * decay + jnp.sum(exp, axis=-1), acc
 
         first, end = chunks.columns_seen(i)
@@ -192,15 +182,7 @@ def _backward(options, chunk_size, residuals, d_encoded):
     chunks = _Chunks(q, k, v, mask, chunk_size)
     d_encoded = chunks.padded_rows(d_encoded)
     # Sum over s of p_s dp_s, which the softmax's derivative subtracts.
-    inner = jnp.einsum(
-        "btgrk,btgrk->bgrt",
-        d_encoded,
-        chunks.padded_rows(encoded),
-        preferred_element_type=jnp.float32,
-    )
-
-    def rows_of_last(x, i):
-        return jax.lax.dynamic_slice_in_dim(x, i * chunks.q_size, chunks.q_size, axis=3)
+    inner = _einsum("btgrk,btgrk->bgrt", d_encoded, chunks.padded_rows(encoded))
 
     def one_chunk_of_queries(i, carry):
         dq, dk, dv = carry
@@ -209,22 +191,20 @@ def _backward(options, chunk_size, residuals, d_encoded):
         def add_keys(j, carry):
             dq_part, dk, dv = carry
             logits, visible = chunks.logits(i, j, options)
-            probs = jnp.where(visible, jnp.exp(logits - rows_of_last(log_sums, i)[..., None]), 0.0)
+            log_sum = chunks.rows(log_sums, i, 3)[..., None]
+            probs = jnp.where(visible, jnp.exp(logits - log_sum), 0.0)
             values, keys = chunks.columns(chunks.v, j), chunks.columns(chunks.k, j)
-            d_probs = jnp.einsum(
-                "btgrk,bsgk->bgrts", d_out, values, preferred_element_type=jnp.float32
-            )
-            d_logits = probs * (d_probs - rows_of_last(inner, i)[..., None])
+            d_probs = _einsum("btgrk,bsgk->bgrts", d_out, values)
+            d_logits = probs * (d_probs - chunks.rows(inner, i, 3)[..., None])
             if options.cap > 0.0:
-                # Where logits are unseen probs are 0, and so is this.
+                # Unseen logits have probs of 0, and so a derivative of 0.
                 d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
             if options.scale != 1.0:
                 d_logits = d_logits * options.scale
             d_logits, probs = d_logits.astype(q.dtype), probs.astype(q.dtype)
-            add = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-            dq_part += add("bgrts,bsgk->btgrk", d_logits, keys)
-            dk = _add_at(dk, add("bgrts,btgrk->bsgk", d_logits, q_part), j * chunks.kv_size)
-            dv = _add_at(dv, add("bgrts,btgrk->bsgk", probs, d_out), j * chunks.kv_size)
+            dq_part += _einsum("bgrts,bsgk->btgrk", d_logits, keys)
+            dk = _add_at(dk, _einsum("bgrts,btgrk->bsgk", d_logits, q_part), j * chunks.kv_size)
+            dv = _add_at(dv, _einsum("bgrts,btgrk->bsgk", probs, d_out), j * chunks.kv_size)
             return dq_part, dk, dv
 
         first, end = chunks.columns_seen(i)
@@ -243,12 +223,9 @@ def _backward(options, chunk_size, residuals, d_encoded):
     dq, dk, dv = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, start)
     dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
     if options.averages:
-        # The sum of no exponentials leaves the maximum that the forward pass began with.
+        # A query that saw no key still has the maximum that the forward pass began with.
         sees_none = (log_sums < 0.5 * LARGE_NEGATIVE).astype(d_encoded.dtype)
-        d_mean_BGK = jnp.einsum(
-            "bgrt,btgrk->bgk", sees_none, d_encoded, preferred_element_type=jnp.float32
-        )
-        dv += d_mean_BGK[:, None] / v.shape[1]
+        dv += _einsum("bgrt,btgrk->bgk", sees_none, d_encoded)[:, None] / v.shape[1]
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

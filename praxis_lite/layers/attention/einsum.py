@@ -1,6 +1,7 @@
 """Attention as an einsum: the reference, which does everything and holds every logit at once."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ class LogitOptions:
 
     Attributes:
       scale: they are multiplied by it.
-      cap: then `cap * tanh(logits / cap)`; 0.0: not.
-      extra: a logit that takes part in the softmax and has a value of zero; None: none.
+      cap: they become `cap * tanh(logits / cap)`; 0.0: they stay.
+      extra: a logit more in the softmax, whose value is zero.
       zero_fully_masked: a query that sees no key gets zeros, not the mean of all values, which is
         what the softmax of equal logits gives.
     """
@@ -69,21 +70,18 @@ def einsum_attention(
       mask: what is seen.
       options: of the logits.
       bias: float [B or 1, N, T, S], added before they are scaled and capped.
-      atten_mask: float [B or 1, 1 or N, 1 or T, S]; where it is less than half of LARGE_NEGATIVE
-        the key is unseen. As in Pax it decides no more than that: it is not added to the logits.
+      atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is unseen where it is below half of
+        LARGE_NEGATIVE. As in Pax it is not added to the logits.
       dropout, key: of the probabilities.
     """
     B, T, N, K = q_BTNK.shape
     S, G = k_BSGK.shape[1:3]
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     if G == N:
-        logits_BNTS = jnp.einsum(
-            "btnk,bsnk->bnts", q_BTNK, k_BSGK, preferred_element_type=jnp.float32
-        )
+        logits_BNTS = product("btnk,bsnk->bnts", q_BTNK, k_BSGK)
     else:
         q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
-        logits_BNTS = jnp.einsum(
-            "btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32
-        ).reshape(B, N, T, S)
+        logits_BNTS = product("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK).reshape(B, N, T, S)
     if bias is not None:
         logits_BNTS += jnp.broadcast_to(bias, logits_BNTS.shape)
     logits_BNTS = options.applied(logits_BNTS)
@@ -91,9 +89,7 @@ def einsum_attention(
     visible = None if visible is None else visible[:, None]
     if atten_mask is not None:
         seen = atten_mask >= 0.5 * LARGE_NEGATIVE
-        shape = jnp.broadcast_shapes(seen.shape, () if visible is None else visible.shape)
-        seen_by_all = jnp.broadcast_to(seen, shape)
-        visible = seen_by_all if visible is None else jnp.broadcast_to(visible, shape) & seen_by_all
+        visible = seen if visible is None else jnp.logical_and(*jnp.broadcast_arrays(visible, seen))
     if visible is not None:
         logits_BNTS = jnp.where(visible, logits_BNTS, LARGE_NEGATIVE)
     probs_BNTS = _softmax(logits_BNTS, options.extra).astype(v_BSGK.dtype)

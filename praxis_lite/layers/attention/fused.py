@@ -1,16 +1,17 @@
-"""Attention by kernels that others wrote: jax.nn's, cuDNN's flash attention, TPU's splash."""
+"""Attention by kernels of other libraries: jax.nn's, cuDNN's flash attention, TPU's splash."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.sharding import SplitDims, to_partition_spec
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import without_axes
 from praxis_lite.sharding.varying import varying_axes, varying_over
 
@@ -92,7 +93,7 @@ def splash_attention(
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
     q, k, v = (_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
-    # Keys that are not there, padded or to fill a block, are a segment that no query is of.
+    # Keys that are padding, of the input or of a block, are a segment that no query is of.
     needs_segments = (
         mask.q_segments_BT is not None
         or mask.kv_visible_BS is not None
@@ -137,7 +138,7 @@ def _splash_kernel(
     options: LogitOptions,
     interpret: bool,
 ) -> Callable[..., jax.Array]:
-    # Here, not above: Pallas takes a while to import, and only a TPU needs it.
+    # Imported here: Pallas takes a while to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -178,17 +179,18 @@ def _per_device(
 ) -> jax.Array:
     """Returns `attend(q, k, v, *rest)` with each device's rows and heads worked on by it alone.
 
-    XLA cannot split a kernel of somebody else's, and would gather its operands instead. shard_map
-    takes only what divides, so rows and heads are padded. `rest` is [B, ...].
+    XLA cannot split a foreign kernel, and would gather its operands instead. shard_map takes only
+    what divides, so rows and heads are padded. `rest` is [B, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.empty:
         return attend(q_BTNK, k_BSGK, v_BSGK, *rest)
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
-    spec = without_axes(spec, mesh.manual_axes)
-    rows, _, heads, _ = spec
-    num_row_shards, num_head_shards = (_num_shards(mesh, axes) for axes in (rows, heads))
+    rows, _, heads, _ = without_axes(spec, mesh.manual_axes)
+    num_row_shards, num_head_shards = (
+        math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in (rows, heads)
+    )
     B, _, N, _ = q_BTNK.shape
     G = k_BSGK.shape[2]
     if G % num_head_shards and N != G:
@@ -214,8 +216,8 @@ def _without_vma(
     """Returns `attend(q, k, v, *rest)` mapped over `axes`, unchecked for what varies there.
 
     `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
-    `shard_map` that does check, a gradient through the unchecked one has types that JAX refuses.
-    So there the gradient is a mapped program of its own, which runs the forward pass again.
+    `shard_map` that checks, JAX refuses the types of a gradient through the unchecked one. There
+    the gradient is a mapped program of its own, which runs the forward pass again.
     """
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -244,11 +246,6 @@ def _without_vma(
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return attended_inside if is_inside else attended
-
-
-def _num_shards(mesh: Any, axes: Any) -> int:
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return int(np.prod([mesh.shape[name] for name in names], dtype=int))
 
 
 def _to_multiple(x: jax.Array, size: int, *, dim: int, fill: int = 0) -> jax.Array:

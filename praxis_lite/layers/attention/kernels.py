@@ -9,10 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.layers.attention import fused as attention_fused
+from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.fused import (
+    cudnn_attention,
+    dot_product_attention,
+    splash_attention,
+)
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, compiled_platform
@@ -62,8 +66,8 @@ CHUNKED_FROM = 4096 * 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where and on what attention runs."""
+class Workload:
+    """The platform that attention runs on ("cpu", "gpu", "tpu"), and what it runs on."""
 
     platform: str
     dtype: Any
@@ -72,7 +76,7 @@ class Place:
     dim_per_head: int
 
 
-def choose_kernel(setting: str, needs: Iterable[str], place: Place) -> tuple[str, str]:
+def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[str, str]:
     """Returns the kernel's name and the reason for it, as a sentence's end.
 
     "auto" is the hardware's own kernel where that can do what is needed, chunks where the logits
@@ -82,7 +86,6 @@ def choose_kernel(setting: str, needs: Iterable[str], place: Place) -> tuple[str
     Args:
       setting: a name in KERNELS, or "auto".
       needs: names of options in use, as in KERNELS.
-      place: the platform ("cpu", "gpu", "tpu") and the sizes.
 
     Raises:
       ConfigError: the kernel that is set cannot do it; says which can.
@@ -90,10 +93,10 @@ def choose_kernel(setting: str, needs: Iterable[str], place: Place) -> tuple[str
     needs = frozenset(needs)
     check_kernel(setting, {})
     if setting == "auto" or ("cache" in needs and "cache" not in KERNELS[setting]):
-        return _auto(needs, place)
+        return _auto(needs, work)
     check_kernel(setting, dict.fromkeys(needs, True))
-    if obstacle := _obstacle(setting, needs, place):
-        able = [name for name in KERNELS if not _obstacle(name, needs, place)]
+    if obstacle := _obstacle(setting, needs, work):
+        able = [name for name in KERNELS if not _obstacle(name, needs, work)]
         raise ConfigError(
             f"DotProductAttention.atten_kernel is {setting!r}, but {obstacle}. Choose one of "
             f"{able}."
@@ -102,18 +105,14 @@ def choose_kernel(setting: str, needs: Iterable[str], place: Place) -> tuple[str
 
 
 def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
-    """Checks a kernel's name, and that it can do what of `needs` is True, on some platform.
+    """Checks that there is a kernel of that name, and that it can do those `needs` that are True.
 
     Raises:
-      ConfigError: otherwise.
+      ConfigError: there is none, or it cannot, on any platform; says which can.
     """
+    require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":
         return
-    if setting not in KERNELS:
-        raise ConfigError(
-            f"DotProductAttention.atten_kernel is {setting!r}; wanted is one of "
-            f"{['auto', *KERNELS]}.{did_you_mean(str(setting), ['auto', *KERNELS])}"
-        )
     used = {name for name, is_used in needs.items() if is_used}
     if missing := sorted(used - KERNELS[setting]):
         able = [name for name, options in KERNELS.items() if used <= options]
@@ -123,32 +122,33 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
         )
 
 
-def _auto(needs: frozenset[str], place: Place) -> tuple[str, str]:
-    own = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(place.platform)
-    why_not = f"the {place.platform} has none of its own"
+def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
+    own = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(work.platform)
+    why_not = f"the {work.platform} has none of its own"
     if own is not None:
-        why_not = _obstacle(own, needs, place)
+        why_not = _obstacle(own, needs, work)
         if why_not is None:
-            return own, f"it is the {place.platform}'s own"
-    if place.num_queries * place.num_keys >= CHUNKED_FROM:
-        obstacle = _obstacle("chunked", needs, place)
+            return own, f"it is the {work.platform}'s own"
+    if work.num_queries * work.num_keys >= CHUNKED_FROM:
+        obstacle = _obstacle("chunked", needs, work)
         if obstacle is None:
             return "chunked", f"{why_not}, and the logits would be many"
         why_not = f"{why_not}, and {obstacle}"
     return "einsum", why_not
 
 
-def _obstacle(name: str, needs: frozenset[str], place: Place) -> str | None:
-    """Returns why a kernel cannot run, or None."""
+def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
+    """Returns why a kernel cannot run, or None if it can."""
     if missing := sorted(needs - KERNELS[name]):
         return f"{name} cannot do {' or '.join(missing)}"
     if name == "cudnn":
-        if place.platform not in ("gpu", "cuda"):
-            return f"cudnn runs on a GPU, not on {place.platform}"
-        if jnp.dtype(place.dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float16")):
-            return f"cudnn takes bfloat16 or float16, not {jnp.dtype(place.dtype).name}"
-        if place.dim_per_head % 8 or place.dim_per_head > 128:
-            return f"cudnn takes heads of a multiple of 8 up to 128 dims, not {place.dim_per_head}"
+        dtype, dims = jnp.dtype(work.dtype).name, work.dim_per_head
+        if work.platform not in ("gpu", "cuda"):
+            return f"cudnn runs on a GPU, not on {work.platform}"
+        if dtype not in ("bfloat16", "float16"):
+            return f"cudnn takes bfloat16 or float16, not {dtype}"
+        if dims % 8 or dims > 128:
+            return f"cudnn takes heads of a multiple of 8 up to 128 dims, not {dims}"
     return None
 
 
@@ -170,7 +170,7 @@ def attend(
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
 
-    Arguments are `einsum_attention`'s; and `split`, the layout of q [B, T, N, K].
+    Arguments are `einsum_attention`'s, and `split`, the layout of q [B, T, N, K].
     """
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
     uses = {
@@ -186,22 +186,22 @@ def attend(
         **options.needs,
     }
     T, S, K = q_BTNK.shape[1], k_BSGK.shape[1], q_BTNK.shape[3]
-    place = Place(compiled_platform(), q_BTNK.dtype, T, S, K)
-    name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), place)
-    _log_once(name, reason)
+    work = Workload(compiled_platform(), q_BTNK.dtype, T, S, K)
+    name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
+    log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask, options
     if name == "chunked":
         return chunked_attention(*args, chunk_size=chunk_size)
     if name == "dot_product":
-        return attention_fused.dot_product_attention(*args, bias=bias)
+        return dot_product_attention(*args, bias=bias)
     if name == "cudnn":
-        return attention_fused.cudnn_attention(*args, split=split)
+        return cudnn_attention(*args, split=split)
     if name == "splash":
-        interpret = place.platform != "tpu"
-        return attention_fused.splash_attention(*args, split=split, interpret=interpret)
+        return splash_attention(*args, split=split, interpret=work.platform != "tpu")
     return einsum_attention(*args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key)
 
 
 @functools.cache
-def _log_once(name: str, reason: str) -> None:
+def log_choice(name: str, reason: str) -> None:
+    """Logs which kernel was chosen and why: each choice once in a process."""
     logging.getLogger("praxis_lite").info("attention by the %s kernel: %s", name, reason)

@@ -1,6 +1,7 @@
 """Which keys a query sees: a description that every kernel reads, and Pax's additive masks."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,11 @@ import jax.numpy as jnp
 # What stands for "unseen" among float32 logits: Pax's, finite, so that a query that sees nothing
 # gets the mean of all values and not NaN.
 LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
+# What an error advises where a caller's mask and a causal layer meet.
+HIDE_LATER = (
+    "let the mask hide later tokens if they are to be hidden (jnp.minimum(atten_mask, "
+    "causal_mask(T)) of praxis_lite.layers.attention.masks)"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +39,7 @@ class AttentionMask:
     kv_visible_BS: jax.Array | None = None
 
     def visible(self, num_queries: int, num_keys: int) -> jax.Array | None:
-        """Returns bool [B or 1, T, S]; None: every query sees every key."""
+        """Returns bool [B or 1, T, S], or None if every query sees every key."""
         index_S = jnp.arange(num_keys, dtype=jnp.int32)
         return self.visible_at(self.q_index(num_queries), index_S)
 
@@ -44,9 +50,9 @@ class AttentionMask:
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_S: jax.Array) -> jax.Array | None:
-        """As `visible`, where self has a part of the queries and keys, which has these indices."""
-        conditions = []
+        """Returns `visible` of a mask whose arrays are of the queries and keys of these indices."""
         distance_BTS = q_index_BT[:, :, None] - kv_index_S[None, None, :]
+        conditions = []
         if self.left_context is not None:
             conditions.append(distance_BTS < self.left_context)
         if self.right_context is not None:
@@ -57,11 +63,7 @@ class AttentionMask:
             conditions.append(self.kv_visible_BS[:, None, :])
         if not conditions:
             return None
-        shape = jnp.broadcast_shapes(*(condition.shape for condition in conditions))
-        visible_BTS = jnp.broadcast_to(conditions[0], shape)
-        for condition in conditions[1:]:
-            visible_BTS &= jnp.broadcast_to(condition, shape)
-        return visible_BTS
+        return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
 
 def cross_attention_mask(
@@ -69,14 +71,14 @@ def cross_attention_mask(
     encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
-    """Returns what of `encoded` is seen: keys of the query's segment, or of any but 0 (padding).
+    """Returns the mask by which queries see `encoded`: keys of their segment that are no padding.
 
     Args:
-      segment_ids: int [B, T] of the queries, or None.
-      encoded_paddings: [B, S], 1.0 is padding, or None.
-      encoded_segment_ids: int [B, S], or None.
+      segment_ids: int [B, T] of the queries; None: they see the keys of every segment but 0.
+      encoded_paddings: [B, S], 1.0 is padding.
+      encoded_segment_ids: int [B, S].
     """
-    visible_BS = is_true(encoded_paddings)
+    visible_BS = not_padding(encoded_paddings)
     if encoded_segment_ids is not None and segment_ids is None:
         there_BS = encoded_segment_ids != 0
         visible_BS = there_BS if visible_BS is None else visible_BS & there_BS
@@ -88,8 +90,8 @@ def cross_attention_mask(
     )
 
 
-def is_true(paddings: jax.Array | None) -> jax.Array | None:
-    """Returns bool, False where paddings are 1.0."""
+def not_padding(paddings: jax.Array | None) -> jax.Array | None:
+    """Returns bool, False where paddings are 1.0; None if there are none."""
     return None if paddings is None else paddings < 0.5
 
 

@@ -23,15 +23,19 @@ from praxis_lite.sharding.split_dims import DimSplit
 
 
 def _splits(mapping: SplitDims) -> tuple[DimSplit, ...]:
-    """Returns an entry for each of D, N and K, and what is too much, for the weight's own error."""
+    """Returns an entry for each of D, N and K, and further ones, which the weight will refuse."""
     mapping = tuple(mapping or ())
     return mapping + (None,) * (3 - len(mapping))
 
 
-def _merged(first: DimSplit, second: DimSplit) -> DimSplit:
-    """Returns the split of two dims written as one."""
-    parts = [(part,) if isinstance(part, (str, int)) else (part or ()) for part in (first, second)]
-    return tuple(axis for part in parts for axis in part) or None
+def _heads(
+    sizes: tuple[int, int], splits: tuple[DimSplit, ...], are_merged: bool
+) -> tuple[tuple[int, ...], tuple[DimSplit, ...]]:
+    """Returns sizes and splits of a weight's dims [N, K], or of the one dim that both make."""
+    if not are_merged:
+        return sizes, splits
+    axes = [(split,) if isinstance(split, str | int) else split or () for split in splits]
+    return (sizes[0] * sizes[1],), (tuple(axis for part in axes for axis in part) or None,)
 
 
 def _init(explicit: bool, in_axis: int, out_axis: int | Sequence[int]) -> Initializer:
@@ -46,13 +50,13 @@ class AttentionProjection(BaseLayer):
     """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] either way.
 
     Args:
-      is_output_projection: back, from heads to D.
-      use_bias: add one, [N, K] or, of an output projection, [D].
+      is_output_projection: project back, from heads to D.
+      use_bias: add a bias: [N, K], or [D] of an output projection.
       attention_combine_dims: keep the weight as [D, N * K]. Takes no bias, as Pax's.
       use_nhd_shape: keep the weight of an output projection as [N, K, D].
-      explicit_fan_in_fan_out_axes: draw the weight by its true fans, D and N * K. Without, as in
-        Pax, as if [D, N, K] were a convolution: about sqrt((N + K) / 2) times smaller.
-      params_init: how the weight is drawn instead.
+      explicit_fan_in_fan_out_axes: draw the weight by its true fans, D and N * K. If not, it is
+        drawn as in Pax, as if [D, N, K] were a convolution: about sqrt((N + K) / 2) times smaller.
+      params_init: draws the weight instead.
       weight_split_dims_mapping: of [D, N, K], whatever the weight's shape.
       activation_split_dims_mapping: of the outputs.
     """
@@ -79,9 +83,9 @@ class AttentionProjection(BaseLayer):
                 "AttentionProjection: attention_combine_dims takes no bias. Set use_bias=False."
             )
         split_D, split_N, split_K, *rest = _splits(weight_split_dims_mapping)
-        heads, head_splits = (num_heads, dim_per_head), (split_N, split_K)
-        if attention_combine_dims:
-            heads, head_splits = (num_heads * dim_per_head,), (_merged(split_N, split_K),)
+        heads, head_splits = _heads(
+            (num_heads, dim_per_head), (split_N, split_K), attention_combine_dims
+        )
         shape, split = (input_dim, *heads), (split_D, *head_splits, *rest)
         in_axis, out_axis = 0, tuple(range(1, len(shape)))
         if is_output_projection and use_nhd_shape:
@@ -89,10 +93,8 @@ class AttentionProjection(BaseLayer):
             in_axis, out_axis = len(heads), tuple(range(len(heads)))
         init = params_init or _init(explicit_fan_in_fan_out_axes, in_axis, out_axis)
         self.w = self.weight(shape, split, init=init, rngs=rngs)
-        b_shape, b_split = heads, head_splits
-        if is_output_projection:
-            b_shape, b_split = (input_dim,), (split_D,)
-        self.b = self.weight(b_shape, b_split, init=zeros, rngs=rngs) if use_bias else None
+        shape, split = ((input_dim,), (split_D,)) if is_output_projection else (heads, head_splits)
+        self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
         self.is_output_projection = is_output_projection
         self.is_NKD = is_output_projection and use_nhd_shape
         self.shape_DNK = (input_dim, num_heads, dim_per_head)
@@ -106,9 +108,8 @@ class AttentionProjection(BaseLayer):
         else:
             outputs = jnp.einsum("...d,dnk->...nk", inputs, w)
         if self.b is not None:
-            bias = self.b[...]
-            bias = bias.reshape((1,) * (outputs.ndim - bias.ndim) + bias.shape)
-            outputs += broadcast_as(bias, outputs)
+            lead = (1,) * (outputs.ndim - self.b.ndim)
+            outputs += broadcast_as(self.b[...].reshape(lead + self.b.shape), outputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 
@@ -167,18 +168,14 @@ class CombinedQKVProjectionLayer(BaseLayer):
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
         split_D, split_N, split_K, *rest = _splits(weight_split_dims_mapping)
-        heads, head_splits = (num_heads, dim_per_head), (split_N, split_K)
-        if attention_combine_dims:
-            heads, head_splits = (num_heads * dim_per_head,), (_merged(split_N, split_K),)
+        heads, head_splits = _heads(
+            (num_heads, dim_per_head), (split_N, split_K), attention_combine_dims
+        )
         init = _init(explicit_fan_in_fan_out_axes, 1, tuple(range(2, 2 + len(heads))))
-        self.w = self.weight(
-            (3, input_dim, *heads), (None, split_D, *head_splits, *rest), init=init, rngs=rngs
-        )
-        self.b = (
-            self.weight((3, *heads), (None, *head_splits), init=zeros, rngs=rngs)
-            if use_bias
-            else None
-        )
+        split = (None, split_D, *head_splits, *rest)
+        self.w = self.weight((3, input_dim, *heads), split, init=init, rngs=rngs)
+        shape, split = (3, *heads), (None, *head_splits)
+        self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
         self.shape_DNK = (input_dim, num_heads, dim_per_head)
 
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

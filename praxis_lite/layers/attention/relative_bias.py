@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.layers.base_layer import BaseLayer, require_positive, xavier
 from praxis_lite.sharding import SplitDims
 
@@ -20,7 +20,7 @@ class RelativeBias(BaseLayer):
     Args:
       relative_attention_num_buckets: X.
       relative_attention_max_distance: where the last bucket starts.
-      bidirectional: give half of the buckets to keys after the query; without, they share the
+      bidirectional: give half of the buckets to keys after the query; otherwise these share the
         bucket of distance 0.
       use_xavier_init: draw the weight by Xavier's rule, rather than as a Gaussian of variance
         1 / (N X).
@@ -44,17 +44,18 @@ class RelativeBias(BaseLayer):
             relative_attention_max_distance=relative_attention_max_distance,
         )
         max_exact = relative_attention_num_buckets // (4 if bidirectional else 2)
-        if max_exact < 1:
-            raise ConfigError(
-                f"RelativeBias.relative_attention_num_buckets is {relative_attention_num_buckets}; "
-                f"wanted is at least {4 if bidirectional else 2}."
-            )
-        if relative_attention_max_distance <= max_exact:
-            raise ConfigError(
-                f"RelativeBias.relative_attention_max_distance is "
-                f"{relative_attention_max_distance}, but the first {max_exact} distances have "
-                f"buckets of their own. Make it larger, or relative_attention_num_buckets smaller."
-            )
+        require(
+            max_exact >= 1,
+            "RelativeBias.relative_attention_num_buckets",
+            relative_attention_num_buckets,
+            f"at least {4 if bidirectional else 2}",
+        )
+        require(
+            relative_attention_max_distance > max_exact,
+            "RelativeBias.relative_attention_max_distance",
+            relative_attention_max_distance,
+            f"more than the {max_exact} distances that have buckets of their own",
+        )
         normal = jax.nn.initializers.normal((num_heads * relative_attention_num_buckets) ** -0.5)
         self.wrb = self.weight(
             (num_heads, relative_attention_num_buckets),

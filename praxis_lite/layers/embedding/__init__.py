@@ -1,4 +1,4 @@
-"""Ids and positions into features, features into logits and a loss.
+"""Which vectors stand for ids and positions, and which class do features name, at what loss?
 
-Never sees attention or a whole model.
+Never sees attention, a block of a transformer or a whole model.
 """

@@ -1,4 +1,4 @@
-"""What cross-entropy needs of a softmax, its logits made a chunk of the classes at a time.
+"""What cross-entropy needs of a softmax whose logits are made a chunk of the classes at a time.
 
 One pass over the classes keeps per token the greatest logit and the sum of exponentials under it
 (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass makes each chunk's logits once
@@ -14,13 +14,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
 from praxis_lite.sharding.varying import varying_alike
 
@@ -58,21 +58,17 @@ def token_stats(
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
     num_shards = _num_shards(class_split)
-    shard_size = -(-num_classes // num_shards)
-    chunks = _Chunks(
+    shard_size, tokens = -(-num_classes // num_shards), activation_split_dims_mapping
+    chunks = _ClassChunks(
         num_classes=num_classes,
         num_shards=num_shards,
         shard_size=shard_size,
         chunk_size=min(chunk_size, shard_size),
         class_dim=class_dim,
         activation=activation,
-        class_split=_frozen(class_split),
-        input_split=_frozen(splits[1 - class_dim]),
-        tokens_split=(
-            None
-            if activation_split_dims_mapping is None
-            else _frozen(tuple(activation_split_dims_mapping)[:-1])
-        ),
+        class_split=class_split,
+        input_split=splits[1 - class_dim],
+        tokens_split=None if tokens is None else tuple(tokens)[:-1],
     )
     weights = [
         chunks.lay_out_weight(chunks.by_shard(weight, class_dim), whole=i > 0)
@@ -83,22 +79,17 @@ def token_stats(
 
 
 def _num_shards(class_split: DimSplit) -> int:
-    """Returns into how many parts the mesh, where one is set, splits the classes."""
+    """Returns into how many parts the mesh splits the classes; 1 if none is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
     spec = to_partition_spec((class_split,), mesh.axis_names)
-    (axes,) = without_axes(spec, mesh.manual_axes)
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[axis] for axis in axes)
+    (entry,) = without_axes(spec, mesh.manual_axes)
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
-def _frozen(split: Any) -> Any:
-    return tuple(map(_frozen, split)) if isinstance(split, list | tuple) else split
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Chunks:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _ClassChunks:
     """How the classes are cut: into shards, and each shard into chunks."""
 
     num_classes: int
@@ -142,7 +133,7 @@ class _Chunks:
         return constrain(x, (*self.tokens_split, self.class_split, *rest))
 
     def first(self, start: jax.Array) -> jax.Array:
-        # The last chunk begins earlier rather than end later: what it has again is not fresh.
+        # The last chunk begins earlier rather than end later: what it repeats is not fresh.
         return jnp.minimum(start, self.shard_size - self.chunk_size)
 
     def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:
@@ -150,16 +141,16 @@ class _Chunks:
         return jax.lax.dynamic_slice_in_dim(x, self.first(start), self.chunk_size, axis=dim)
 
     def add(self, total: jax.Array, chunk: jax.Array, start: jax.Array, dim: int) -> jax.Array:
-        """Returns `total` with `chunk` added at `start`: in place, for a loop carries it."""
+        """Returns `total` with `chunk` added at `start`; in place, because a loop carries it."""
         chunk += self.cut(total, start, dim)
         return jax.lax.dynamic_update_slice_in_dim(total, chunk, self.first(start), axis=dim)
 
     def classes(self, start: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
         """Returns class ids [1, ..., N, C] and which are classes that no chunk had before."""
-        slots_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
+        places_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
         firsts_N = jnp.arange(self.num_shards, dtype=jnp.int32) * self.shard_size
-        ids_NC = firsts_N[:, None] + slots_C[None, :]
-        is_fresh_NC = (ids_NC < self.num_classes) & (slots_C >= start)[None, :]
+        ids_NC = firsts_N[:, None] + places_C[None, :]
+        is_fresh_NC = (ids_NC < self.num_classes) & (places_C >= start)[None, :]
         shape = (1,) * (rank - 2) + ids_NC.shape
         return ids_NC.reshape(shape), is_fresh_NC.reshape(shape)
 
@@ -167,8 +158,8 @@ class _Chunks:
         """Returns the chunk of each weight in the inputs' dtype, its D whole."""
         chunks = []
         for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-            # Cut as the weight lies, then gathered: the other way about the whole weight would be
-            # gathered, which XLA then moves out of the loop.
+            # Cut as the weight lies, then gathered. Else XLA would gather the whole weight, and
+            # move that out of the loop.
             chunk = self.cut(weight, start, self.class_dim + 1).astype(x.dtype)
             chunks.append(self.lay_out_weight(self.lay_out_weight(chunk, whole=i > 0), whole=True))
         return chunks
@@ -189,7 +180,7 @@ class _Chunks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_stats(
-    chunks: _Chunks, inputs: list, weights: list, bias_NS: jax.Array | None, labels: jax.Array
+    chunks: _ClassChunks, inputs: list, weights: list, bias_NS: jax.Array | None, labels: jax.Array
 ) -> TokenStats:
     def step(state: tuple, start: jax.Array) -> tuple[tuple, None]:
         top, z, label_logit, logit_sum, argmax = state
@@ -228,7 +219,7 @@ def _forward(chunks, inputs, weights, bias_NS, labels) -> tuple[TokenStats, tupl
     return stats, (inputs, weights, bias_NS, labels, stats.log_z)
 
 
-def _backward(chunks: _Chunks, kept: tuple, grads: TokenStats) -> tuple:
+def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
     inputs, weights, bias_NS, labels, log_z = kept
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dims, class_dim = chunks.weight_dims, chunks.class_dim

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import Initializer, xavier
+from praxis_lite.layers.base_layer import Initializer
+from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.linears import Bias
-from praxis_lite.sharding import SplitDims, constrain
+from praxis_lite.sharding import constrain
 
 # D input dims, V classes.
 
@@ -25,53 +26,25 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
     other.
 
     Args:
-      use_bias: Pax's name here for what others call has_bias.
+      use_bias: Pax's name here for what other softmaxes call has_bias.
       activation: of the logits, before the cap.
-      others: as SharedEmbeddingSoftmax.
+      settings: of SharedEmbeddingSoftmax.
     """
 
+    @takes_settings_of(
+        SharedEmbeddingSoftmax, but=("has_bias", "scale_before_logits", "feed_forward_tpl")
+    )
     def __init__(
         self,
         num_classes: int,
         input_dims: int,
         *,
-        lookup_style: str = "index",
-        scale_sqrt_depth: bool = False,
-        fprop_dtype: jnp.dtype = jnp.float32,
         use_bias: bool = True,
-        bias_init: float = 0.0,
         activation: str | ActivationFn = "identity",
-        soft_cap_logits: float | None = 0.0,
-        z_loss_weight: float = 0.0,
-        label_smoothing_prob: float = 0.0,
-        label_smoothing_apply_for_eval: bool = True,
-        chunk_size: int | None = None,
-        weight_init: Initializer = xavier,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        lookup_split_dims_mapping: SplitDims = None,
-        rngs: nnx.Rngs,
+        **settings: Any,
     ):
         activation_fn(activation, self)
-        super().__init__(
-            num_classes,
-            input_dims,
-            lookup_style=lookup_style,
-            scale_sqrt_depth=scale_sqrt_depth,
-            fprop_dtype=fprop_dtype,
-            has_bias=use_bias,
-            bias_init=bias_init,
-            soft_cap_logits=soft_cap_logits,
-            z_loss_weight=z_loss_weight,
-            label_smoothing_prob=label_smoothing_prob,
-            label_smoothing_apply_for_eval=label_smoothing_apply_for_eval,
-            chunk_size=chunk_size,
-            weight_init=weight_init,
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            activation_split_dims_mapping=activation_split_dims_mapping,
-            lookup_split_dims_mapping=lookup_split_dims_mapping,
-            rngs=rngs,
-        )
+        super().__init__(num_classes, input_dims, has_bias=use_bias, **settings)
         self.activation = activation
 
     def _project(
@@ -82,22 +55,12 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         weight_init: Initializer,
         rngs: nnx.Rngs,
     ) -> None:
-        del feed_forward_tpl
-        split_DV = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
-        self.split_VD = split_DV[::-1]
+        self.split_VD = (*(self.weight_split_dims_mapping or ()), None, None)[1::-1]
         self.w = self.weight(
             (self.num_classes, self.input_dims), self.split_VD, init=weight_init, rngs=rngs
         )
-        self.bias = (
-            Bias(
-                self.num_classes,
-                bias_init=bias_init,
-                weight_split_dims_mapping=self.split_VD[:1],
-                rngs=rngs,
-            )
-            if has_bias
-            else None
-        )
+        settings = {"bias_init": bias_init, "weight_split_dims_mapping": self.split_VD[:1]}
+        self.bias = Bias(self.num_classes, **settings, rngs=rngs) if has_bias else None
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
         logits = jnp.einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 
 class TokenStats(NamedTuple):
-    """Per token, [...]: what cross-entropy, z-loss and accuracy are made of.
+    """What cross-entropy, z-loss and accuracy are made of, per token: [...].
 
     Attributes:
       log_z: log sum exp of its logits, float32.
-      label_logit: of its label; 0 where the label is no class.
+      label_logit: that of its label; 0 if the label is no class.
       logit_sum: of all its logits.
       argmax: the class of the greatest logit, the first of equals; int32.
     """
@@ -25,7 +25,7 @@ class TokenStats(NamedTuple):
 
 
 def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStats:
-    """Returns the statistics of logits [..., V]; None for labels: a label logit of 0."""
+    """Returns the statistics of logits [..., V]; without labels the label logits are 0."""
     if class_ids is None:
         label_logit = jnp.zeros(logits.shape[:-1], logits.dtype)
     else:
@@ -44,7 +44,7 @@ def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStat
 def cross_entropy(
     stats: TokenStats, class_ids: jax.Array, num_classes: int, label_smoothing_prob: float
 ) -> jax.Array:
-    """Returns nats per token, [...]; 0 for a label that is no class, but for smoothing.
+    """Returns nats per token, [...]; without smoothing 0 for a label that is no class.
 
     Smoothing takes `label_smoothing_prob` from the label and spreads it over the other classes.
     """

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import require_choice
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     Initializer,
@@ -28,9 +28,6 @@ class Embedding(BaseLayer):
       fprop_dtype: of the vectors, and so of the computation behind them.
       weight_split_dims_mapping: of [V, D].
       activation_split_dims_mapping: of the vectors, [B, T, D].
-
-    Raises:
-      ConfigError: a size is not positive, or no lookup has that style.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class Embedding(BaseLayer):
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         require_floating(self, fprop_dtype=fprop_dtype)
-        check_lookup_style(self, lookup_style)
+        require_choice(f"{type(self).__name__}.lookup_style", lookup_style, LOOKUP_STYLES)
         self.emb_var = self.weight(
             (num_classes, input_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
         )
@@ -64,30 +61,15 @@ class Embedding(BaseLayer):
         return placed(embs * self.scale, self.activation_split_dims_mapping)
 
 
-def check_lookup_style(layer: object, lookup_style: str) -> None:
-    """Checks the name of a lookup.
-
-    Raises:
-      ConfigError: there is no such; names the layer's class.
-    """
-    if lookup_style not in LOOKUP_STYLES:
-        raise ConfigError(
-            f"{type(layer).__name__}.lookup_style is {lookup_style!r}; wanted is one of "
-            f"{LOOKUP_STYLES}.{did_you_mean(str(lookup_style), LOOKUP_STYLES)}"
-        )
-
-
 def lookup(
     table_VD: jax.Array, ids: jax.Array, class_split: DimSplit, lookup_style: str, dtype: jnp.dtype
 ) -> jax.Array:
     """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 
-    An id that has no row gives NaN by "index", which shows, and zeros by "matmul" (of a one-hot
-    [..., V] and the table). Pax's "index" takes the last row.
-
-    A row is whole where it is used. Were it still split, so would be what is gathered, against the
-    batch's split, and XLA would go from one to the other by way of full copies.
+    "matmul" multiplies a one-hot [..., V] by the table. An id that has no row gives NaN by "index",
+    which shows, and zeros by "matmul"; Pax's "index" takes the last row.
     """
+    # Whole rows: from rows that are split XLA would go to the batch's split by way of full copies.
     table_VD = constrain(table_VD, (class_split, None))
     if lookup_style == "index":
         # Cast after it: the gradients of a row, one for each time it is read, are added in float32.
@@ -97,11 +79,8 @@ def lookup(
 
 
 def placed(embs: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:
-    """Returns embeddings [B, T, D] in their layout, by way of one that splits their batch alone.
-
-    Time may split over the axis that splits V. Then each device adds up its rows of the table for
-    all of the time and keeps its part; straight away XLA would gather the table.
-    """
+    """Returns embeddings [B, T, D] in their layout."""
     split = activation_split_dims_mapping
-    batch_split = None if split is None else tuple(split)[:1]
-    return constrain(constrain(embs, batch_split), split)
+    # By way of a split of the batch alone: time may split over the axis that splits V. So each
+    # device adds up its rows for all times and keeps its part; else XLA would gather the table.
+    return constrain(constrain(embs, None if split is None else tuple(split)[:1]), split)

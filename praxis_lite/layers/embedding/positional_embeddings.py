@@ -6,31 +6,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, xavier
-from praxis_lite.layers.embedding.embeddings import check_lookup_style, lookup
+from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup
 from praxis_lite.sharding import SplitDims, constrain
 
 # B batch (or 1), T time, D model dims, N heads, K dims per head.
 
 
 def _check_timescales(layer: object, min_timescale: float, max_timescale: float) -> None:
-    if not 0 < min_timescale <= max_timescale:
-        raise ConfigError(
-            f"{type(layer).__name__}: min_timescale is {min_timescale} and max_timescale "
-            f"{max_timescale}; wanted is 0 < min_timescale <= max_timescale."
-        )
+    require(
+        0 < min_timescale <= max_timescale,
+        f"{type(layer).__name__}.min_timescale",
+        min_timescale,
+        f"a number above 0 and up to max_timescale, {max_timescale}",
+    )
 
 
 def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
-    """Returns positions [B or 1, T], those of one row from 0 where none are given.
-
-    Made where they are used, they are constants of the program, and XLA folds what is computed
-    from them.
-    """
+    """Returns positions [B or 1, T]; if there are none, those of one row from 0."""
     if positions is not None:
         return positions
     assert seq_length is not None, "positions or seq_length is given"
+    # Made where they are used: constants of the program, from which XLA folds what is computed.
     return jnp.arange(seq_length, dtype=jnp.int32)[None, :]
 
 
@@ -40,9 +38,6 @@ class PositionalEmbedding(BaseLayer):
     The first half of D are sines and the second cosines, in wavelengths from 2 pi to
     2 pi max_timescale / min_timescale; an odd D ends with a zero. Vaswani et al. 2017,
     arXiv:1706.03762, with Pax's order.
-
-    Raises:
-      ConfigError: embedding_dims is not positive, or the timescales are not ordered.
     """
 
     def __init__(
@@ -54,7 +49,7 @@ class PositionalEmbedding(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
-        del rngs  # It has no weights, but stands where a learned one may stand.
+        # No weights, and so no use of rngs; but it stands where a learned one may stand.
         require_positive(self, embedding_dims=embedding_dims)
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims = embedding_dims
@@ -62,7 +57,7 @@ class PositionalEmbedding(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def check_length(self, length: int) -> None:
-        """Passes: a sinusoid has no end."""
+        """Does nothing: sines and cosines have no end."""
 
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
@@ -86,9 +81,6 @@ class TrainablePositionalEmbedding(BaseLayer):
         and "index" makes no one-hot [B, T, max].
       weight_split_dims_mapping: of [max, D].
       activation_split_dims_mapping: of [B, T, D].
-
-    Raises:
-      ConfigError: a size is not positive, or no lookup has that style.
     """
 
     def __init__(
@@ -103,7 +95,7 @@ class TrainablePositionalEmbedding(BaseLayer):
         rngs: nnx.Rngs,
     ):
         require_positive(self, max_seq_length=max_seq_length, embedding_dims=embedding_dims)
-        check_lookup_style(self, lookup_style)
+        require_choice(f"{type(self).__name__}.lookup_style", lookup_style, LOOKUP_STYLES)
         self.emb_var = self.weight(
             (max_seq_length, embedding_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
         )
@@ -112,10 +104,10 @@ class TrainablePositionalEmbedding(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def check_length(self, length: int) -> None:
-        """Checks that sequences of `length` have a position each: beyond them `take` gives NaN.
+        """Checks that there are positions for sequences of `length`.
 
         Raises:
-          ConfigError: they do not; names the setting.
+          ConfigError: there are not: beyond them a lookup gives NaN. Names the setting.
         """
         if length > self.max_seq_length:
             raise ConfigError(
@@ -143,9 +135,6 @@ class RotaryPositionalEmbedding(BaseLayer):
     Args:
       embedding_dims: K, even.
       cast_as_fprop_dtype: return the inputs' dtype; if not, float32.
-
-    Raises:
-      ConfigError: embedding_dims is odd, or the timescales are not ordered.
     """
 
     def __init__(
@@ -157,12 +146,13 @@ class RotaryPositionalEmbedding(BaseLayer):
         cast_as_fprop_dtype: bool = True,
     ):
         require_positive(self, embedding_dims=embedding_dims)
-        if embedding_dims % 2:
-            raise ConfigError(
-                f"RotaryPositionalEmbedding.embedding_dims is {embedding_dims}; the halves of a "
-                "head rotate together, so it must be even. Change dim_per_head, or use learned "
-                "positions."
-            )
+        require(
+            embedding_dims % 2 == 0,
+            "RotaryPositionalEmbedding.embedding_dims",
+            embedding_dims,
+            "an even number, for the halves of a head rotate together",
+            "Change dim_per_head, or use learned positions.",
+        )
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims = embedding_dims
         self.min_timescale, self.max_timescale = min_timescale, max_timescale

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require, require_choice
 from praxis_lite.layers.base_layer import (
     AuxLoss,
     BaseLayer,
@@ -16,9 +16,10 @@ from praxis_lite.layers.base_layer import (
     require_positive,
     xavier,
 )
+from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import TokenStats, cross_entropy, stats_of_logits
-from praxis_lite.layers.embedding.embeddings import check_lookup_style, lookup, placed
+from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup, placed
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.sharding import SplitDims, constrain
 
@@ -32,21 +33,18 @@ class FullSoftmax(BaseLayer):
       num_classes: V.
       input_dims: D.
       has_bias, bias_init: of a bias [V], which splits as V does; Pax's feed_forward_tpl.has_bias.
-      soft_cap_logits: logits become cap * tanh(logits / cap); 0 or None: they do not.
+      soft_cap_logits: logits become cap * tanh(logits / cap); 0 or None: they stay.
       z_loss_weight: adds weight * mean(log_z^2) to the auxiliary losses.
       label_smoothing_prob: takes that much of a label's probability and spreads it over the other
         V - 1 classes.
       label_smoothing_apply_for_eval: smooth labels without a key (no training pass) as well.
       scale_before_logits: divide the inputs by sqrt(D).
-      chunk_size: so many logits per token are made at a time, on each device, in training too, and
-        `compute_loss` returns none. Pax's cuts the sequence instead.
+      chunk_size: each device makes that many logits per token at a time, in training too, and
+        `compute_loss` returns no logits. Pax's cuts the sequence instead.
       feed_forward_tpl: the projection; called with the sizes, `has_bias`, `activation`, the
         initial values, the splits and `rngs`.
       weight_split_dims_mapping: of [D, V].
       activation_split_dims_mapping: of the logits, [..., V].
-
-    Raises:
-      ConfigError: a setting is out of its range.
     """
 
     def __init__(
@@ -71,14 +69,16 @@ class FullSoftmax(BaseLayer):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         if chunk_size is not None:
             require_positive(self, chunk_size=chunk_size)
-        _require_not_negative(
-            self, soft_cap_logits=soft_cap_logits or 0.0, z_loss_weight=z_loss_weight
+        name = type(self).__name__
+        cap = soft_cap_logits or 0.0
+        require(cap >= 0.0, f"{name}.soft_cap_logits", cap, "0 (none) or more")
+        require(z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 (none) or more")
+        require(
+            0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
+            f"{name}.label_smoothing_prob",
+            label_smoothing_prob,
+            f"0, or less than 1 where there are two classes or more; here are {num_classes}",
         )
-        if not 0.0 <= label_smoothing_prob < 1.0 or (label_smoothing_prob and num_classes == 1):
-            raise ConfigError(
-                f"{type(self).__name__}.label_smoothing_prob is {label_smoothing_prob} with "
-                f"{num_classes} classes; wanted is 0, or less than 1 with two classes or more."
-            )
         self.num_classes, self.input_dims = num_classes, input_dims
         self.soft_cap_logits, self.z_loss_weight = soft_cap_logits, z_loss_weight
         self.label_smoothing_prob = label_smoothing_prob
@@ -154,7 +154,7 @@ class FullSoftmax(BaseLayer):
           class_ids: int [...], or [..., 1] as in Pax; may be None with class_probabilities.
           class_weights: of each token, shaped as class_ids.
           class_probabilities: [..., V], used as they are; the logits are then made whole.
-          key: any but None in a training pass, see label_smoothing_apply_for_eval.
+          key: None outside of training, see label_smoothing_apply_for_eval.
 
         Returns:
           per_example_xent [...] in nats, per_example_argmax int [...]; total_xent, total_weight,
@@ -162,7 +162,7 @@ class FullSoftmax(BaseLayer):
           `aux_loss`); logits and log_probs [..., V], float32, if they exist.
         """
         if class_ids is None and class_probabilities is None:
-            raise ValueError("compute_loss is given neither class_ids nor class_probabilities.")
+            raise ValueError("compute_loss got neither class_ids nor class_probabilities.")
         if class_ids is not None and class_ids.ndim == inputs.ndim:
             class_ids = jnp.squeeze(class_ids, axis=-1)
         if class_weights.ndim == inputs.ndim:
@@ -201,14 +201,6 @@ class FullSoftmax(BaseLayer):
         return outputs
 
 
-def _require_not_negative(layer: object, **settings: float) -> None:
-    for name, value in settings.items():
-        if not value >= 0.0:
-            raise ConfigError(
-                f"{type(layer).__name__}.{name} is {value}; wanted is 0 (none) or more."
-            )
-
-
 class SharedEmbeddingSoftmax(FullSoftmax):
     """A FullSoftmax whose weight [D, V] also embeds the ids.
 
@@ -219,9 +211,10 @@ class SharedEmbeddingSoftmax(FullSoftmax):
       scale_sqrt_depth: multiply the embeddings by sqrt(input_dims).
       fprop_dtype: of the embeddings.
       lookup_split_dims_mapping: of the embeddings, [B, T, D]; Pax's emb_out_split_dims_mapping.
-      others: as FullSoftmax.
+      settings: of FullSoftmax.
     """
 
+    @takes_settings_of(FullSoftmax)
     def __init__(
         self,
         num_classes: int,
@@ -230,42 +223,14 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         lookup_style: str = "index",
         scale_sqrt_depth: bool = False,
         fprop_dtype: jnp.dtype = jnp.float32,
-        has_bias: bool = True,
-        bias_init: float = 0.0,
-        soft_cap_logits: float | None = 0.0,
-        z_loss_weight: float = 0.0,
-        label_smoothing_prob: float = 0.0,
-        label_smoothing_apply_for_eval: bool = True,
-        scale_before_logits: bool = False,
-        chunk_size: int | None = None,
-        weight_init: Initializer = xavier,
-        feed_forward_tpl: Callable[..., Any] = FeedForward,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         lookup_split_dims_mapping: SplitDims = None,
-        rngs: nnx.Rngs,
+        **settings: Any,
     ):
-        check_lookup_style(self, lookup_style)
-        super().__init__(
-            num_classes,
-            input_dims,
-            has_bias=has_bias,
-            bias_init=bias_init,
-            soft_cap_logits=soft_cap_logits,
-            z_loss_weight=z_loss_weight,
-            label_smoothing_prob=label_smoothing_prob,
-            label_smoothing_apply_for_eval=label_smoothing_apply_for_eval,
-            scale_before_logits=scale_before_logits,
-            chunk_size=chunk_size,
-            weight_init=weight_init,
-            feed_forward_tpl=feed_forward_tpl,
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            activation_split_dims_mapping=activation_split_dims_mapping,
-            rngs=rngs,
-        )
+        require_choice(f"{type(self).__name__}.lookup_style", lookup_style, LOOKUP_STYLES)
+        require_floating(self, fprop_dtype=fprop_dtype)
+        super().__init__(num_classes, input_dims, **settings)
         self.lookup_style = lookup_style
         self.emb_scale = input_dims**0.5 if scale_sqrt_depth else 1.0
-        require_floating(self, fprop_dtype=fprop_dtype)
         self.fprop_dtype = fprop_dtype
         self.lookup_split_dims_mapping = lookup_split_dims_mapping
 

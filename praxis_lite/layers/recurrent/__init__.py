@@ -1,4 +1,4 @@
-"""Layers with a state that runs along the sequence.
+"""What can stand in attention's place with a state of one size, whatever the length?
 
-Never sees a whole model.
+Never sees a block of a transformer or a whole model.
 """

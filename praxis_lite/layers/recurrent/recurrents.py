@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
+from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, require_positive, zeros
 from praxis_lite.layers.recurrent.rg_lru import RgLru
 from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
-Cache = dict[str, jax.Array]
 
 
 class CausalConv(BaseLayer):
@@ -66,10 +66,10 @@ class CausalConv(BaseLayer):
 class RgLruBlock(BaseLayer):
     """Returns [B, T, D] mixed along time by a recurrence, and its state: Griffin's block.
 
-    Two projections of the inputs; one goes through a causal convolution and an RgLru, the other
+    Two projections of the inputs: one goes through a causal convolution and an RgLru, the other
     through a GELU; their product is projected back (De et al. 2024, arXiv:2402.19427, figure 2).
-    It has the call and the cache of a causal self-attention, so it is a Transformer's
-    `tr_atten_tpl`. The state is of one size, whatever the length. Time stays whole on a device.
+    It is called as a causal self-attention, and so can be a Transformer's `tr_atten_tpl`. The state
+    has one size, whatever the length. Time stays whole on a device.
 
     Args:
       input_dim: D.
@@ -98,11 +98,10 @@ class RgLruBlock(BaseLayer):
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, conv_width=conv_width)
         if dim_per_head is None:
-            if input_dim % num_heads:
-                raise ConfigError(
-                    f"RgLruBlock.num_heads is {num_heads}, which does not divide input_dim, "
-                    f"{input_dim}. Set dim_per_head, or change num_heads."
-                )
+            require(
+                input_dim % num_heads == 0, "RgLruBlock.num_heads", num_heads,
+                f"a divisor of input_dim, {input_dim}", "Or set dim_per_head.",
+            )
             dim_per_head = input_dim // num_heads
         require_positive(self, dim_per_head=dim_per_head)
         _, split_N, split_K = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
@@ -157,15 +156,15 @@ class RgLruBlock(BaseLayer):
 
         Args:
           inputs: [B, T, D].
-          positions: int [B or 1, T]; None: 0 to T - 1. They serve for this alone: with a cache a
-            row whose first position is 0 starts anew, another goes on.
+          positions: int [B or 1, T]; None: 0 to T - 1. With a cache, a row whose first position is
+            0 starts anew, and another goes on; they have no other use.
           segment_ids: int [B, T]; the state starts anew where they change, and 0 is padding.
           paddings: [B, T], 1.0 for tokens that leave the state as it is: at a row's ends.
-          key: what attention takes; nothing is drawn here.
+          key: not used; taken as attention takes it.
           cache: the state after the tokens before.
 
         Raises:
-          ConfigError: there is an atten_mask; a recurrence sees the past, all of it.
+          ConfigError: there is an atten_mask; a recurrence sees all of the past.
         """
         if atten_mask is not None:
             raise ConfigError("RgLruBlock takes no atten_mask: a recurrence sees all of the past.")
@@ -176,7 +175,7 @@ class RgLruBlock(BaseLayer):
             skipped = empty if skipped is None else skipped | empty
         state = self.init_cache(batch, length, inputs.dtype) if cache is None else cache
         if cache is not None:
-            # A slot of the cache that a new sequence takes over has the state of the one before.
+            # A new sequence may take over a row of the cache, with the old one's state in it.
             first = jnp.zeros((1,), jnp.int32) if positions is None else positions[:, 0]
             goes_on = jnp.broadcast_to(first, (batch,)) > 0
             state = jax.tree.map(
@@ -185,7 +184,7 @@ class RgLruBlock(BaseLayer):
         x_BTNK = self._split(self.linear_x(inputs))
         if skipped is not None:
             x_BTNK = jnp.where(skipped[:, :, None, None], 0, x_BTNK)
-        starts, segments = _segments(segment_ids, self.conv_width - 1)
+        starts, segments = _starts_and_segments(segment_ids, self.conv_width - 1)
         convolved = self._split(self.conv(x_BTNK, state["window"], segments))
         h_BTNK, last_h = self.rg_lru(
             convolved, starts=starts, skipped=skipped, h=None if cache is None else state["h"]
@@ -201,12 +200,12 @@ class RgLruBlock(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
 
-def _segments(
+def _starts_and_segments(
     segment_ids: jax.Array | None, before: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns where a segment starts, and the segments of `before` earlier tokens and these.
+    """Returns where a segment starts, and the segments of `before` earlier tokens and of these.
 
-    What came before is of the first token's segment: a cache goes on with the row it is of.
+    The earlier ones have the first token's segment: a cache goes on with its row.
     """
     if segment_ids is None:
         return None, None
@@ -224,5 +223,5 @@ def _window_after(
     if skipped is None:
         return x[:, length:]
     ends_B = jnp.max(jnp.where(skipped, 0, 1 + jnp.arange(length)[None]), axis=1)
-    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # One row of paddings may be all rows'.
+    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # One row of paddings may be for all.
     return jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, taps))(x, ends_B)

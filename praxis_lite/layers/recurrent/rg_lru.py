@@ -11,7 +11,7 @@ from praxis_lite.sharding import SplitDims
 
 # B batch, T time, N heads (blocks of the gates), K dims per head.
 
-# Of the paper: a^C is drawn uniformly from here, C the strength of the recurrence gate.
+# The paper's: a^C is drawn uniformly from this range, and C is the recurrence gate's strength.
 _DECAY_RANGE = (0.9, 0.999)
 _C = 8.0
 # The least 1 - a^2 whose root is taken: bounds the root's gradient to 1000, which is infinite

@@ -14,9 +14,9 @@ from praxis_lite.layers.base_layer import (
     assign,
     assigned_values,
     require_positive,
-    scope_of,
     stacked,
 )
+from praxis_lite.layers.calls import scope_of
 from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, check_policy, remat
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout

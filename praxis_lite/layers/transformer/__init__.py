@@ -1,4 +1,4 @@
-"""Transformer layers and the models made of them.
+"""What is a transformer's block, and which models are stacks of it?
 
-Never sees how a whole model is split: that is a preset's.
+Never sees how a stack runs (`stacking`), nor how a whole model splits (`whole_model`).
 """

@@ -26,12 +26,12 @@ class ConditionedDecoder:
     input_paddings: jax.Array | None
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
-        """Returns a cache with the inputs in it where there are `batch_size` of them."""
+        """Returns a cache with the inputs in it, or an empty one for another `batch_size`."""
         length = self.encoded.shape[1]
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:
-            return cache  # Only its shapes are asked for.
-        # A padded token brings them there; the first true one takes its place.
+            return cache  # Only its shapes matter.
+        # A padded token brings the inputs there; the first real one takes its place.
         nothing = jnp.zeros((batch_size, 1), jnp.int32)
         _, cache = self.model.decode(
             nothing,

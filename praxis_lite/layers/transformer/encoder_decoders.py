@@ -15,7 +15,7 @@ from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.transformer.conditioned_decoders import ConditionedDecoder
-from praxis_lite.layers.transformer.models import (
+from praxis_lite.layers.transformer.model_parts import (
     embed,
     position_embedding,
     repeated_block,
@@ -40,19 +40,15 @@ class TransformerEncoderDecoder(BaseLayer):
       fprop_dtype: of the activations; weights stay float32, logits are float32.
       softmax_tpl: called with (V, D, rngs=) and, where it embeds ids too, fprop_dtype=.
       encoder_embedding_tpl, decoder_embedding_tpl: embed the inputs and the targets, called as
-        the softmax. None: the decoder's does it, and without one the softmax.
-      position_emb_tpl: of inputs and targets, called with (D, rngs=); None: none, or those below.
-      encoder_position_emb_tpl, decoder_position_emb_tpl: in the place of position_emb_tpl, which
-        must then be None.
+        the softmax. None: the decoder's embeds both, and if that is None too, the softmax.
+      position_emb_tpl: of inputs and targets, called with (D, rngs=).
+      encoder_position_emb_tpl, decoder_position_emb_tpl: in place of position_emb_tpl, which must
+        then be None.
       encoder_layer_tpl, decoder_layer_tpl: a block; or several, a pattern repeated along the
         depth. The encoder's sees the whole input, the decoder's attends to what it returns.
       encoder_stacked_transformer_tpl, decoder_stacked_transformer_tpl: called with (block, num
         blocks, rngs=).
-      encoder_ln_tpl, decoder_ln_tpl: after each stack.
-
-    Raises:
-      ConfigError: a size is not positive, a pattern does not divide its stack, or there are shared
-        positions and separate ones.
+      encoder_ln_tpl, decoder_ln_tpl: the norm after each stack.
     """
 
     def __init__(
@@ -102,16 +98,12 @@ class TransformerEncoderDecoder(BaseLayer):
 
         def stack(layer: Any, stacked: Template, num_layers: int, **settings: Any) -> Any:
             sizes = (num_layers, model_dims, hidden_dims, num_heads)
-            block, num_blocks = repeated_block(
-                self, layer, *sizes, dim_per_head=dim_per_head, **settings
-            )
-            return stacked(block, num_blocks, rngs=rngs)
+            settings["dim_per_head"] = dim_per_head
+            return stacked(*repeated_block(self, layer, *sizes, **settings), rngs=rngs)
 
         embeds_targets = decoder_embedding_tpl is None
-        self.softmax = softmax_tpl(
-            vocab_size, model_dims, **({"fprop_dtype": fprop_dtype} if embeds_targets else {}),
-            rngs=rngs,
-        )
+        dtype = {"fprop_dtype": fprop_dtype} if embeds_targets else {}
+        self.softmax = softmax_tpl(vocab_size, model_dims, **dtype, rngs=rngs)
         self.encoder_embedding_lookup = embedding(encoder_embedding_tpl)
         self.decoder_embedding_lookup = embedding(decoder_embedding_tpl)
         self.position_emb = position(position_emb_tpl)
@@ -132,7 +124,7 @@ class TransformerEncoderDecoder(BaseLayer):
     def __call__(
         self, inputs: jax.Array, targets: jax.Array, **kwargs: Any
     ) -> tuple[jax.Array, None]:
-        """Returns the logits, and None for a cache; arguments as `compute_loss`."""
+        """Returns the logits and None, for it has no cache; arguments as `compute_loss`."""
         return self.softmax(self._activations(inputs, targets, **kwargs)), None
 
     def compute_loss(
@@ -149,8 +141,8 @@ class TransformerEncoderDecoder(BaseLayer):
 
         Args:
           inputs: int [B, S].
-          targets, labels, weights: [B, T]: what the decoder is given, what it is to predict, and
-            how much each counts.
+          targets, labels, weights: [B, T]: what the decoder gets, what it is to predict, and how
+            much each counts.
           key: turns dropout on.
           kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding; of packed rows
             input_segment_ids, input_segment_pos, target_segment_ids and target_segment_pos, where
@@ -198,7 +190,7 @@ class TransformerEncoderDecoder(BaseLayer):
         """Returns what the softmax gets, [B, T, D], and the decoder's cache.
 
         With a cache the targets are appended to it at their positions `target_segment_pos`, and
-        `encoded` may be left out once a call has had it.
+        only the first call needs `encoded`.
         """
         lookup = self.decoder_embedding_lookup
         x = embed(self.softmax if lookup is None else lookup, targets)
@@ -242,28 +234,19 @@ class TransformerEncoderDecoder(BaseLayer):
         return ConditionedDecoder(self, encoded, input_paddings)
 
     def _activations(
-        self,
-        inputs: jax.Array,
-        targets: jax.Array,
-        *,
-        input_paddings: jax.Array | None = None,
-        input_segment_ids: jax.Array | None = None,
-        input_segment_pos: jax.Array | None = None,
-        key: jax.Array | None = None,
-        **of_targets: Any,
+        self, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None, **kwargs: Any
     ) -> jax.Array:
         encoder_key, decoder_key = split_keys(key, 2)
-        of_inputs = {"input_paddings": input_paddings, "input_segment_ids": input_segment_ids}
-        encoded = self.encode(
-            inputs, **of_inputs, input_segment_pos=input_segment_pos, key=encoder_key
-        )
-        return self.decode(targets, encoded=encoded, key=decoder_key, **of_inputs, **of_targets)[0]
+        of_inputs = {name: x for name, x in kwargs.items() if name.startswith("input_")}
+        kwargs.pop("input_segment_pos", None)  # The decoder's alone are the targets'.
+        encoded = self.encode(inputs, **of_inputs, key=encoder_key)
+        return self.decode(targets, encoded=encoded, key=decoder_key, **kwargs)[0]
 
 
 def _segments(
     segment_ids: jax.Array | None, paddings: jax.Array | None
 ) -> jax.Array | None:
-    """Returns the segments of packed rows, or one of all tokens but the padding, which is 0."""
+    """Returns segment_ids; if there are none, 1 for tokens and 0 for padding."""
     if segment_ids is None and paddings is not None:
         return (1.0 - paddings).astype(jnp.int32)
     return segment_ids

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
 from praxis_lite.layers.linears import FeedForward
@@ -27,19 +27,19 @@ class TransformerFeedForward(BaseLayer):
     """Returns `x + ffn(norm(x))`, or what the options make of it: [B, T, D] -> [B, T, D].
 
     Args:
-      output_dims: other than D, which is only possible without a skip connection.
+      output_dims: None: D, which a skip connection needs.
       activation: a name or a function, see `activations`.
       use_gated_activation: multiply the hidden, unactivated, by an activated second projection
         (arXiv:2002.05202).
-      apply_padding_first: zero padded positions of the inputs, and not of the hidden activations
-        and of what is added to the inputs.
+      apply_padding_first: zero padded positions of the inputs, rather than of the hidden
+        activations and of what is added to the inputs.
       fflayer_tpl: called as FeedForward, with (input dims, output dims, has_bias=, ...).
       ln_tpl: the norm, called with (input_dims, rngs=).
       norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after) or "post_skip"
         (after the skip connection).
       relu_dropout_prob, residual_dropout_prob: of the hidden activations and of what is added.
       add_skip_connection: add the inputs.
-      residual_weight: factor of what is added to the inputs; as in Pax, without effect where
+      residual_weight: factor of what is added to the inputs; as in Pax, it has no effect where
         residual_droppath_prob is set.
       residual_droppath_prob: share of the rows that skip the layer (stochastic depth).
       weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
@@ -76,17 +76,19 @@ class TransformerFeedForward(BaseLayer):
             self, input_dims=input_dims, hidden_dims=hidden_dims, output_dims=output_dims
         )
         check_norm_policy(norm_policy, self)
-        if add_skip_connection and output_dims != input_dims:
-            raise ConfigError(
-                f"TransformerFeedForward.output_dims is {output_dims}, but what is added to the "
-                f"inputs must have their {input_dims} dims. Set add_skip_connection=False, or "
-                "leave output_dims out."
-            )
-        if residual_droppath_prob and not add_skip_connection:
-            raise ConfigError(
-                "TransformerFeedForward.residual_droppath_prob drops what is added to the inputs, "
-                "but add_skip_connection is False. Set one of them only."
-            )
+        require(
+            output_dims == input_dims or not add_skip_connection,
+            "TransformerFeedForward.output_dims",
+            output_dims,
+            f"the inputs' {input_dims} dims, because the outputs are added to them",
+            "Leave it out, or set add_skip_connection=False.",
+        )
+        require(
+            add_skip_connection or not residual_droppath_prob,
+            "TransformerFeedForward.residual_droppath_prob",
+            residual_droppath_prob,
+            "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
+        )
         split_D, split_F = (*(weight_split_dims_mapping or ()), None, None)[:2]
 
         def into_hidden(name: str, activation: Any) -> FeedForward:
@@ -102,16 +104,13 @@ class TransformerFeedForward(BaseLayer):
             )
 
         has_two, outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
-        self.layer_norm = (
-            None if has_two else ln_tpl(output_dims if outer else input_dims, rngs=rngs)
-        )
+        norm_dims = output_dims if outer else input_dims
+        self.layer_norm = None if has_two else ln_tpl(norm_dims, rngs=rngs)
         self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
         self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
-        # As Pax: of the pair it is the gate that is activated.
-        self.ffn_layer1 = into_hidden("ffn1", "identity" if use_gated_activation else activation)
-        self.ffn_layer1_gate = (
-            into_hidden("ffn1_gate", activation) if use_gated_activation else None
-        )
+        has_gate = use_gated_activation  # As in Pax, the gate is activated, and the other is not.
+        self.ffn_layer1 = into_hidden("ffn1", "identity" if has_gate else activation)
+        self.ffn_layer1_gate = into_hidden("ffn1_gate", activation) if has_gate else None
         self.ffn_layer2 = fflayer_tpl(
             hidden_dims,
             output_dims,

@@ -1,6 +1,5 @@
 """The decoder-only language model. Names and structure are Pax's."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,22 +7,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.layers.attention.masks import LARGE_NEGATIVE
-from praxis_lite.layers.base_layer import (
-    BaseLayer,
-    aux_loss,
-    broadcast_as,
-    require_floating,
-    require_positive,
+from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.layers.attention.masks import (
+    causal_mask,
+    convert_paddings_to_mask,
+    segment_mask,
 )
-from praxis_lite.layers.embedding.positional_embeddings import (
-    PositionalEmbedding,
-    TrainablePositionalEmbedding,
-)
+from praxis_lite.layers.base_layer import BaseLayer, require_floating, require_positive
+from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.normalizations import LayerNorm
-from praxis_lite.layers.stacking.repeats import Block, Repeat, StackedTransformer, num_repeats
+from praxis_lite.layers.stacking.repeats import Repeat
+from praxis_lite.layers.transformer.model_parts import (
+    embed,
+    position_embedding,
+    repeated_block,
+    with_positions,
+    with_total_loss,
+)
 from praxis_lite.layers.transformer.transformers import Transformer
 
 # B batch, T time, V classes.
@@ -38,23 +39,19 @@ class TransformerLm(BaseLayer):
     Args:
       vocab_size: V.
       model_dims, hidden_dims, num_heads, dim_per_head, num_layers: sizes handed to the templates.
-      max_seq_length: that many learned positions in place of `position_emb_tpl`.
+      max_seq_length: that many learned positions, in place of `position_emb_tpl`.
       model_type: "causal", "bidirectional" or "prefix" (a prefix sees all of itself).
       fprop_dtype: of the activations; weights stay float32, logits are float32.
       residual_dropout_prob: of what the blocks' parts add, see Transformer.
       entropy_loss_weight: adds so many times the mean of sum(p log p) to the loss.
       softmax_tpl: called with (V, D, rngs=) and, where it embeds the ids too, fprop_dtype=.
-      separate_embedding_tpl: embeds the ids in the softmax's place, called as that.
-      position_emb_tpl: added to the embeddings, called with (D, rngs=); None: nothing is (where
-        the attention has positions of its own).
+      separate_embedding_tpl: embeds the ids in place of the softmax, called as that.
+      position_emb_tpl: added to the embeddings, called with (D, rngs=); None: nothing is added
+        (the attention may have positions of its own).
       transformer_layer_tpl: a block, called with (D, hidden_dims, num_heads, rngs=) and settings
         of Transformer; or several, a pattern repeated along the depth.
       stacked_transformer_tpl: called with (block, num blocks, rngs=); a pattern is one block.
-      final_ln_tpl: before the softmax; None: none.
-
-    Raises:
-      ConfigError: a size is not positive, no model_type has that name, or the pattern does not
-        divide num_layers.
+      final_ln_tpl: the norm before the softmax; None: no norm.
     """
 
     def __init__(
@@ -82,11 +79,7 @@ class TransformerLm(BaseLayer):
         require_positive(
             self, vocab_size=vocab_size, model_dims=model_dims, num_layers=num_layers
         )
-        if model_type not in MODEL_TYPES:
-            raise ConfigError(
-                f"TransformerLm.model_type is {model_type!r}; wanted is one of {MODEL_TYPES}."
-                f"{did_you_mean(str(model_type), MODEL_TYPES)}"
-            )
+        require_choice("TransformerLm.model_type", model_type, MODEL_TYPES)
         require_floating(self, fprop_dtype=fprop_dtype)
         sizes, dtype = (vocab_size, model_dims), {"fprop_dtype": fprop_dtype}
         is_shared = separate_embedding_tpl is None
@@ -97,16 +90,15 @@ class TransformerLm(BaseLayer):
         self.position_emb = position_embedding(
             position_emb_tpl, max_seq_length, model_dims, rngs=rngs
         )
-        settings = {
-            "dim_per_head": dim_per_head,
-            "fold_padding_with_segment_mask": True,
-            **({} if model_type == "causal" else {"mask_self_attention": False}),
-            **({"residual_dropout_prob": residual_dropout_prob} if residual_dropout_prob else {}),
-        }
-        block, num_blocks = repeated_block(
+        settings = {"dim_per_head": dim_per_head, "fold_padding_with_segment_mask": True}
+        if model_type != "causal":
+            settings["mask_self_attention"] = False
+        if residual_dropout_prob:
+            settings["residual_dropout_prob"] = residual_dropout_prob
+        blocks = repeated_block(
             self, transformer_layer_tpl, num_layers, model_dims, hidden_dims, num_heads, **settings
         )
-        self.transformer = stacked_transformer_tpl(block, num_blocks, rngs=rngs)
+        self.transformer = stacked_transformer_tpl(*blocks, rngs=rngs)
         self.final_ln = None if final_ln_tpl is None else final_ln_tpl(model_dims, rngs=rngs)
         self.model_type, self.fprop_dtype, self.vocab_size = model_type, fprop_dtype, vocab_size
         self.entropy_loss_weight = entropy_loss_weight
@@ -150,8 +142,9 @@ class TransformerLm(BaseLayer):
           inputs_indicator: [B, T] of model_type "prefix", 1 for a token of the prefix.
           key: turns dropout on.
         """
-        inputs = {"positions": positions, "segment_ids": segment_ids, "paddings": paddings}
-        x, cache = self._activations(ids, inputs, inputs_indicator, key, cache)
+        x, cache = self._activations(
+            ids, positions, segment_ids, paddings, inputs_indicator, key, cache
+        )
         return self.softmax(x), cache
 
     def compute_loss(
@@ -170,25 +163,26 @@ class TransformerLm(BaseLayer):
 
         Args:
           labels, weights: int and float [B, T]: the token after each, and how much it counts.
-          ids and the others: as `__call__`.
+          others: as in `__call__`.
 
         Returns:
-          What the softmax's `compute_loss` gives, and per_token_xent [B, T], per_sequence_xent
+          What the softmax's `compute_loss` returns, and per_token_xent [B, T], per_sequence_xent
           [B], aux_loss (the sum of the layers') and total_loss, which is to be minimised. The
           layers' AuxLoss and Summary variables hold what this pass reports.
         """
-        inputs = {"positions": positions, "segment_ids": segment_ids, "paddings": paddings}
-        x, _ = self._activations(ids, inputs, inputs_indicator, key, None)
+        x, _ = self._activations(ids, positions, segment_ids, paddings, inputs_indicator, key)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
         return with_total_loss(self, outputs, weights, self.entropy_loss_weight)
 
     def _activations(
         self,
         ids: jax.Array,
-        inputs: dict[str, jax.Array | None],
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        paddings: jax.Array | None,
         inputs_indicator: jax.Array | None,
         key: jax.Array | None,
-        cache: Any,
+        cache: Any = None,
     ) -> tuple[jax.Array, Any]:
         """Returns what the softmax gets, [B, T, D], and the cache."""
         if (inputs_indicator is None) == (self.model_type == "prefix"):
@@ -198,94 +192,20 @@ class TransformerLm(BaseLayer):
                 'the prefix of model_type "prefix", and no other type takes it.'
             )
         x = embed(self.softmax if self.embedding_lookup is None else self.embedding_lookup, ids)
-        x = with_positions(self.position_emb, x, inputs["positions"])
+        x = with_positions(self.position_emb, x, positions)
+        inputs = {"positions": positions, "segment_ids": segment_ids, "paddings": paddings}
         if inputs_indicator is not None:
-            inputs = {**inputs, "atten_mask": _prefix_mask(inputs_indicator, inputs)}
+            inputs["atten_mask"] = _prefix_mask(inputs_indicator, segment_ids, paddings)
         x, cache = self.transformer(x, key=key, cache=cache, **inputs)
         return x if self.final_ln is None else self.final_ln(x), cache
 
 
-def embed(layer: Any, ids: jax.Array) -> jax.Array:
-    """Returns the embeddings [B, T, D] of a softmax that has some, or of an embedding."""
-    return getattr(layer, "emb_lookup", layer)(ids)
-
-
-def position_embedding(
-    template: Callable[..., Any] | None,
-    max_seq_length: int | None,
-    model_dims: int,
-    *,
-    rngs: nnx.Rngs,
-) -> Any:
-    """Returns a model's position embedding: learned for `max_seq_length`; None: none is added."""
-    if max_seq_length is None:
-        return None if template is None else template(embedding_dims=model_dims, rngs=rngs)
-    if template in (None, PositionalEmbedding):
-        template = TrainablePositionalEmbedding
-    return template(max_seq_length=max_seq_length, embedding_dims=model_dims, rngs=rngs)
-
-
-def with_positions(
-    position_emb: Any, x: jax.Array, positions: jax.Array | None
-) -> jax.Array:
-    """Returns embeddings [B, T, D] with those of their positions added, if there are any."""
-    if position_emb is None:
-        return x
-    return x + broadcast_as(position_emb(positions, seq_length=x.shape[1]), x)
-
-
-def repeated_block(
-    model: object,
-    templates: Callable[..., Any] | Sequence[Callable[..., Any]],
-    num_layers: int,
-    *sizes: int,
-    **settings: Any,
-) -> tuple[Block, int]:
-    """Returns the block of a stack of `num_layers`, and how many of them: a pattern is one block.
-
-    Raises:
-      ConfigError: the pattern does not divide num_layers; names the model's class.
-    """
-    if not isinstance(templates, Sequence):
-        return functools.partial(templates, *sizes, **settings), num_layers
-    num_blocks = num_repeats(model, templates, num_layers)
-    pattern = [functools.partial(template, *sizes, **settings) for template in templates]
-    return functools.partial(StackedTransformer, pattern, len(pattern)), num_blocks
-
-
-def with_total_loss(
-    model: nnx.Module,
-    outputs: dict[str, jax.Array],
-    weights: jax.Array,
-    entropy_loss_weight: float | None = None,
-) -> dict[str, jax.Array]:
-    """Returns a softmax's outputs with the sums per token and row, and the total loss."""
-    weights = weights.astype(jnp.float32)
-    outputs = dict(outputs)
-    outputs["per_token_xent"] = outputs["per_example_xent"] * weights
-    outputs["per_sequence_xent"] = jnp.sum(outputs["per_token_xent"], axis=-1)
-    added = aux_loss(model)
-    outputs["aux_loss"] = jnp.zeros(()) if added is None else added
-    total = outputs["avg_xent"]
-    if entropy_loss_weight is not None:
-        log_probs = outputs["log_probs"]
-        negative_entropy = jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-        mean = jnp.sum(negative_entropy * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
-        outputs["avg_entropy_loss"] = mean
-        total = total + entropy_loss_weight * mean
-    outputs["total_loss"] = total if added is None else total + added
-    return outputs
-
-
 def _prefix_mask(
-    inputs_indicator: jax.Array, inputs: dict[str, jax.Array | None]
+    inputs_indicator: jax.Array, segment_ids: jax.Array | None, paddings: jax.Array | None
 ) -> jax.Array:
-    """Returns float [B, 1, T, T] to add to logits: tokens see their segment's prefix and past."""
-    index_T = jnp.arange(inputs_indicator.shape[1])
-    seen_BTS = (index_T[:, None] >= index_T[None, :])[None] | (inputs_indicator > 0)[:, None, :]
-    segments_BT = inputs["segment_ids"]
-    if segments_BT is None and inputs["paddings"] is not None:
-        segments_BT = inputs["paddings"] < 0.5
-    if segments_BT is not None:
-        seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
-    return jnp.where(seen_BTS, 0.0, LARGE_NEGATIVE)[:, None]
+    """Returns the atten_mask [B, 1, T, T] by which tokens see their segment's prefix and past."""
+    after_prefix = convert_paddings_to_mask((inputs_indicator <= 0).astype(jnp.float32))
+    mask = jnp.maximum(causal_mask(inputs_indicator.shape[1]), after_prefix)
+    if segment_ids is None and paddings is not None:
+        segment_ids = paddings < 0.5
+    return mask if segment_ids is None else jnp.minimum(mask, segment_mask(segment_ids))

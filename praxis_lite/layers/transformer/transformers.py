@@ -10,6 +10,7 @@ from flax import nnx
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.masks import HIDE_LATER
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.residual_branches import (
@@ -35,32 +36,32 @@ _KEYS = (
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Returns the settings that say something: a sublayer need not have those that do not."""
+    """Returns the settings that are set: a sublayer need not know the others."""
     return {name: value for name, value in settings.items() if value not in (None, 0.0)}
 
 
 class Transformer(BaseLayer):
     """Returns a block's [B, T, D] and its cache: attention, cross-attention if any, feed-forward.
 
-    The block's dims, its norm policy and whatever probabilities are not 0 go to the templates,
-    which are called with `rngs`.
+    The templates are called with the block's dims, its norm policy, those probabilities that are
+    not 0, and `rngs`.
 
     Args:
-      norm_policy: see TransformerFeedForward; of all the block's parts.
+      norm_policy: of all the block's parts, see TransformerFeedForward.
       atten_dropout_prob, residual_dropout_prob, relu_dropout_prob: of the attention probabilities,
         of what is added to the residual stream, of the hidden activations.
       residual_droppath_prob: share of the rows that skip a part of the block (stochastic depth).
       mask_self_attention: True: no token sees a later one. False: every token sees all, as in an
-        encoder; so are the stacks of Pax, whose setting this is, by default. None: True, unless the
+        encoder, and by default in the stacks of Pax, whose setting this is. None: True, unless the
         call hands an atten_mask, which then says all, as in Pax's block.
       use_cross_attention: attend to `encoded` between self-attention and feed-forward.
-      allow_skip_cross_attention: leave that out where there is no `encoded` (and no cache).
+      allow_skip_cross_attention: do not, where there is no `encoded` (and no cache).
       fold_padding_with_segment_mask: padded tokens are a segment of their own, and attend to each
-        other, as in Pax's TransformerLm; otherwise what they get is the mean of all tokens. Other
-        tokens see none of them either way.
+        other, as in Pax's TransformerLm; otherwise they get the mean of all tokens. Other tokens
+        never see them.
       ln_tpl: the norms, of the feed-forward too, called with (input_dims, rngs=).
       tr_atten_tpl: called with (input_dims, num_heads, dim_per_head=, rngs=).
-      cross_atten_tpl: None: as tr_atten_tpl; called with is_cross_attention=True besides.
+      cross_atten_tpl: called with is_cross_attention=True besides; None: tr_atten_tpl.
       tr_fflayer_tpl: called with (input_dims, hidden_dims, ln_tpl=, rngs=).
     """
 
@@ -165,9 +166,9 @@ class Transformer(BaseLayer):
         Args:
           inputs: [B, T, D].
           atten_mask: float [B or 1, 1 or N, 1 or T, T] of self-attention, LARGE_NEGATIVE where a
-            token is not seen. It alone says what is seen, as in Pax: paddings, segment_ids and the
-            order of the tokens count no more.
-          encoded: [B, S, D], what the encoder gave.
+            token is not seen. As in Pax, paddings, segment_ids and the order of the tokens then
+            hide nothing.
+          encoded: [B, S, D], what the encoder returned.
           key: turns dropout on.
           others: see DotProductAttention; `paddings` are the feed-forward's too.
 
@@ -178,27 +179,24 @@ class Transformer(BaseLayer):
         if atten_mask is not None and self.mask_self_attention is True:
             raise ConfigError(
                 "Transformer.mask_self_attention is True, and the call hands an atten_mask; as in "
-                "Pax a mask alone says what a token sees. Leave it out, and let the mask hide "
-                "later tokens where they are to be hidden (jnp.minimum(atten_mask, "
-                "causal_mask(T)) of praxis_lite.layers.attention.masks)."
+                f"Pax a mask alone says what a token sees. Leave it out, and {HIDE_LATER}."
             )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
         own = {"segment_ids": segment_ids, "paddings": paddings}
         if atten_mask is not None:
             own = {"atten_mask": atten_mask}
         elif cache is None and paddings is not None:
-            # As Pax's stacks: what a padded token attends to follows from its segment, 0.
+            # As in Pax's stacks, a padded token attends to its segment, 0.
             is_masked = self.mask_self_attention is not False
             if segment_ids is None and (self.fold_padding_with_segment_mask or is_masked):
                 own["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
             if self.fold_padding_with_segment_mask:
                 own["paddings"] = None
-        caches = {"self_attention": cache}
-        if self.cross_attention is not None and cache is not None:
-            caches = dict(cache)
+        has_both = self.cross_attention is not None
+        caches = dict(cache) if has_both and cache is not None else {"self_attention": cache}
 
         def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
-            # What is not there is not handed on: a layer in attention's place need not know it.
+            # No None is handed on: a layer in attention's place need not know every input.
             inputs = {name: value for name, value in inputs.items() if value is not None}
             outputs, caches[name] = getattr(self, name)(
                 x, key=keys[name], cache=caches.get(name), **inputs
@@ -238,7 +236,7 @@ class Transformer(BaseLayer):
         )
         if cache is None:
             return outputs, None
-        return outputs, caches if self.cross_attention is not None else caches["self_attention"]
+        return outputs, caches if has_both else caches["self_attention"]
 
     def _crosses(self, encoded: jax.Array | None, caches: dict[str, Any]) -> bool:
         if self.cross_attention is None:

@@ -1,4 +1,4 @@
-"""What is set on a whole model's config or tree: sharding presets, adapters, quantized products.
+"""What is set on a whole model from outside: splits by one word, adapters, quantized products?
 
 Sees every layer; no layer sees it.
 """

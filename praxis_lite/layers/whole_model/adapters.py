@@ -1,7 +1,7 @@
-"""LoRA (arXiv:2106.09685): dense weights that learn a product of two thin matrices beside them.
+"""LoRA (arXiv:2106.09685): dense layers that learn a product of two thin matrices beside w.
 
     linear_tpl=lora(Linear, rank=4)                        # one layer
-    tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # some inside another
+    tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # layers inside one
 
 An adapted layer is its base layer with `lora_a` and `lora_b` beside `w`: all other paths, and the
 first values of all other weights, are those of the model without adapters. In a stack adapt the
@@ -10,6 +10,7 @@ block, not the stack.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +18,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
     CombinedQKVProjectionLayer,
     OneHeadedAttentionProjection,
 )
-from praxis_lite.layers.base_layer import BaseLayer, spec_of, zeros
-from praxis_lite.layers.einsums import Einsum
+from praxis_lite.layers.base_layer import BaseLayer, zeros
 from praxis_lite.layers.initializers import WeightInit
-from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.linears import Einsum, Linear
 from praxis_lite.sharding import constrain
 from praxis_lite.sharding.split_dims import DimSplit
 
@@ -51,7 +51,7 @@ def lora(
       only: adapt the layers whose path inside has one of these names, such as "query"; None: all.
 
     Raises:
-      ConfigError: rank is not positive; once called, when there is no layer to adapt.
+      ConfigError: rank is not positive; or, once called, there is no layer to adapt.
     """
     _check_rank(rank)
     return functools.partial(adapted, base_tpl=base_tpl, rank=rank, alpha=alpha, only=only)
@@ -94,8 +94,8 @@ def adapted(
 
 
 def _check_rank(rank: int) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"lora.rank is {rank!r}; wanted is a positive integer.")
+    is_right = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+    require(is_right, "lora.rank", rank, "a positive integer")
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
@@ -117,7 +117,7 @@ def merge_adapters(module: nnx.Module) -> nnx.Module:
 
 @dataclasses.dataclass(frozen=True)
 class DenseForm:
-    """What a layer does with its weight: an einsum. The letters "r" and "..." are taken.
+    """The einsum that a layer is of its inputs and its weight. "r" is the rank's letter.
 
     Attributes:
       inputs, outputs: letters of dims, after any leading ones.
@@ -137,24 +137,24 @@ class DenseForm:
 
     @property
     def a(self) -> str:
-        """Letters of lora_a."""
+        """Returns the letters of lora_a."""
         return self.stack + self.summed + "r"
 
     @property
     def b(self) -> str:
-        """Letters of lora_b."""
+        """Returns the letters of lora_b."""
         taken = self.stack + self.summed
         return self.stack + "r" + "".join(x for x in self.weight if x not in taken)
 
     @property
     def between(self) -> str:
-        """Letters of `inputs @ a`."""
+        """Returns the letters of `inputs @ a`."""
         kept = "".join(x for x in self.inputs if x not in self.summed)
         return kept + "".join(x for x in self.stack if x not in kept) + "r"
 
     @property
     def leading(self) -> str:
-        """Letters that the outputs have in front of all: of a layer that returns several."""
+        """Returns the letters that number the outputs of a layer that returns several."""
         return "".join(x for x in self.stack if x not in self.outputs)
 
 
@@ -190,9 +190,7 @@ def _adapt(layer: BaseLayer, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     form = DENSE[type(layer)](layer)
     size_of = dict(zip(form.weight, form.shape, strict=True)) | {"r": rank}
     split_of = dict(zip(form.weight, _splits(layer, form), strict=True))  # The rank is whole.
-    fan_in = 1
-    for letter in form.summed:
-        fan_in *= size_of[letter]
+    fan_in = math.prod(size_of[letter] for letter in form.summed)
     for name, letters, init in (
         ("lora_a", form.a, WeightInit.Gaussian(fan_in**-0.5)),
         ("lora_b", form.b, zeros),
@@ -206,14 +204,14 @@ def _adapt(layer: BaseLayer, rank: int, scale: float, rngs: nnx.Rngs) -> None:
 
 
 def _splits(layer: BaseLayer, form: DenseForm) -> tuple[DimSplit, ...]:
-    """Returns a split per letter of the weight; of merged dims the first has it."""
-    mapping = tuple(spec_of(layer.w).split_dims_mapping or ())
+    """Returns a split per letter of the weight; of merged dims the first has the split."""
+    mapping = tuple(layer.w.get_metadata().get("split_dims_mapping") or ())
     remaining = list(zip(layer.w.shape, (*mapping, *(None,) * layer.w.ndim), strict=False))
     splits, left = [], 1
     for size in form.shape:
         split = None
         if left == 1 and remaining:
-            # A dim of `w` that is larger than its letter's holds the next letters as well.
+            # A dim of `w` that is larger than its letter's size holds the next letters as well.
             left, split = remaining.pop(0)
         splits.append(split)
         left //= size
@@ -221,7 +219,7 @@ def _splits(layer: BaseLayer, form: DenseForm) -> tuple[DimSplit, ...]:
 
 
 def _call(layer: Any, inputs: jax.Array) -> Any:
-    """What an adapted layer computes."""
+    """Returns what an adapted layer computes."""
     outputs = layer.base_class.__call__(layer, inputs)
     form = layer.lora_form
     a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)

@@ -4,23 +4,22 @@
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
-Weights, slots and checkpoints are those of the model without it: a weight is rounded each time that
-it is used, with a scale per output channel, activations with a scale per token, and the product is
-summed in int32 (float8: float32) and scaled back. Gradients go through the rounding as if it were
-not there. Without `bwd_qtype` the two products of the backward pass are made of what was not
-rounded, in the model's dtype.
+Weights, slots and checkpoints are those of the model without it. A weight is rounded each time that
+it is used, with a scale per output channel; activations are rounded with a scale per token. The
+product is summed in int32 (float8: in float32) and scaled back. Gradients pass the rounding as if
+it were not there; without a `bwd_qtype` the two products of the backward pass are of the unrounded
+factors, in the model's dtype.
 
-What it does not do: products of two activations (attention's logits), experts, convolutions,
-recurrences and embeddings stay as they are, as do LoRA's thin ones; of the layers that are not
-rounded though a pattern matches them, the log tells. A softmax with a `chunk_size` cannot have its
-weight rounded. Stored weights stay float32, so that decoding rounds them for every token. Rounding
-is to nearest, in the backward pass too. A sum of more than 133,000 int8 products could leave int32
-(with a `bwd_qtype`, a weight's gradient is one over all tokens of a device), were all near the
-largest.
+Never rounded are products of two activations (attention's logits), experts, convolutions,
+recurrences, embeddings and LoRA's thin products; the log names the layers that a pattern matches
+and that are not rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored
+weights stay float32, so that decoding rounds them for every token. Rounding is to nearest, in the
+backward pass too. A sum of more than 133,000 int8 products can leave int32 if nearly all are the
+largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
 
-Qwix's own way in, `qwix.quantize_model`, is not used: it intercepts one method of a model (an LM
-has two, `__call__` and `compute_loss`), finds layers by walking Python's stack, and asks Flax for
-methods that are deprecated. What is used is its arithmetic: `qwix.quantize` and `qwix.einsum`.
+Only the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
+intercepts one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by
+walking Python's stack, and asks Flax for methods that are deprecated.
 """
 
 import dataclasses
@@ -35,30 +34,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.layers.attention.projections import (
-    AttentionProjection,
-    CombinedQKVProjectionLayer,
-    OneHeadedAttentionProjection,
-)
-from praxis_lite.layers.base_layer import BaseLayer, spec_of
-from praxis_lite.layers.einsums import Einsum
+from praxis_lite.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.whole_model.adapters import DENSE
 from praxis_lite.sharding import constrain
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-# The largest int8 is 127. Qwix's own bound of 127.5 puts the largest element of each row between
-# two integers, where the last bit of a float decides, which may differ from mesh to mesh.
+# The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two
+# integers, where the last bit of a float decides, which may differ from mesh to mesh.
 _CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
-# Layers that are one einsum with their weight, and a bias. A class of one's own may do more.
-QUANTIZABLE = (
-    Linear,
-    Einsum,
-    AttentionProjection,
-    OneHeadedAttentionProjection,
-    CombinedQKVProjectionLayer,
-)
+# Layers that are one einsum with their weight, and a bias; a class that a user adds may do more.
+QUANTIZABLE = tuple(DENSE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +55,13 @@ class QuantizationRule:
     Attributes:
       regex: matched from the start of a weight's path (`re.match`), such as
         "transformer/.*/ffn_layer"; of several rules the first that matches counts.
-      qtype: of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; None: as they are.
+      qtype: of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; None: not rounded.
       bwd_qtype: of the incoming gradient in both products of the backward pass, whose other factor
         is rounded to `qtype`; None: the backward pass is not rounded.
 
     Raises:
-      ConfigError: no type has that name, the two are not both integers or both floats, or `regex`
-        is no regular expression.
+      ConfigError: no type has that name, one is of integers and the other of floats, or `regex` is
+        no regular expression.
     """
 
     regex: str
@@ -84,11 +71,8 @@ class QuantizationRule:
     def __post_init__(self):
         for name in ("qtype", "bwd_qtype"):
             value = getattr(self, name)
-            if value is not None and value not in QTYPES:
-                raise ConfigError(
-                    f"QuantizationRule.{name} is {value!r}; wanted is None or one of "
-                    f"{', '.join(QTYPES)}.{did_you_mean(str(value), QTYPES)}"
-                )
+            if value is not None:
+                require_choice(f"QuantizationRule.{name}", value, QTYPES)
         if self.bwd_qtype is not None and (self.qtype or "")[:3] != self.bwd_qtype[:3]:
             raise ConfigError(
                 f"QuantizationRule: qtype is {self.qtype!r} and bwd_qtype {self.bwd_qtype!r}; the "
@@ -112,8 +96,8 @@ def quantized(
     """Returns what `model` builds, its dense layers (QUANTIZABLE) multiplying by the rules.
 
     Raises:
-      ConfigError: Qwix is not installed, there are no rules, or one has no layer; names the weights
-        there are.
+      ConfigError: Qwix is not installed, there are no rules, or one matches no layer; names the
+        weights that there are.
     """
     _qwix()
     if not rules:
@@ -131,14 +115,14 @@ def quantized(
                 break
     for i, rule in enumerate(rules):
         if i not in used:
-            _raise_unused(rule, list(dense))
+            raise _unused(rule, list(dense))
     left = [
         path
         for path, node in nodes.items()
         if _is_matrix(node) and path not in dense
         if any(re.match(rule.regex, path) for rule in rules)
     ]
-    _log_once(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
+    log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
     return layer
 
 
@@ -197,7 +181,7 @@ def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
 
 
 def _call(layer: Any, inputs: jax.Array) -> Any:
-    """What a quantized layer computes: its einsum, rounded, and its bias."""
+    """Returns what a quantized layer computes: its einsum, rounded, and its bias."""
     rule, base = layer.quantization, layer.unquantized_class
     form = DENSE[base](layer)  # Only here: one layer of a stack is at hand, not the stack.
     taken = form.inputs + form.weight
@@ -224,26 +208,22 @@ def _call(layer: Any, inputs: jax.Array) -> Any:
 
 def _factors(layer: Any, inputs: jax.Array) -> list:
     raise ConfigError(
-        f"A softmax with a chunk_size takes the weight of its linear layer apart, which a rule "
+        f"A softmax with a chunk_size cuts the weight of its linear layer, which a rule "
         f"({layer.quantization.regex!r}) rounds to {layer.quantization.qtype}. Set chunk_size to "
         'None, or put QuantizationRule("softmax", qtype=None) before the other rules.'
     )
 
 
 def _is_dense(node: Any) -> bool:
-    return _dense_class(type(node)) in QUANTIZABLE
+    cls = type(node)
+    return getattr(cls, "base_class", cls) in QUANTIZABLE  # LoRA's classes have a base_class.
 
 
 def _is_matrix(node: Any) -> bool:
     if not isinstance(node, nnx.Param):
         return False
-    spec = spec_of(node)
-    return len(spec.shape) - len(spec.stack_shape) > 1
-
-
-def _dense_class(cls: type) -> type:
-    """Returns the class itself, or that which LoRA has adapted."""
-    return getattr(cls, "base_class", cls)
+    stack = node.get_metadata().get("stack_split_dims_mapping", ())
+    return node.ndim - len(stack) > 1
 
 
 def _quantize(layer: BaseLayer, rule: QuantizationRule) -> None:
@@ -267,19 +247,20 @@ def _quantized_class(cls: type) -> type:
     return type(cls)(f"Quantized{cls.__name__}", (cls,), {**members, "__module__": __name__})
 
 
-def _raise_unused(rule: QuantizationRule, paths: Sequence[str]) -> None:
+def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
     taken = any(re.match(rule.regex, path) for path in paths)
     what = "that a rule before it has not taken" if taken else "of a dense layer"
     near = did_you_mean(rule.regex, paths)
     shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
-    raise ConfigError(
+    return ConfigError(
         f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; wanted is the beginning "
         f"of one of {shown}.{near} Mend it, or take the rule out."
     )
 
 
 @functools.cache
-def _log_once(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, ...]) -> None:
+def log_rounding(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, ...]) -> None:
+    """Logs which weights are rounded and which are left: once in a process for each model."""
     logger = logging.getLogger("praxis_lite")
     for qtype, paths in names:
         what = "not rounded, by a rule" if qtype == "None" else f"products in {qtype}"
@@ -288,7 +269,6 @@ def _log_once(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, .
         logger.info("not rounded, being no dense layers: %s", ", ".join(left))
 
 
-@functools.cache
 def _qwix() -> Any:
     try:
         import qwix

@@ -1,6 +1,6 @@
 """Sharding presets: how a whole model splits, by one word. Data, to be read, copied and changed.
 
-Two tables. `LOGICAL_DIMS` names, once per class, the dims of what a layer declares a split of.
+`LOGICAL_DIMS` names, once per class, the dims of each array whose split a layer declares.
 `SHARDING_PRESETS` has by word the mesh axes that these names split over; a name that a preset lacks
 is not split. `set_sharding_params` puts the two together. A preset with a change is a dict,
 
@@ -31,8 +31,8 @@ from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLaye
 from praxis_lite.layers.vision.vits import VisionTransformer
 from praxis_lite.sharding.split_dims import DimSplit
 
-# Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. A mesh whose
-# axes have other names has presets of its own: dicts as these.
+# Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. For a mesh
+# whose axes have other names, write dicts as these.
 _OVER_DATA, _OVER_ALL = ("replica", "data"), ("replica", "data", "mdl")
 
 # The first matmul of a pair splits what it makes, the second what it takes: one sum over `mdl`
@@ -54,7 +54,7 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "fsdp": {"batch": _OVER_ALL, "embed": ("data", "mdl"), "expert": None},
     # Tensor parallel over `mdl`, data parallel over the rest: weights are whole along `data`.
     "megatron": {"batch": _OVER_DATA, "expert": None, **_TENSOR_PARALLEL},
-    # Both: two dims of each weight. It says nothing of experts, as Pax's set_sharding_params_v1.
+    # Both: two dims of each weight. It leaves experts as they are, as Pax's set_sharding_params_v1.
     "fsdp+tensor": {"batch": _OVER_DATA, "embed": "data", **_TENSOR_PARALLEL},
     # As megatron, and between the pairs `mdl` splits time (sequence parallelism, arXiv:2205.05198).
     "sequence": {
@@ -125,5 +125,5 @@ LOGICAL_DIMS: dict[type, dict[str, Any]] = {
     Transformer: {},
 }
 
-# Whose weights are so small that all presets leave them whole: nothing is reported of them.
+# Their weights are so small that all presets leave them whole, without a warning.
 LEFT_WHOLE = (LayerNorm, RmsNorm, BatchNorm, GroupNorm, WeightNormL2, RelativeBias)

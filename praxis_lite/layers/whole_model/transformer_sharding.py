@@ -8,7 +8,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.layers.embedding.positional_embeddings import (
     PositionalEmbedding,
     TrainablePositionalEmbedding,
@@ -28,9 +28,9 @@ def set_sharding_params(
 ) -> fdl.Buildable:
     """Returns `model`, the config of a model or of a part of one, with all its splits set.
 
-    Those of every layer in LOGICAL_DIMS, itself and the templates under it, given or by default;
-    their other settings stay. Experts are set by a preset that has the name "expert" (None: whole),
-    and else stay as they are. Logs a warning, once for each class, where a layer has weights to
+    This sets the splits of every layer in LOGICAL_DIMS, and of the templates under it, given or by
+    default; other settings stay. A preset without the name "expert" leaves experts as they are, one
+    with None leaves them whole. Logs a warning, once for each class, where a layer has weights to
     split and neither LOGICAL_DIMS nor the config says how.
 
     Batches best come as `preset["batch"]` says: an inputs_split_mapping of {"map_2d": (that, None)}
@@ -46,7 +46,7 @@ def set_sharding_params(
     preset, unsplit = _checked(preset), {}
     _set_splits(model, preset, False, unsplit)
     if not any(axes for name, axes in preset.items() if name != "batch"):
-        return model  # What is whole is so by the preset.
+        return model  # This preset wants every weight whole.
     for name, fields in unsplit.items():
         logging.getLogger("praxis_lite").warning(
             "set_sharding_params leaves %s as it is, whole on every device: the preset does not "
@@ -60,26 +60,16 @@ def set_sharding_params(
 
 def _checked(preset: str | Preset) -> Preset:
     """Returns the mesh axes by name."""
-    named = SHARDING_PRESETS.get(preset) if isinstance(preset, str) else preset
-    if not isinstance(named, Mapping):
-        raise ConfigError(
-            f"set_sharding_params: there is no preset {preset!r}; wanted is one of "
-            f"{tuple(SHARDING_PRESETS)}, or a dict from names of dims to mesh axes."
-            f"{did_you_mean(str(preset), SHARDING_PRESETS)}"
-        )
+    setting = "set_sharding_params.preset"
+    if not isinstance(preset, Mapping):
+        require_choice(setting, preset, SHARDING_PRESETS)
+        preset = SHARDING_PRESETS[preset]
     known = dict.fromkeys(name for row in LOGICAL_DIMS.values() for name in _names(row))
-    for name, axes in named.items():
-        if name not in known:
-            raise ConfigError(
-                f"set_sharding_params: no layer has dims of the name {name!r}; wanted is one of "
-                f"{tuple(known)}.{did_you_mean(str(name), known)}"
-            )
-        if not isinstance(axes, str | int | list | tuple | None):
-            raise ConfigError(
-                f"set_sharding_params: {name!r} splits over {axes!r}; wanted is a mesh axis, a "
-                "tuple of them, or None."
-            )
-    return named
+    for name, axes in preset.items():
+        require_choice(f"a name in {setting}", name, known)
+        is_right = isinstance(axes, str | int | list | tuple | None)
+        require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
+    return preset
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
@@ -93,7 +83,7 @@ def _set_splits(
     """Sets the splits of a config and of the templates in it.
 
     Args:
-      is_told: the layer that has it for a template gives it its splits when it calls it.
+      is_told: the layer whose template this is hands it splits when it calls it.
       unsplit: gets the name of a class whose weights nothing splits, and the fields that would.
     """
     layer = fdl.get_callable(config)
@@ -101,12 +91,13 @@ def _set_splits(
     row = _row(layer)
     if row is not None and ("expert" in preset or "expert" not in _names(row)):
         _set_row(config, row, preset)
-    fields = [  # Of a layer with weights.
+    fields = [  # A layer with weights has some.
         name for name in parameters
         if name.endswith("split_dims_mapping") and not name.startswith("activation")
     ]
     is_split = any(getattr(config, name, None) is not None for name in fields)
-    if fields and not (is_split or is_told or _is_left_whole(layer)):
+    is_left_whole = inspect.isclass(layer) and issubclass(layer, LEFT_WHOLE)
+    if fields and not (is_split or is_told or is_left_whole):
         unsplit[_name(layer)] = ", ".join(fields)
     if inspect.isclass(layer):  # A function, such as `adapted`, hands on what it is given.
         is_told = bool(fields)
@@ -123,7 +114,7 @@ def _set_splits(
 
 
 def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> bool:
-    """Returns whether a TransformerLm puts learned positions in the default's place."""
+    """Returns whether the config is of a TransformerLm that will learn its positions."""
     if not {"max_seq_length", "position_emb_tpl"} <= parameters.keys():
         return False
     template = getattr(config, "position_emb_tpl", None)
@@ -134,7 +125,7 @@ def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> b
 def _templates(
     config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields by name what a config has for templates, given or by default; configs by any name."""
+    """Yields a config's templates by name, given or by default, and configs by any name."""
     given = fdl.ordered_arguments(config)
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():
@@ -145,7 +136,7 @@ def _templates(
 
 
 def _with_splits(template: Any, *args: Any) -> Any:
-    """Returns a template as a config with its splits set; as it is, where it has none to set."""
+    """Returns a template as a config with its splits set, or as it is if there are none to set."""
     if isinstance(template, fdl.Buildable):
         _set_splits(template, *args)
         return template
@@ -162,13 +153,9 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 
 def _row(layer: Any) -> Mapping[str, Any] | None:
-    """Returns what LOGICAL_DIMS has of a class, or of the nearest that it descends from."""
+    """Returns the row in LOGICAL_DIMS of a class or its nearest base, or None."""
     bases = layer.__mro__ if inspect.isclass(layer) else ()
     return next((LOGICAL_DIMS[base] for base in bases if base in LOGICAL_DIMS), None)
-
-
-def _is_left_whole(layer: Any) -> bool:
-    return inspect.isclass(layer) and issubclass(layer, LEFT_WHOLE)
 
 
 def _name(layer: Any) -> str:
@@ -178,7 +165,7 @@ def _name(layer: Any) -> str:
 def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> None:
     for field, dims in row.items():
         if isinstance(dims, Mapping):
-            continue  # Of a template.
+            continue  # A template's own row.
         split = tuple(preset.get(name) for name in dims)
         name_of: dict[Any, str] = {}
         for name, entry in zip(dims, split, strict=True):

@@ -14,7 +14,7 @@ from praxis_lite.layers.attention import fused as attention_fused
 from praxis_lite.layers.attention import kernels as attention_kernels
 from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.kernels import Place, choose_kernel
+from praxis_lite.layers.attention.kernels import Workload, choose_kernel
 from praxis_lite.layers.attention.masks import AttentionMask
 
 B, N, G, K = 2, 6, 3, 5
@@ -164,12 +164,12 @@ def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
         assert_equal(found, wanted, str(mesh), atol=2e-5)
 
 
-def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Place:
-    return Place(platform, dtype, queries, keys, dim)
+def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Workload:
+    return Workload(platform, dtype, queries, keys, dim)
 
 
 CHOICES = [
-    # setting, needs, place, wanted kernel, words of the reason
+    # setting, needs, work, wanted kernel, words of the reason
     ("auto", (), on(), "einsum", "the cpu has none of its own"),
     ("auto", ("window", "num_kv_heads"), on("gpu"), "cudnn", "gpu's own"),
     ("auto", (), on("gpu", jnp.float32), "einsum", "cudnn takes bfloat16 or float16, not float32"),
@@ -185,27 +185,27 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "needs", "place", "kernel", "reason"), CHOICES)
-def test_the_choice_and_its_reason(setting, needs, place, kernel, reason):
-    name, why = choose_kernel(setting, needs, place)
+@pytest.mark.parametrize(("setting", "needs", "work", "kernel", "reason"), CHOICES)
+def test_the_choice_and_its_reason(setting, needs, work, kernel, reason):
+    name, why = choose_kernel(setting, needs, work)
     assert name == kernel
     assert reason in why
 
 
 REFUSED = [
-    ("flash", (), on(), r"atten_kernel is 'flash'; wanted is one of \['auto'.*Did you mean splash"),
+    ("flash", (), on(), r"atten_kernel is 'flash'; wanted is one of auto, .*Did you mean splash"),
     ("cudnn", (), on("cpu"), r"cudnn runs on a GPU, not on cpu. Choose one of \['einsum'"),
     ("cudnn", ("segment_ids",), on("gpu"), r"'cudnn', which cannot do segment_ids.*'splash'"),
     ("chunked", ("atten_dropout_prob",), on(), r"cannot do atten_dropout_prob.*\['einsum'\]"),
 ]
 
 
-@pytest.mark.parametrize(("setting", "needs", "place", "message"), REFUSED)
+@pytest.mark.parametrize(("setting", "needs", "work", "message"), REFUSED)
 def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
-    setting, needs, place, message
+    setting, needs, work, message
 ):
     with pytest.raises(ConfigError, match=message):
-        choose_kernel(setting, needs, place)
+        choose_kernel(setting, needs, work)
 
 
 @pytest.mark.parametrize(
@@ -218,21 +218,22 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
         ("chunked", "chunked kernel: it is set"),
     ],
 )
-def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(
-    setting, message, monkeypatch
-):
+def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(setting, message):
     # Its own handler: a job that this process ran before changed what the logger's parents see.
     records = []
     log = logging.getLogger("praxis_lite")
-    handler = logging.Handler()
+    level, handler = log.level, logging.Handler()
     handler.emit = records.append
-    monkeypatch.setattr(log, "handlers", [handler])
-    monkeypatch.setattr(log, "level", logging.INFO)
-    log.manager._clear_cache()
-    attention_kernels._log_once.cache_clear()
-    layer = layers.DotProductAttention(4, 2, atten_kernel=setting, window=2, rngs=nnx.Rngs(0))
-    for _ in range(2):
-        assert jax.eval_shape(layer, jnp.ones((1, 3, 4)))[0].shape == (1, 3, 4)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    attention_kernels.log_choice.cache_clear()
+    try:
+        layer = layers.DotProductAttention(4, 2, atten_kernel=setting, window=2, rngs=nnx.Rngs(0))
+        for _ in range(2):
+            assert jax.eval_shape(layer, jnp.ones((1, 3, 4)))[0].shape == (1, 3, 4)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
     assert [record.getMessage() for record in records] == [f"attention by the {message}"]
 
 

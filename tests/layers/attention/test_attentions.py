@@ -354,7 +354,7 @@ WRONG_CALLS = {
     "atten_mask is bool.*LARGE_NEGATIVE": lambda x: self_attention()(
         x, atten_mask=jnp.ones((1, 1, 3, 3), bool)
     ),
-    "encoded has 1 rows and the inputs 2": lambda x: cross()(x, encoded=x[:1]),
+    "encoded has 1 rows and the inputs have 2": lambda x: cross()(x, encoded=x[:1]),
     "cache was made for 2": lambda x: cross()(
         x, encoded=x, cache=cross().init_cache(2, 3, jnp.float32, encoded_length=2)
     ),

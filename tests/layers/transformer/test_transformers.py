@@ -345,7 +345,7 @@ WRONG = {
     r"TransformerFeedForward\.output_dims is 3.*4 dims.*add_skip_connection=False": lambda r: FFN(
         output_dims=3, rngs=r
     ),
-    r"residual_droppath_prob drops.*add_skip_connection is False": lambda r: FFN(
+    r"residual_droppath_prob is .*add_skip_connection=False": lambda r: FFN(
         add_skip_connection=False, residual_droppath_prob=0.1, rngs=r
     ),
     r"StochasticResidual\.survival_prob is 0\.0.*residual_droppath_prob < 1": lambda r: BLOCK(

@@ -160,9 +160,9 @@ def test_with_fsdp_a_device_holds_its_share_of_every_matrix(model, model_dims):
 
 
 WRONG = {
-    r"no preset 'megatrn'; wanted is one of .*'sequence'.*Did you mean megatron": "megatrn",
-    r"no preset 3; wanted is one of": 3,
-    r"no layer has dims of the name 'head'; .*Did you mean heads": {"head": "mdl"},
+    r"preset is 'megatrn'; wanted is one of .*sequence.*Did you mean megatron": "megatrn",
+    r"preset is 3; wanted is one of": 3,
+    r"a name in .*preset is 'head'; .*Did you mean heads": {"head": "mdl"},
     r"FullSoftmax|SharedEmbeddingSoftmax\.weight_split_dims_mapping has the dims "
     r"\('embed', 'vocab'\), of which 'embed' and 'vocab' both split over the mesh axis 'mdl'": (
         {**MEGATRON, "embed": ("data", "mdl")}
@@ -170,7 +170,7 @@ WRONG = {
     r"TransformerFeedForward\.hidden_split_dims_mapping .* 'batch' and 'activation_mlp' both .*"
     r"'data'": {"batch": DATA, "activation_mlp": ("mdl", "data")},
     r"'batch' and 'batch' both": {"batch": ("data", "data")},
-    r"'mlp' splits over 0\.5; wanted is a mesh axis": {"mlp": 0.5},
+    r"preset\['mlp'\] is 0\.5; wanted is a mesh axis": {"mlp": 0.5},
 }
 
 

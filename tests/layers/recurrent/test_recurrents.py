@@ -337,7 +337,7 @@ def test_a_small_lm_of_it_learns_to_remember():
 
 WRONG = {
     r"RgLruBlock\.input_dim is 0": lambda r: RgLruBlock(0, 3, rngs=r),
-    r"RgLruBlock\.num_heads is 3, which does not divide input_dim, 7": lambda r: RgLruBlock(
+    r"RgLruBlock\.num_heads is 3; wanted is a divisor of input_dim, 7": lambda r: RgLruBlock(
         7, 3, rngs=r
     ),
     r"RgLruBlock\.conv_width is 0": lambda r: RgLruBlock(6, 3, conv_width=0, rngs=r),

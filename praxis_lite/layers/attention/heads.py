@@ -1,0 +1,152 @@
+"""The weights of attention, and what they make of inputs: queries, keys, values. Pax's names."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.errors import require
+from praxis_lite.layers.attention.cache import Cache
+from praxis_lite.layers.attention.checks import head_sizes, require_one_source
+from praxis_lite.layers.attention.projections import (
+    AttentionProjection,
+    CombinedQKVProjectionLayer,
+    OneHeadedAttentionProjection,
+    PerDimScale,
+)
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
+
+
+class AttentionHeads(BaseLayer):
+    """Projects inputs [B, T, D] to queries [B, T, N, K] and `encoded` to keys, values [B, S, G, K].
+
+    Settings: see DotProductAttention, which is one.
+    """
+
+    def __init__(
+        self,
+        input_dim: int | Mapping[str, int],
+        num_heads: int = 1,
+        *,
+        hidden_dim: int | None = None,
+        dim_per_head: int | None = None,
+        num_kv_heads: int | None = None,
+        use_bias: bool = True,
+        internal_gshard_gaussian_init: bool = False,
+        combine_qkv: bool = False,
+        internal_enable_query_scale: bool = True,
+        internal_enable_per_dim_scale: bool = True,
+        scale_query_by_dim_per_head: bool = False,
+        use_rotary_position_emb: bool = False,
+        output_proj_use_nhd_shape: bool = False,
+        proj_tpl: Callable[..., Any] = AttentionProjection,
+        combined_qkv_proj_tpl: Callable[..., Any] = CombinedQKVProjectionLayer,
+        headless_proj_tpl: Callable[..., Any] = OneHeadedAttentionProjection,
+        per_dim_scale_tpl: Callable[..., Any] = PerDimScale,
+        rotary_position_emb_tpl: Callable[..., Any] = RotaryPositionalEmbedding,
+        relative_bias_tpl: Callable[..., Any] | None = None,
+        ln_tpl: Callable[..., Any] | None = None,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        kv_split_dims_mapping: SplitDims = None,
+        output_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        sizes = head_sizes(self, input_dim, hidden_dim, num_heads, dim_per_head, num_kv_heads)
+        N, G, K = sizes.N, sizes.G, sizes.K
+        one_dim = len(set(sizes.input_dims.values())) == 1
+        require_one_source(self, not combine_qkv or (one_dim and G == N))
+        split = weight_split_dims_mapping
+
+        def projection(
+            template: Callable[..., Any], dim: int, heads: int, *fans: int, **kwargs: Any
+        ) -> Any:
+            kwargs |= {"use_bias": use_bias, "rngs": rngs}
+            if internal_gshard_gaussian_init and fans:
+                kwargs["params_init"] = jax.nn.initializers.normal(math.prod(fans) ** -0.5)
+            if heads == 1 < N:  # Pax's multi-query attention has no dim of heads there.
+                split_DK = None if split is None else (*split[:1], *split[2:])
+                return headless_proj_tpl(dim, K, weight_split_dims_mapping=split_DK, **kwargs)
+            return template(dim, heads, K, weight_split_dims_mapping=split, **kwargs)
+
+        D, key_D, value_D = (sizes.input_dims[name] for name in ("query", "key", "value"))
+        self.combined_qkv = projection(combined_qkv_proj_tpl, D, N) if combine_qkv else None
+        self.query = None if combine_qkv else projection(proj_tpl, D, N, D, K)
+        self.key = None if combine_qkv else projection(proj_tpl, key_D, G, key_D)
+        self.value = None if combine_qkv else projection(proj_tpl, value_D, G, value_D)
+        shape = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
+        self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **shape)
+        learns_scale = internal_enable_query_scale and internal_enable_per_dim_scale
+        self.per_dim_scale = per_dim_scale_tpl(K, rngs=rngs) if learns_scale else None
+        self.query_scale = 1.0
+        if internal_enable_query_scale and not learns_scale:
+            dims = sizes.hidden_dim // N
+            if scale_query_by_dim_per_head and dim_per_head is not None:
+                dims = K
+            require(
+                dims > 0, f"{type(self).__name__}.hidden_dim", sizes.hidden_dim,
+                f"{N} or more: queries are scaled by hidden_dim / num_heads",
+                "Or set scale_query_by_dim_per_head=True.",
+            )
+            self.query_scale = float(dims**-0.5)
+        self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
+        self.relative_bias = None if relative_bias_tpl is None else relative_bias_tpl(N, rngs=rngs)
+        self.layer_norm_q = None if ln_tpl is None else ln_tpl(K, rngs=rngs)
+        self.layer_norm_k = None if ln_tpl is None else ln_tpl(K, rngs=rngs)
+        self.num_heads, self.num_kv_heads, self.dim_per_head = N, G, K
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+        if kv_split_dims_mapping is None and activation_split_dims_mapping is not None:
+            kv_split_dims_mapping = (*activation_split_dims_mapping, None, None, None, None)[:4]
+            if G == 1 < N:
+                kv_split_dims_mapping = (*kv_split_dims_mapping[:2], None, None)
+        self.kv_split_dims_mapping = kv_split_dims_mapping
+        self.output_split_dims_mapping = output_split_dims_mapping
+
+    def _project(
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None,
+        positions: jax.Array,
+        kv_positions: jax.Array | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns queries of inputs; and keys and values of `encoded`, or None if there is none."""
+
+        def rotated(heads: jax.Array, positions: jax.Array, norm: Any) -> jax.Array:
+            if self.rotary_position_emb is not None:
+                heads = self.rotary_position_emb(heads, positions)
+            return heads if norm is None else norm(heads)
+
+        if self.combined_qkv is not None:
+            q_BTNK, k_BSGK, v_BSGK = checkpoint_name(self.combined_qkv(inputs), "combined_qkv_proj")
+        else:
+            q_BTNK = self.query(inputs)
+        # The layout of what the projections give, too: where time is split outside, it is then
+        # gathered before them, rather than their weights.
+        q_BTNK = checkpoint_name(self._laid_out(q_BTNK), "query_proj")
+        q_BTNK = rotated(q_BTNK, positions, self.layer_norm_q)
+        if self.per_dim_scale is not None:
+            q_BTNK = self.per_dim_scale(q_BTNK)
+        q_BTNK = self._laid_out(q_BTNK * self.query_scale)
+        if encoded is None:
+            return q_BTNK, None
+        if self.combined_qkv is None:
+            k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
+        kv = self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
+        k_BSGK = rotated(checkpoint_name(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
+        v_BSGK = checkpoint_name(kv["value"], "value_proj")
+        return q_BTNK, self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
+
+    def _laid_out(self, x_BTNK: jax.Array) -> jax.Array:
+        return constrain(x_BTNK, self.activation_split_dims_mapping)
+
+    def _kv_laid_out(self, kv: Cache) -> Cache:
+        split = self.kv_split_dims_mapping
+        splits = {"encoded_visible": None if split is None else tuple(split)[:2]}
+        return {name: constrain(x, splits.get(name, split)) for name, x in kv.items()}

@@ -1,0 +1,133 @@
+"""What the constructors and methods of layers take, and the scopes that name what they compute."""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from praxis_lite.errors import ConfigError, did_you_mean
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class ConstructorSignature:
+    """What `inspect.signature` of a layer's class gives: its constructor's parameters.
+
+    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass, and take any
+    name and any type.
+    """
+
+    def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
+        if layer is not None:
+            raise AttributeError("__signature__")  # An instance is called with inputs.
+        signature = inspect.signature(layer_class.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def takes_settings_of(base: type, *, but: Collection[str] = ()) -> Callable[[Init], Init]:
+    """Returns a decorator of a constructor, whose `**settings` become `base`'s, all `but` some.
+
+    They have their names, types and defaults in its signature: for help, Fiddle and `--set`.
+    """
+
+    def decorated(init: Init) -> Init:
+        own = {
+            name: parameter
+            for name, parameter in inspect.signature(init).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
+        shared = {
+            name: parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(base.__init__).parameters.items()
+            if name not in own and name not in but
+        }
+        signature = inspect.Signature([*own.values(), *shared.values()])
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            init(self, *args, **kwargs)
+
+        checked.__signature__ = signature
+        # Where --set looks for the types.
+        init.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        return checked
+
+    return decorated
+
+
+# The layer whose method is being traced.
+_caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=None)
+
+
+@contextlib.contextmanager
+def _calling(layer: Any, name: str) -> Iterator[None]:
+    token = _caller.set(layer)
+    try:
+        with jax.named_scope(name) if name else contextlib.nullcontext():
+            yield
+    finally:
+        _caller.reset(token)
+
+
+def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a layer's method that knows its keywords, its operations named after the layer.
+
+    The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
+    layer it would make two equal layers of a stack two kinds of pytree.
+    """
+    parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+
+    @functools.wraps(method)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in () if takes_any else kwargs:
+            if name not in names:
+                called = "" if method.__name__ == "__call__" else f".{method.__name__}"
+                raise ConfigError(
+                    f"{type(layer).__name__}{called} takes no argument {name!r}."
+                    f"{did_you_mean(name, names)} It takes {', '.join(names) or 'none'}."
+                )
+        caller = _caller.get()
+        if caller is layer:
+            return method(layer, *args, **kwargs)
+        with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
+            return method(layer, *args, **kwargs)
+
+    return call
+
+
+def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that names what is traced inside after `layer`, an attribute of `parent`.
+
+    For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
+    that look alike, so that the name has to stand outside.
+    """
+    return _calling(None, attribute_name(parent, layer))
+
+
+def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
+    """Returns the name of a layer in its parent, "blocks/3" in a list, or "" if it has none there.
+
+    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: then this is the
+    first attribute of its class.
+    """
+    attributes = {}
+    for name, value in vars(parent).items():
+        if isinstance(value, nnx.List):
+            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
+        else:
+            attributes[name] = value
+    for name, value in attributes.items():
+        if value is child:
+            return name
+    return next((name for name, value in attributes.items() if type(value) is type(child)), "")

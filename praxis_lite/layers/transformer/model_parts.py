@@ -1,0 +1,90 @@
+"""What the language model and the encoder-decoder share: embeddings, stacks, the total loss."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.layers.base_layer import aux_loss, broadcast_as
+from praxis_lite.layers.embedding.positional_embeddings import (
+    PositionalEmbedding,
+    TrainablePositionalEmbedding,
+)
+from praxis_lite.layers.stacking.repeats import Block, StackedTransformer, num_repeats
+
+# B batch, T time, D model dims.
+
+
+def embed(layer: Any, ids: jax.Array) -> jax.Array:
+    """Returns the embeddings [B, T, D] of ids, by a softmax that embeds or by an embedding."""
+    return getattr(layer, "emb_lookup", layer)(ids)
+
+
+def position_embedding(
+    template: Callable[..., Any] | None,
+    max_seq_length: int | None,
+    model_dims: int,
+    *,
+    rngs: nnx.Rngs,
+) -> Any:
+    """Returns a model's position embedding, learned where there is a `max_seq_length`, or None."""
+    if max_seq_length is None:
+        return None if template is None else template(embedding_dims=model_dims, rngs=rngs)
+    if template in (None, PositionalEmbedding):
+        template = TrainablePositionalEmbedding
+    return template(max_seq_length=max_seq_length, embedding_dims=model_dims, rngs=rngs)
+
+
+def with_positions(
+    position_emb: Any, x: jax.Array, positions: jax.Array | None
+) -> jax.Array:
+    """Returns embeddings [B, T, D] with those of their positions added, if there are any."""
+    if position_emb is None:
+        return x
+    return x + broadcast_as(position_emb(positions, seq_length=x.shape[1]), x)
+
+
+def repeated_block(
+    model: object,
+    templates: Callable[..., Any] | Sequence[Callable[..., Any]],
+    num_layers: int,
+    *sizes: int,
+    **settings: Any,
+) -> tuple[Block, int]:
+    """Returns the block of a stack of `num_layers`, and how many there are: a pattern is one.
+
+    Raises:
+      ConfigError: the pattern does not divide num_layers; names the model's class.
+    """
+    if not isinstance(templates, Sequence):
+        return functools.partial(templates, *sizes, **settings), num_layers
+    num_blocks = num_repeats(model, templates, num_layers)
+    pattern = [functools.partial(template, *sizes, **settings) for template in templates]
+    return functools.partial(StackedTransformer, pattern, len(pattern)), num_blocks
+
+
+def with_total_loss(
+    model: nnx.Module,
+    outputs: dict[str, jax.Array],
+    weights: jax.Array,
+    entropy_loss_weight: float | None = None,
+) -> dict[str, jax.Array]:
+    """Returns a softmax's outputs with the sums per token and row, and the total loss."""
+    weights = weights.astype(jnp.float32)
+    outputs = dict(outputs)
+    outputs["per_token_xent"] = outputs["per_example_xent"] * weights
+    outputs["per_sequence_xent"] = jnp.sum(outputs["per_token_xent"], axis=-1)
+    added = aux_loss(model)
+    outputs["aux_loss"] = jnp.zeros(()) if added is None else added
+    total = outputs["avg_xent"]
+    if entropy_loss_weight is not None:
+        log_probs = outputs["log_probs"]
+        negative_entropy = jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+        mean = jnp.sum(negative_entropy * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+        outputs["avg_entropy_loss"] = mean
+        total = total + entropy_loss_weight * mean
+    outputs["total_loss"] = total if added is None else total + added
+    return outputs
