@@ -1,4 +1,4 @@
-"""What experts compute of the tokens that they are given, and where these and they are."""
+"""What experts compute of their tokens, how their weights are drawn, and how both split."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -6,12 +6,23 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.base_layer import Initializer, xavier
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
 
-# G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
+# G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
+
+
+def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -> Initializer:
+    """Returns how Pax draws a weight of experts."""
+    if is_uniform:
+        limit = (3.0 / fan_in) ** 0.5
+        return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
+    if has_explicit_fans:
+        return jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
+    return xavier
 
 
 def through_experts(
@@ -19,7 +30,7 @@ def through_experts(
     x: jax.Array,
     weights: Weights,
     activation: Function,
-    on_hidden: Function,
+    on_hidden: Function = lambda hidden: hidden,
 ) -> jax.Array:
     """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
 
@@ -49,7 +60,7 @@ def at_experts(
     dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
-    """Returns the experts' outputs of the tokens in their slots, [G, E, C, D]: there and back.
+    """Returns the experts' outputs of the tokens in their seats, [G, E, C, D]: there and back.
 
     Args:
       tokens_split: whose first entry is how G splits where the tokens come from.
@@ -83,7 +94,7 @@ def first_dim(split: SplitDims) -> SplitDims:
 def axes_of(split: SplitDims) -> tuple[str, ...]:
     """Returns the axes, of the mesh at hand, that split the first dim of a mapping.
 
-    Inside `jax.shard_map` without its manual axes.
+    Inside `jax.shard_map` its manual axes are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:

@@ -7,7 +7,7 @@ ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are Pax's.
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, E experts, K experts of a token, C slots of an expert for a group.
+# G groups, S tokens of a group, E experts, K experts of a token, C seats of an expert for a group.
 
 
 def expert_capacity(

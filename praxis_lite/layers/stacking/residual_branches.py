@@ -4,8 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 
 # Where the norm of a residual branch `x + f(x)` is: f(norm(x)); norm(f(x)); norm(f(norm(x))), two
 # norms; norm(x + f(x)).
@@ -13,16 +16,73 @@ NORM_POLICIES = ("pre", "post", "primer_hybrid", "post_skip")
 
 
 def check_norm_policy(norm_policy: str, layer: object) -> None:
-    """Checks the name of a policy.
+    """Raises ConfigError if there is no policy of that name; names the layer's class."""
+    require_choice(f"{type(layer).__name__}.norm_policy", norm_policy, NORM_POLICIES)
 
-    Raises:
-      ConfigError: there is none of that name; names the layer's class and the nearest.
+
+class ResidualBranch(BaseLayer):
+    """A layer that adds a branch to its inputs, or in place of them returns it alone.
+
+    Subclasses call `_make_branch` in the constructor, before they draw weights of their own, and
+    `_with_branch` when called.
     """
-    if norm_policy not in NORM_POLICIES:
-        raise ConfigError(
-            f"{type(layer).__name__}.norm_policy is {norm_policy!r}; wanted is one of "
-            f"{NORM_POLICIES}.{did_you_mean(str(norm_policy), NORM_POLICIES)}"
+
+    def _make_branch(
+        self,
+        input_dims: int,
+        output_dims: int,
+        *,
+        norm_policy: str,
+        ln_tpl: Callable[..., Any],
+        add_skip_connection: bool,
+        residual_weight: float,
+        residual_dropout_prob: float,
+        residual_droppath_prob: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Makes the norms and what drops; settings are TransformerFeedForward's.
+
+        Raises:
+          ConfigError: norm_policy is no policy, or residual_droppath_prob comes without a skip
+            connection.
+        """
+        check_norm_policy(norm_policy, self)
+        if residual_droppath_prob and not add_skip_connection:
+            raise ConfigError(
+                f"{type(self).__name__}.residual_droppath_prob drops what is added to the inputs, "
+                "but add_skip_connection is False. Set one of them only."
+            )
+        has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
+        dims = output_dims if is_outer else input_dims
+        self.layer_norm = None if has_two else ln_tpl(dims, rngs=rngs)
+        self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
+        self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
+        self.residual_dropout = Dropout(residual_dropout_prob)
+        # As Pax: the weight has no effect where rows are dropped.
+        self.residual_droppath = StochasticResidual(
+            survival_prob=1.0 - residual_droppath_prob,
+            residual_weight=1.0 if residual_droppath_prob else residual_weight,
         )
+        self.norm_policy, self.add_skip_connection = norm_policy, add_skip_connection
+
+    def _with_branch(
+        self,
+        inputs: jax.Array,
+        branch: Callable[[jax.Array], jax.Array],
+        dropout_key: jax.Array | None,
+        droppath_key: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Returns inputs and branch joined; `key` tells norms that this is a training pass."""
+
+        def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
+            outputs = self.residual_dropout(outputs, dropout_key)
+            if not self.add_skip_connection:
+                return outputs
+            return self.residual_droppath(inputs, outputs, droppath_key)
+
+        norms = (self.layer_norm, self.pre_layer_norm, self.post_layer_norm)
+        return normed_branch(self.norm_policy, norms, inputs, branch, join, key)
 
 
 def normed_branch(
@@ -36,7 +96,7 @@ def normed_branch(
     """Returns `join(inputs, branch(inputs))` with norms where the policy has them.
 
     Args:
-      norms: the only one, or that before and that after of primer_hybrid.
+      norms: the only one; then primer_hybrid's before and after the branch.
       key: tells a norm with batch statistics that this is a training pass.
     """
     norm, norm_before, norm_after = norms
@@ -48,5 +108,5 @@ def normed_branch(
 
 
 def split_keys(key: jax.Array | None, num: int) -> Any:
-    """Returns `num` keys of a training pass; None each where it is none."""
+    """Returns `num` keys of a training pass, or `num` times None if `key` is None."""
     return (None,) * num if key is None else jax.random.split(key, num)
