@@ -1,4 +1,4 @@
-"""What a Linen module is initialised with: inputs described by plain data, and what is wrong."""
+"""What a Linen module is initialized with: inputs described by plain data, and their errors."""
 
 import contextlib
 import inspect
@@ -31,7 +31,7 @@ def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
         or a flag or None, which is passed as it is.
 
     Raises:
-      ConfigError: an input is none of these; names it.
+      ConfigError: an input is something else; names it.
     """
     if isinstance(init_inputs, Mapping):
         named = {name: _struct(x, f"init_inputs[{name!r}]") for name, x in init_inputs.items()}
@@ -44,7 +44,7 @@ def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def filled(struct: Any) -> Any:
-    """Returns an array for a ShapeDtypeStruct: ones, or zeros where these are numbers of things."""
+    """Returns an array for a ShapeDtypeStruct: ones of a float dtype, zeros of another."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return struct
     is_float = jnp.issubdtype(struct.dtype, jnp.inexact)
@@ -167,7 +167,7 @@ def _is_shape(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    """Returns whether `x` is (dtype, shape)."""
+    """Returns True if `x` is (dtype, shape)."""
     if not isinstance(x, Sequence) or isinstance(x, str) or len(x) != 2 or not _is_shape(x[1]):
         return False
     return isinstance(x[0], str | type | np.dtype)

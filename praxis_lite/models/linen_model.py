@@ -18,9 +18,8 @@ from praxis_lite.models.linen_inputs import (
     flags_of,
     method_of,
 )
-from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.models.model import MdlVars, Model, whole
 from praxis_lite.sharding import WeightSpec
-from praxis_lite.sharding.gather import ShardedWeight
 
 PyTree = Any
 
@@ -40,10 +39,10 @@ class LinenModel(Model):
         `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. A flag of training that is not given says
         evaluation.
       eval_module: called instead of `module` in evaluation and decoding, with the same weights;
-        for modules that are told by a setting, not an argument, that it is no training.
+        for modules that have training as a setting, not as an argument.
       init_method: the method that creates all variables; None: `__call__`.
-      sown_collections: dropped from the state besides "intermediates". One to which calls append,
-        as `sow` does by itself, is known without being named here.
+      sown_collections: dropped from the state besides "intermediates" and those to which calls
+        append, as `sow` does by itself.
 
     Raises:
       ConfigError: from `weight_specs`: the module cannot be initialised with these inputs.
@@ -82,16 +81,12 @@ class LinenModel(Model):
         key: jax.Array | None = None,
         eval_key: jax.Array | None = None,
     ) -> "BoundLinen":
-        # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told of
-        # evaluation is an error then, where any key at hand would let it drop.
+        # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told that it is
+        # evaluation then lacks a key, which is an error, instead of dropping.
         del eval_key
         module = self.linen_module if key is not None else self.eval_module
-        whole = jax.tree.map(
-            lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,
-            is_leaf=lambda x: isinstance(x, ShardedWeight),
-        )
-        variables = {"params": whole["params"], **whole["non_trainable"]}
-        boxed = self._abstract[0]
+        mdl_vars, boxed = whole(mdl_vars), self._abstract[0]
+        variables = {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
         kept = {name: boxed[name] for name in variables if name in boxed}
         return BoundLinen(module, _as(kept, variables), key)
 
@@ -121,7 +116,7 @@ class LinenModel(Model):
 
     @functools.cached_property
     def _sown(self) -> set[str]:
-        """The collections that are no state: those to which another call would append."""
+        """The collections that are not state: those to which another call would append."""
         named, before = {"intermediates", *self._sown_collections}, unboxed(self._abstract[0])
         if all(_is_nested_dict(tree) for tree in before.values()):
             return named
@@ -220,7 +215,7 @@ class BoundLinen:
 
 
 def _streams(key: jax.Array, num_calls: int) -> dict[str, jax.Array]:
-    """Returns keys by stream: Flax falls back on "params" for one that is not there."""
+    """Returns keys by stream; Flax takes "params" for a stream that is missing."""
     key = jax.random.fold_in(key, num_calls) if num_calls else key
     return {"dropout": key, "params": jax.random.fold_in(key, zlib.crc32(b"other streams"))}
 

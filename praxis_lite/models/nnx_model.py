@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import linen, nnx, traverse_util
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.models.layer_paths import naming_the_layer
@@ -23,7 +23,7 @@ from praxis_lite.models.nnx_variables import (
     name_of,
     nested,
     require_array,
-    stored,
+    stored_at,
     value_of,
 )
 from praxis_lite.sharding.gather import ShardedWeight
@@ -43,10 +43,10 @@ class NnxModel(Model):
 
     `nnx.Param` variables are "params", which a learner may touch; statistics, caches, counters and
     plain arrays are "non_trainable". What a pass records (`nnx.Intermediate`) and random streams
-    (the `nnx.Rngs` that `nnx.Dropout` keeps) are in neither: each pass starts with zeros there, and
-    with streams that come of the step's key. With a key every `deterministic` and
-    `use_running_average` of the module is False, without one True, as Flax's own `train()` and
-    `eval()` set them.
+    (the `nnx.Rngs` that `nnx.Dropout` keeps) are in neither: each pass starts with zeros, and with
+    streams that come of the step's key. A pass with a key sets every `deterministic` and
+    `use_running_average` of the module to False, one without to True, as Flax's own `train()` and
+    `eval()` do.
 
     Args:
       build: called with `rngs`, or with nothing where it takes none, returns the module; usually an
@@ -99,15 +99,14 @@ class NnxModel(Model):
         split = self._split
         streams = eval_key if key is None else key
         streams = jax.random.key(0) if streams is None else streams
-        flat = [
-            (
-                path,
-                _with_value(leaf, fresh_value(path, leaf, streams))
-                if collection(leaf) is None
-                else _with_value(leaf, stored(mdl_vars, path, leaf)),
-            )
-            for path, leaf in split.leaves
-        ]
+        stored = traverse_util.flatten_dict(mdl_vars)
+
+        def value(path: Path, leaf: Leaf) -> Any:
+            if collection(leaf) is None:
+                return fresh_value(path, leaf, streams)
+            return stored[stored_at(path, leaf)]
+
+        flat = [(path, _with_value(leaf, value(path, leaf))) for path, leaf in split.leaves]
         graphdef = split.evaluation if key is None else split.training
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
@@ -173,10 +172,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
-    """Returns whether to call `build` with `rngs`.
+    """Returns True if `build` is to be called with `rngs`.
 
     Raises:
-      ConfigError: it is given a setting that it does not take; names those it does.
+      ConfigError: it is given a setting that it does not take, or lacks one; names them.
     """
     function, settings, num_positional = build, set(), 0
     while isinstance(function, functools.partial):
@@ -212,10 +211,10 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    """Makes leaves of a module's plain arrays, such as a table of positions.
+    """Makes a module's plain arrays, such as a table of positions, leaves.
 
-    Flax does where the constructor runs by itself; under a trace it takes them for structure, from
-    which the trace's values would leak.
+    Flax does so itself, except under a trace: there it takes them for structure, and the trace's
+    values would leak.
     """
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):

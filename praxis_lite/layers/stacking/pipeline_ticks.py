@@ -5,6 +5,7 @@ XLA makes of them one program per device and a collective-permute.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -54,10 +55,7 @@ class StageLayout:
         if isinstance(self.stage_axis, str) and self.stage_axis not in mesh.axis_names:
             return 1
         axes = (self.axis,) if isinstance(self.axis, str) else self.axis or ()
-        size = 1
-        for axis in axes:
-            size *= mesh.shape[axis]
-        return size
+        return math.prod(mesh.shape[axis] for axis in axes)
 
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
@@ -105,9 +103,9 @@ def run_ticks(
     x_M: jax.Array,
     inputs_M: PyTree,
     others: dict[str, Any],
-    *,
     key: jax.Array | None,
     cache: PyTree,
+    *,
     schedule: Schedule,
     stream_io: bool,
     checkpoint_policy: str,

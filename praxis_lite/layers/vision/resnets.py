@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
 from praxis_lite.layers.stochastics import StochasticResidual
@@ -42,7 +42,7 @@ class ResNetBlock(BaseLayer):
         (arXiv:1706.02677).
 
     Raises:
-      ConfigError: a size is not positive; zero_init_residual without a norm that has gamma.
+      ConfigError: zero_init_residual without a norm that has gamma.
     """
 
     def __init__(
@@ -74,11 +74,13 @@ class ResNetBlock(BaseLayer):
             setattr(self, f"body_{i}", conv)  # Pax's names.
         if zero_init_residual:
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
-            if gamma is None:
-                raise ConfigError(
-                    f"{type(self).__name__}.zero_init_residual is True, but conv_params give no "
-                    f"norm with a gamma. Set batch_norm_tpl of conv_params, or leave it False."
-                )
+            require(
+                gamma is not None,
+                f"{type(self).__name__}.zero_init_residual",
+                True,
+                "False where conv_params make no norm with a gamma",
+                "Or set batch_norm_tpl of conv_params.",
+            )
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Stored less one.
         self.num_convs = len(filters)
         is_same_shape = input_dim == output_dim and stride == 1
@@ -96,11 +98,8 @@ class ResNetBlock(BaseLayer):
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
     ) -> list[tuple[tuple[int, int, int, int], int]]:
         """Returns shape and stride of each convolution."""
-        if output_dim < 4:
-            raise ConfigError(
-                f"{type(self).__name__}.output_dim is {output_dim}; wanted are 4 channels or more, "
-                f"for the convolution in the middle has a quarter of them."
-            )
+        name, wanted = f"{type(self).__name__}.output_dim", "4 or more: the middle has a quarter"
+        require(output_dim >= 4, name, output_dim, wanted)
         inner = output_dim // 4
         return [
             ((1, 1, input_dim, inner), 1),
@@ -150,11 +149,8 @@ class ResNet(BaseLayer):
       entryflow_conv_stride: of that, along height and width.
       output_spatial_pooling_params: what ends it, called with (rngs=); None: features are
         [B, H', W', channels[-1]].
-      return_block_features: return a dict of each stage's features, from 2 on, instead.
-      entry_max_pool: whether there is the maximum after the entry convolution.
-
-    Raises:
-      ConfigError: not as many strides as channels, blocks and kernels; a size is not positive.
+      return_block_features: return a dict of each stage's features, its keys from 2 on, instead.
+      entry_max_pool: False leaves out the maximum after the entry convolution.
     """
 
     def __init__(
@@ -217,13 +213,12 @@ class ResNet(BaseLayer):
             features[2 + stage] = outputs
         if self.return_block_features:
             return features
-        if self.output_spatial_pooling is None:
-            return outputs
-        return self.output_spatial_pooling(outputs)
+        pooling = self.output_spatial_pooling
+        return outputs if pooling is None else pooling(outputs)
 
 
 def _class_of(template: Callable[..., Any]) -> Any:
-    """Returns what a (partial of a partial of a) class is of."""
+    """Returns the class within a partial, however deep; or what is given."""
     while isinstance(template, functools.partial):
         template = template.func
     return template
