@@ -15,7 +15,7 @@ from praxis_lite.sharding.varying import on_any_device, varying_alike
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
 
-# Pax's score of an empty place, where there is no hypothesis; as is any score below half of it.
+# Pax's score of a place without a hypothesis; so is any score below half of it.
 NEVER = -1e9
 
 
@@ -29,8 +29,7 @@ class BeamSearch(Decoder):
     (arXiv:1609.08144) except that they divide by 6.
 
     Attributes:
-      beam_size: K. A place for which there is no hypothesis has length 0 and a score of -1e8 or
-        less.
+      beam_size: K. A place without a hypothesis has length 0 and a score of -1e8 or less.
       tokens_per_beam: N; None: beam_size.
       length_norm_alpha: 0 leaves the scores sums of log-probs.
       early_exit: Pax's: an end of text also takes a place among the hypotheses that go on, and

@@ -109,8 +109,8 @@ class ContinuousBatching:
         Args:
           prompts: taken one by one, each when a row is free for it.
           num_steps: most steps between two looks at the tokens; None: until one row ends.
-          should_stop: asked at every look, with a prompt's index and all its new tokens, whether
-            it is to end here, such as at a text that no fixed tokens spell.
+          should_stop: called at every look, with a prompt's index and all its new tokens; True
+            ends it here, such as at a text that no fixed tokens spell.
         """
         self.num_steps = self.num_prefills = 0
         chunk = self._decoder.max_decode_steps if num_steps is None else num_steps

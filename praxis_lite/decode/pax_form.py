@@ -25,10 +25,9 @@ def pax_outputs(
     original_lengths int32 [B, S]; prefix_ids int32: the prompts alone, [B, S, P], after a forward
     pass [B, S, T], and of a beam search [B, 1, P]; scores float32 [B, S].
 
-    Of a beam search also done bool [B, S] and hyp_ids int32 [B, S], of the hypotheses that went on
-    until the search ended: whether one has an end of text, and from which place of the step before
-    it came; and end_logprobs float32 [B, S, T], the logprobs as they lie before Pax moves the rows:
-    all prompts end at P.
+    Of a beam search also done bool [B, S] and hyp_ids int32 [B, S], of BeamSearch.decode, and
+    end_logprobs float32 [B, S, T], the logprobs as they lie before Pax moves the rows: all prompts
+    end at P.
 
     After a forward pass T is P + M, and Pax, which moves each row left to its beginning, shows 0.0
     in the places that come in from the right. Prompts that went a token at a time have their own

@@ -45,12 +45,12 @@ class Greedy(Decoder):
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0")
         self._require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         self._require(
-            "stop_sequences", all(self.stop_sequences), "sequences of tokens, none of them empty"
+            "stop_sequences", all(self.stop_sequences), "sequences of at least one token"
         )
         self._require(
             "stop_strings",
             not isinstance(self.stop_strings, str) and all(self.stop_strings),
-            "a sequence of texts, none of them empty",
+            "a sequence of texts that are not empty",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
 
@@ -109,8 +109,7 @@ class Sample(Greedy):
     """Draws each token, from those that k, p and min_p leave.
 
     The three look at the model's own probabilities, after penalties: k first, then p among the k,
-    then min_p. The temperature flattens, or sharpens, what is left; so it is in Pax, where others
-    apply it first.
+    then min_p. As in Pax, the temperature applies to what is left; others apply it first.
 
     Attributes:
       num_samples: continuations per prompt; the prompt goes through the model once.
@@ -153,9 +152,9 @@ class Sample(Greedy):
         return chosen_R1[:, 0].astype(jnp.int32)
 
     def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the logits [R, C] of what can be drawn (-inf: it cannot), and their tokens.
+        """Returns the candidates' logits [R, C], -inf for one that cannot be drawn, and their ids.
 
-        Tokens are None where the candidates are all V, in their own order.
+        The ids are None if the candidates are all V in their own order.
         """
         ids_RC = None
         if 0 < self.k < logits.shape[-1]:

@@ -183,8 +183,8 @@ class BoundLinen:
 
         Args:
           method: its name, or the function; None: `__call__`.
-          rngs: keys by stream. None: in training "dropout" gets the pass's key, a second call in a
-            pass another, and other streams a key that they share; in evaluation there are none.
+          rngs: keys by stream. None: in evaluation no keys; in training "dropout" gets the pass's
+            key, in a second call of the pass another, and other streams share one.
 
         Raises:
           ConfigError: Flax refuses the call, such as for a weight of another shape.

@@ -114,7 +114,7 @@ class NnxModel(Model):
         """Returns the "non_trainable" variables as the pass through `module` left them.
 
         Raises:
-          ConfigError: a variable's shape is no longer that of the constructor, or the pass made a
+          ConfigError: a variable's shape differs from the constructor's, or the pass made a
             weight; names the path.
         """
         before, after = dict(self._split.leaves), dict(leaves_of(module))

@@ -4,9 +4,9 @@ Rows are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`; M
 arXiv:2211.15841). Experts split over mesh axes get their tokens by one all-to-all and return the
 sums by another.
 
-No program knows the loads before it runs, and a ragged all-to-all is not on every backend, so the
-arrays are as large as the worst load needs: of n tokens on a device, with the experts split over X
-devices, a device sends n rows to each of the X and gets X n back; each of these may go to
+A program does not know the loads before it runs, and not every backend has a ragged all-to-all, so
+the arrays are as large as the worst load needs. Of n tokens on a device, with the experts split
+over X devices, a device sends n rows to each of the X and gets X n back; each may go to
 min(K, E / X) of its experts. So it holds X n (D + 4 K) values of tokens exchanged, as many of sums,
 and X n min(K, E / X) rows of D and of F. `ragged_dot` computes K n of them on average; on CPU,
 where it is a masked matmul, all of them for each expert.
@@ -66,11 +66,11 @@ def dropless(
     if not token_axes:
         return on_device(x_BTD, experts_BTK, gates_BTK, weights)
     batch_split, expert_split = PartitionSpec(token_axes), PartitionSpec(expert_axes or None)
-    # shard_map takes what divides: rows that are no tokens, and experts that get none, fill up.
+    # shard_map takes what divides: rows without tokens, and experts without rows, fill up.
     arrays = [_filled_up(x, num_token_shards) for x in (x_BTD, experts_BTK, gates_BTK)]
     weights = {name: _filled_up(w, num_expert_shards) for name, w in weights.items()}
     if mesh.manual_axes:
-        # Of a shard_map inside another JAX (0.10 to 0.12) cannot lower the gradient where it keeps
+        # JAX (0.10 to 0.12) cannot lower the gradient of a shard_map inside another if it keeps
         # values of the forward pass: they are computed again.
         on_device = jax.checkpoint(on_device)
     outputs = jax.shard_map(
@@ -128,7 +128,7 @@ def _gated_sums(
     weights: Weights,
     activation: Function,
 ) -> jax.Array:
-    """Returns the gated sums [n, D] over a device's own experts; others are L or have no gate."""
+    """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0."""
     num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token goes to an expert once: of its choices at most L are of experts here.

@@ -117,7 +117,7 @@ def run_ticks(
       blocks: a module whose arrays are [R, S, P, ...].
       x_M: [M, rows, ...].
       inputs_M: the blocks' inputs, [M, rows, ...], or [1, 1, ...] of one for all rows.
-      others: the inputs that are no arrays.
+      others: the inputs that are not arrays.
       cache: [R, S, P, ...], of one microbatch; or None.
     """
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
@@ -132,8 +132,8 @@ def run_ticks(
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
 
         def without_gradient_if_idle(a: jax.Array) -> jax.Array:
-            # Idle stages work on true rows, but of another layer: what comes of it may be NaN, and
-            # zero times NaN in the backward pass NaN again. This select is one of the gradient.
+            # Idle stages work on rows of the batch, but with another layer: that may give NaN,
+            # and in the backward pass zero times NaN, NaN again. This select cuts the gradient.
             if not jnp.issubdtype(a.dtype, jnp.inexact):
                 return a
             return jnp.where(is_valid, a, jax.lax.stop_gradient(a))
@@ -199,7 +199,7 @@ def run_ticks(
         stored = buffer.put(stored, x_S, arrived_S, t)
         return (arrived_S, stored, cache, values), None
 
-    # True rows for the stages that wait for their first.
+    # Rows of the batch, too, for the stages that wait for their first.
     x_S = layout.constrain(jnp.broadcast_to(x_M[:1], (num_stages, *x_M.shape[1:])), row_dim=1)
     carry = varying_alike((x_S, buffer.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)

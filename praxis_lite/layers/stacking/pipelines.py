@@ -205,7 +205,7 @@ class Pipeline(BaseLayer):
             if num_microbatches == 1:
                 x, cache, values = one(x_M[0], 0, cache)
                 return x[None], (cache, values)
-            # A map, not a vmap: of some operations (ragged_dot) JAX has none.
+            # A map, not a vmap, which some operations (ragged_dot) have not.
             x_M, _, values_M = jax.lax.map(
                 lambda given: one(*given, None), (x_M, jnp.arange(num_microbatches))
             )

@@ -21,7 +21,7 @@ def check_norm_policy(norm_policy: str, layer: object) -> None:
 
 
 class ResidualBranch(BaseLayer):
-    """A layer that adds a branch to its inputs, or in place of them returns it alone.
+    """A layer that adds a branch to its inputs, or returns the branch alone.
 
     Subclasses call `_make_branch` in the constructor, before they draw weights of their own, and
     `_with_branch` when called.
@@ -43,8 +43,8 @@ class ResidualBranch(BaseLayer):
         """Makes the norms and what drops; settings are TransformerFeedForward's.
 
         Raises:
-          ConfigError: norm_policy is no policy, or residual_droppath_prob comes without a skip
-            connection.
+          ConfigError: norm_policy has no such name, or residual_droppath_prob comes without a
+            skip connection.
         """
         check_norm_policy(norm_policy, self)
         if residual_droppath_prob and not add_skip_connection:

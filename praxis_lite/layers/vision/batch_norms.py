@@ -95,7 +95,7 @@ class BatchNorm(_PaddedNorm):
       epsilon: Pax's is fixed at 0.001.
       use_moving_avg_in_training: normalize by the moving averages, just updated, in training too,
         and use neither beta nor gamma.
-      set_padded_output_to_zero: whether outputs are 0 where `paddings` are 1.
+      set_padded_output_to_zero: outputs are 0 where `paddings` are 1.
       force_eval_mode: never use or learn the batch's statistics; beta and gamma are still trained.
       gamma_init: gamma is stored less one, so that weight decay pulls the scale to 1.
       weight_split_dims_mapping: of beta, gamma and the moving averages, [dim].
@@ -164,14 +164,13 @@ class GroupNorm(_PaddedNorm):
     the channels of a group, in float32. Wu and He 2018, arXiv:1803.08494.
 
     Args:
-      num_groups: groups; where there are fewer channels than that, groups have
-        `min_group_size` channels.
+      num_groups: groups; with fewer channels than that, groups have `min_group_size` channels.
       min_group_size: no group has fewer channels.
       cumulative: statistics at a time are over it and earlier times only; T is the second dim.
       input_rank: of the inputs: 3 [B, T, C], 4 [B, H, W, C] or 5 [B, T, H, W, C]. As in Pax, beta
         and gamma have it too, [1, ..., 1, C].
-      set_padded_output_to_zero: whether outputs are 0 where `paddings` are 1.
-      use_scale, use_bias: whether there is gamma, and beta.
+      set_padded_output_to_zero: outputs are 0 where `paddings` are 1.
+      use_scale, use_bias: False leaves out gamma, or beta.
       weight_split_dims_mapping: of beta and gamma along the channels, [dim].
 
     Raises:

@@ -151,8 +151,7 @@ class ConvBNAct(Conv2D):
     Beside Conv2D's settings:
 
     Args:
-      batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; None:
-        there is none.
+      batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; or None.
       activation: a name of `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
     """
 

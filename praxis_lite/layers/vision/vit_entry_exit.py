@@ -55,7 +55,7 @@ class VitEntryLayers(BaseLayer):
       input_dims: of a patch, P^2 C.
       output_dims: D.
       prepend_cls_tokens, append_cls_tokens: how many learned tokens to add; they have no position.
-      pos_emb_tpl: called with (number of positions, D, rngs=); None: there is none.
+      pos_emb_tpl: called with (number of positions, D, rngs=); or None.
       input_fc_has_bias: the projection adds a bias.
       weight_split_dims_mapping: of the projection's weight, [input_dims, D].
       activation_split_dims_mapping: of the outputs, [B, N', D].
