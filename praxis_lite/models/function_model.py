@@ -13,7 +13,7 @@ from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from praxis_lite.config.paths import callable_name
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.models.model import MdlVars, Model, whole
 from praxis_lite.sharding import WeightSpec
 
@@ -188,8 +188,8 @@ def _mdl_vars(paths: list[str], leaves: list[Any]) -> MdlVars:
 
 def check_takes(what: str, function: Any, *arguments: str) -> None:
     """Raises ConfigError if a function of the user's cannot be called with these arguments."""
-    if not callable(function):
-        raise ConfigError(f"{what} is {function!r}; wanted is a function of {_tuple(arguments)}.")
+    call = f"({', '.join(arguments)})"
+    require(callable(function), what, function, f"a function of {call}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # Some that are written in C have none.
@@ -198,14 +198,10 @@ def check_takes(what: str, function: Any, *arguments: str) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with {_tuple(arguments)}, but {name_of(function)} takes "
+            f"{what} is called with {call}, but {name_of(function)} takes "
             f"{signature}: {error}. Change its arguments, or bind the others with "
             "functools.partial (in an experiment: fdl.Partial)."
         ) from None
-
-
-def _tuple(arguments: tuple[str, ...]) -> str:
-    return f"({', '.join(arguments)})"
 
 
 def name_of(function: Any) -> str:

@@ -100,11 +100,12 @@ def check_arguments(
     """
     signature = inspect.signature(function)
     own = list(signature.parameters)[1:]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     has = f"{len(args)} by position" if args else f"{sorted(given)}"
     name = getattr(function, "__name__", "__call__")
     where = f"{type(module).__name__}.{name}({', '.join(own)})"
     for name in kwargs:
-        if name not in own and not _takes_any_name(signature):
+        if name not in own and not takes_any:
             raise ConfigError(
                 f"LinenModel.init_inputs has {name!r}, which {where} does not take."
                 f"{did_you_mean(name, own)} Rename or remove it."
@@ -155,10 +156,6 @@ def _text(x: Any) -> str:
     return f"{jnp.dtype(x.dtype).name}{tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
-def _takes_any_name(signature: inspect.Signature) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-
-
 def _is_shape(x: Any) -> bool:
     return (
         isinstance(x, Sequence) and not isinstance(x, str)
@@ -168,9 +165,8 @@ def _is_shape(x: Any) -> bool:
 
 def _is_pair(x: Any) -> bool:
     """Returns True if `x` is (dtype, shape)."""
-    if not isinstance(x, Sequence) or isinstance(x, str) or len(x) != 2 or not _is_shape(x[1]):
-        return False
-    return isinstance(x[0], str | type | np.dtype)
+    is_two = isinstance(x, Sequence) and not isinstance(x, str) and len(x) == 2
+    return is_two and _is_shape(x[1]) and isinstance(x[0], str | type | np.dtype)
 
 
 def _is_one(x: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.models.linen_boxes import OwnShapes, drawing_off_mesh, is_box, spec_of, unboxed
 from praxis_lite.models.linen_inputs import (
     arguments_of,
@@ -57,13 +57,16 @@ class LinenModel(Model):
         init_method: str | None = None,
         sown_collections: Sequence[str] = (),
     ):
+        eval_module = module if eval_module is None else eval_module
         for name, given in (("module", module), ("eval_module", eval_module)):
-            if not isinstance(given, nn.Module) and (name == "module" or given is not None):
-                raise ConfigError(
-                    f"LinenModel.{name} is {given!r}; wanted is a flax.linen Module that is built "
-                    "(in an experiment an fdl.Config of its class, not an fdl.Partial)."
-                )
-        self.linen_module, self.eval_module = module, eval_module or module
+            require(
+                isinstance(given, nn.Module),
+                f"LinenModel.{name}",
+                given,
+                "a flax.linen Module that is built",
+                "In an experiment that is an fdl.Config of its class, not an fdl.Partial.",
+            )
+        self.linen_module, self.eval_module = module, eval_module
         self.init_method = method_of(module, init_method)
         self._sown_collections = tuple(sown_collections)
         self._args, self._kwargs = arguments_of(init_inputs)
@@ -192,8 +195,12 @@ class BoundLinen:
         is_training = self.key is not None
         function = method_of(self.linen_module, method)
         kwargs |= flags_of(function, args, kwargs, is_training=is_training)
-        if rngs is None:
-            rngs = _streams(self.key, self._num_calls) if is_training else {}
+        if rngs is None and is_training:
+            key, num_before = self.key, self._num_calls
+            key = jax.random.fold_in(key, num_before) if num_before else key
+            # Flax takes "params" for a stream that is missing.
+            others = jax.random.fold_in(key, zlib.crc32(b"other streams"))
+            rngs = {"dropout": key, "params": others}
         self._num_calls += 1
         fixed = ["params"] if is_training else [n for n in self.variables if n != "cache"]
         with (
@@ -201,7 +208,7 @@ class BoundLinen:
             nn.intercept_methods(drawing_off_mesh()),
         ):
             outputs, changed = self.linen_module.apply(
-                self.variables, *args, method=function, rngs=rngs,
+                self.variables, *args, method=function, rngs=rngs or {},
                 mutable=nn.DenyList(tuple(fixed)), **kwargs,
             )
         for name, tree in changed.items():
@@ -212,12 +219,6 @@ class BoundLinen:
     def clone(self, **settings: Any) -> "BoundLinen":
         """Returns the same weights in the module with other settings, such as `decode=True`."""
         return BoundLinen(self.linen_module.clone(**settings), dict(self.variables), self.key)
-
-
-def _streams(key: jax.Array, num_calls: int) -> dict[str, jax.Array]:
-    """Returns keys by stream; Flax takes "params" for a stream that is missing."""
-    key = jax.random.fold_in(key, num_calls) if num_calls else key
-    return {"dropout": key, "params": jax.random.fold_in(key, zlib.crc32(b"other streams"))}
 
 
 def _is_nested_dict(tree: PyTree) -> bool:

@@ -146,12 +146,12 @@ class NnxModel(Model):
 
 def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
-    return nested(leaves_of(module), _array)
 
+    def array(path: Path, leaf: Leaf) -> jax.Array:
+        # With a dtype of its own: that of a Python number gives way to any other's.
+        return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
 
-def _array(path: Path, leaf: Leaf) -> jax.Array:
-    # With a dtype of its own: that of a Python number gives way to any other's.
-    return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
+    return nested(leaves_of(module), array)
 
 
 def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.moe.dispatch import combine, dispatch
-from praxis_lite.layers.moe.experts import Function, Weights, axes_of, through_experts
+from praxis_lite.layers.moe.experts import Function, Weights, first_axes, through_experts
 from praxis_lite.sharding import SplitDims
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
@@ -43,9 +43,9 @@ def dropless(
       weights: of `through_experts`.
       tokens_split, weights_split: whose first entries are the mesh axes that split B, and E.
     """
-    expert_axes = axes_of(weights_split)
+    expert_axes = first_axes(weights_split)
     # Tokens must be split where experts are, else each device there would send the same ones.
-    token_axes = axes_of(tokens_split)
+    token_axes = first_axes(tokens_split)
     token_axes += tuple(axis for axis in expert_axes if axis not in token_axes)
     mesh = jax.sharding.get_abstract_mesh()
     num_token_shards = math.prod(mesh.shape[axis] for axis in token_axes)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.base_layer import Initializer, xavier
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
 
 # G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
@@ -87,12 +88,12 @@ def at_experts(
 
 
 def first_dim(split: SplitDims) -> SplitDims:
-    """Returns the mapping of the first dim alone, the others whole; None for None."""
+    """Returns the mapping with the other dims whole; None for None."""
     return None if split is None else tuple(split)[:1]
 
 
-def axes_of(split: SplitDims) -> tuple[str, ...]:
-    """Returns the axes, of the mesh at hand, that split the first dim of a mapping.
+def first_axes(split: SplitDims) -> tuple[str, ...]:
+    """Returns the axes, of the mesh that is set, that split the first dim of a mapping.
 
     Inside `jax.shard_map` its manual axes are left out.
     """
@@ -100,8 +101,7 @@ def axes_of(split: SplitDims) -> tuple[str, ...]:
     if mesh.empty or not split:
         return ()
     spec = to_partition_spec(first_dim(split), mesh.axis_names)
-    axes = without_axes(spec, mesh.manual_axes)[0] or ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return axes_of(without_axes(spec, mesh.manual_axes)[0])
 
 
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
@@ -109,6 +109,6 @@ def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> Spl
 
     That makes an all-to-all of the move there.
     """
-    expert_axes = axes_of((split_E,))
-    rest = tuple(axis for axis in axes_of(tokens_split) if axis not in expert_axes)
+    expert_axes = first_axes((split_E,))
+    rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)
     return (rest or None, expert_axes or None)

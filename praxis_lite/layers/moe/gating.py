@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,18 @@ SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
 # From (x_GSD, experts_GSK, gates_GSK) to outputs [G, S, D], whatever the load of an expert.
 Dropless = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Tokens(NamedTuple):
+    """Tokens to be routed: x_GSD, logits_GSE, and two bool [G, S].
+
+    `is_token` is False for padding, `is_in_row` in rows that are nothing but padding.
+    """
+
+    x: jax.Array
+    logits: jax.Array
+    is_token: jax.Array
+    is_in_row: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +101,9 @@ class Gating:
             f"'all' with gating_func {gating!r}",
             "Or set gating_func='top2'.",
         )
-        losses = ("moe_load_balance_loss_weight", "moe_router_z_loss_weight")
-        for name in (*losses, "gating_logit_cap"):
-            check(getattr(self, name) >= 0, name, "0 or more")
+        for name in ("load_balance_loss_weight", "router_z_loss_weight"):
+            check(getattr(self, f"moe_{name}") >= 0, f"moe_{name}", "0 or more")
+        check(self.gating_logit_cap >= 0, "gating_logit_cap", "0 or more")
 
     @property
     def is_top_k(self) -> bool:
@@ -117,10 +130,7 @@ class Gating:
 
     def top_k(
         self,
-        x_GSD: jax.Array,
-        logits_GSE: jax.Array,
-        is_token_GS: jax.Array,
-        is_in_row_GS: jax.Array,
+        tokens: Tokens,
         key: jax.Array | None,
         dropless: Dropless,
         at_experts: AtExperts,
@@ -130,10 +140,10 @@ class Gating:
         """Returns the outputs [G, S, D] where tokens choose experts, and what the layer reports.
 
         Args:
-          is_in_row_GS: False in rows that are nothing but padding.
           key: of the pass, for `second_expert_policy`.
           is_capped: False: an expert has a seat for every token of a group.
         """
+        x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = routing.soft_cap(logits_GSE, self.gating_logit_cap)
         experts_GSK, gates_GSK, is_routed_GSK = routing.choose_experts(
             logits_GSE,
@@ -165,35 +175,27 @@ class Gating:
         )
         return outputs, report
 
-    def dense_top2(
-        self, x_GSD: jax.Array, logits_GSE: jax.Array, at_experts: AtExperts
-    ) -> jax.Array:
+    def dense_top2(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
         """Returns the outputs [G, S, D] of the two best of all experts."""
-        num_groups, *rest = x_GSD.shape
-        gates_GSE = routing.top_two_gates(jax.nn.softmax(logits_GSE, axis=-1))
+        num_groups, *rest = tokens.x.shape
+        gates_GSE = routing.top_two_gates(jax.nn.softmax(tokens.logits, axis=-1))
         shape_GESD = (num_groups, self.num_experts, *rest)
-        y_GESD = at_experts(jnp.broadcast_to(x_GSD[:, None], shape_GESD))
+        y_GESD = at_experts(jnp.broadcast_to(tokens.x[:, None], shape_GESD))
         return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
 
-    def expert_choice(
-        self,
-        x_GSD: jax.Array,
-        logits_GSE: jax.Array,
-        is_token_GS: jax.Array,
-        at_experts: AtExperts,
-    ) -> jax.Array:
+    def expert_choice(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
         """Returns the outputs [G, S, D] where experts choose tokens."""
-        group_size, factor = x_GSD.shape[1], self.unadjusted_expert_capacity_factor
-        probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
+        probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
         if self.gating_func == "expert_choice":
             # As Pax's: padding is chosen too, and left out of the outputs only.
             capacity = int(group_size // self.num_experts * factor)
             capacity = min(max(capacity, 1), group_size)
         else:
-            probs_GSE *= is_token_GS[..., None].astype(probs_GSE.dtype)
+            probs_GSE *= tokens.is_token[..., None].astype(probs_GSE.dtype)
             capacity = self._capacity(group_size)
         chosen = routing.tokens_by_expert_choice(probs_GSE, capacity)
-        return through_choosers(x_GSD, *chosen, at_experts)
+        return through_choosers(tokens.x, *chosen, at_experts)
 
     def _capacity(self, group_size: int) -> int:
         factor = self.unadjusted_expert_capacity_factor

@@ -13,7 +13,7 @@ from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import AuxLoss, Summary, require_positive
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim
-from praxis_lite.layers.moe.gating import Gating
+from praxis_lite.layers.moe.gating import Gating, Tokens
 from praxis_lite.layers.moe.routing import sentence_means
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
@@ -243,7 +243,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         """Returns the gated sum of what each token's experts make of it, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
         x_GSD = self._at_tokens(x_BTD.reshape(*groups, -1))
-        is_token_GS, routed_by = is_token_BT.reshape(groups), x_GSD
+        routed_by = x_GSD
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
             routed_by = sentence_means(x_BTD, segments).reshape(x_GSD.shape)
@@ -266,13 +266,13 @@ class TransformerFeedForwardMoe(ResidualBranch):
             dispatch_split=self.dispatch_split_dims_mapping,
             hidden_split=self.hidden_split_dims_mapping,
         )
+        has_token_B1 = is_token_BT.any(axis=1, keepdims=True)
+        is_in_row_BT = jnp.broadcast_to(has_token_B1, is_token_BT.shape)
+        is_token_GS, is_in_row_GS = is_token_BT.reshape(groups), is_in_row_BT.reshape(groups)
+        tokens = Tokens(x_GSD, logits_GSE, is_token_GS, is_in_row_GS)
         if gating.is_top_k:
-            has_token_B1 = is_token_BT.any(axis=1, keepdims=True)
             outputs, report = gating.top_k(
-                x_GSD,
-                logits_GSE,
-                is_token_GS,
-                jnp.broadcast_to(has_token_B1, is_token_BT.shape).reshape(groups),
+                tokens,
                 routing_key,
                 functools.partial(dropless, **shared),
                 in_seats,
@@ -283,9 +283,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 if (variable := getattr(self, name)) is not None:
                     variable.set_value(value)
         elif gating.gating_func == "dense_top2":
-            outputs = gating.dense_top2(x_GSD, logits_GSE, in_seats)
+            outputs = gating.dense_top2(tokens, in_seats)
         else:
-            outputs = gating.expert_choice(x_GSD, logits_GSE, is_token_GS, in_seats)
+            outputs = gating.expert_choice(tokens, in_seats)
         return self._at_tokens(outputs).reshape(x_BTD.shape)
 
     def _at_tokens(self, x: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from praxis_lite.layers.stacking.checkpoint_policy import remat
 from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 from praxis_lite.sharding import SplitDims, to_partition_spec
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
 from praxis_lite.sharding.varying import varying_alike
 
@@ -54,8 +55,7 @@ class StageLayout:
         mesh = jax.sharding.get_abstract_mesh()
         if isinstance(self.stage_axis, str) and self.stage_axis not in mesh.axis_names:
             return 1
-        axes = (self.axis,) if isinstance(self.axis, str) else self.axis or ()
-        return math.prod(mesh.shape[axis] for axis in axes)
+        return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
 
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
