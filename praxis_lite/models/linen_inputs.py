@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,35 +87,22 @@ def flags_of(
 
 def check_arguments(
     module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any],
-    given: Iterable[str],
+    given: Collection[str],
 ) -> None:
-    """Checks that a module's method takes the inputs, and that none is missing.
-
-    Args:
-      module, function, args, kwargs: the call.
-      given: those of kwargs that are the user's.
-
-    Raises:
-      ConfigError: names the argument, the module, and what init_inputs has.
+    """Raises ConfigError if a module's method cannot be called so; `given` is what the user named.
     """
     signature = inspect.signature(function)
     own = list(signature.parameters)[1:]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    has = f"{len(args)} by position" if args else f"{sorted(given)}"
-    name = getattr(function, "__name__", "__call__")
-    where = f"{type(module).__name__}.{name}({', '.join(own)})"
-    for name in kwargs:
-        if name not in own and not takes_any:
-            raise ConfigError(
-                f"LinenModel.init_inputs has {name!r}, which {where} does not take."
-                f"{did_you_mean(name, own)} Rename or remove it."
-            )
     try:
         signature.bind(None, *args, **kwargs)
     except TypeError as error:
+        name = getattr(function, "__name__", "__call__")
+        has = f"{len(args)} by position" if args else f"{sorted(given)}"
+        near = "".join(did_you_mean(one, own) for one in given if one not in own)
         raise ConfigError(
-            f"{where} cannot be initialised: {error}. LinenModel.init_inputs has {has}. Add what "
-            'is missing, for instance init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
+            f"{type(module).__name__}.{name}({', '.join(own)}) cannot be initialised: {error}. "
+            f"LinenModel.init_inputs has {has}.{near} Add what is missing, for instance "
+            'init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
         ) from None
 
 

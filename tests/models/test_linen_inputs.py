@@ -40,7 +40,7 @@ WRONG = {
     ),
     "an input by another name": (
         lambda: LinenModel(Two(), {"ids": ids, "maks": (1, 4)}),
-        ["has 'maks', which Two.__call__", "Did you mean mask?"],
+        ["Two.__call__(ids, mask, train)", "has ['ids', 'maks']. Did you mean mask?"],
     ),
     "inputs by position": (
         lambda: LinenModel(Two(), [ids]), ["missing a required argument: 'mask'", "1 by position"]

@@ -44,18 +44,18 @@ class Gating:
     """
 
     num_experts: int
-    num_experts_per_token: int
-    gating_func: str
-    num_groups: int
-    min_group_size: int | None
-    expert_capacity_dim: int
-    unadjusted_expert_capacity_factor: float
-    dropless: bool
-    second_expert_policy: str
-    second_expert_threshold: float
-    gating_logit_cap: float
-    moe_load_balance_loss_weight: float
-    moe_router_z_loss_weight: float
+    num_experts_per_token: int = 2
+    gating_func: str = "top2"
+    num_groups: int = 0
+    min_group_size: int | None = None
+    expert_capacity_dim: int = 0
+    unadjusted_expert_capacity_factor: float = 2.0
+    dropless: bool = False
+    second_expert_policy: str = "all"
+    second_expert_threshold: float = 0.0
+    gating_logit_cap: float = 0.0
+    moe_load_balance_loss_weight: float = 1.0
+    moe_router_z_loss_weight: float = 0.0
 
     def __post_init__(self):
         layer = "TransformerFeedForwardMoe"
@@ -66,6 +66,12 @@ class Gating:
         def check(holds: bool, name: str, wanted: str, change: str = "") -> None:
             require(holds, f"{layer}.{name}", getattr(self, name), wanted, change)
 
+        unset = {"num_groups": 0, "min_group_size": None}
+        for name in ("num_experts", "num_experts_per_token", *unset):
+            value = getattr(self, name)
+            is_positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            is_unset = name in unset and value == unset[name]
+            check(is_positive or is_unset, name, "a positive integer")
         gating, num_chosen = self.gating_func, self.num_experts_per_token
         check(
             gating != "top2" or num_chosen == 2,

@@ -1,7 +1,7 @@
 """A transformer's feed-forward block whose tokens each go to a few of many experts."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +11,11 @@ from flax import nnx
 from praxis_lite.errors import require, require_choice
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import AuxLoss, Summary, require_positive
+from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim
 from praxis_lite.layers.moe.gating import Gating, Tokens
 from praxis_lite.layers.moe.routing import sentence_means
-from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, constrain
@@ -85,74 +85,37 @@ class TransformerFeedForwardMoe(ResidualBranch):
         tokens.
     """
 
+    @takes_settings_of(Gating, ResidualBranch, but=("output_dims",))
     def __init__(
         self,
         input_dims: int,
         hidden_dims: int,
         *,
-        num_experts: int,
-        num_experts_per_token: int = 2,
-        gating_func: str = "top2",
-        num_groups: int = 0,
-        min_group_size: int | None = None,
-        expert_capacity_dim: int = 0,
-        unadjusted_expert_capacity_factor: float = 2.0,
-        dropless: bool = False,
-        second_expert_policy: str = "all",
-        second_expert_threshold: float = 0.0,
-        gating_logit_cap: float = 0.0,
         moe_gating_embedding_level: str = "token",
-        moe_load_balance_loss_weight: float = 1.0,
-        moe_router_z_loss_weight: float = 0.0,
         activation: str | ActivationFn = "relu",
         use_gated_activation: bool = False,
         apply_padding_first: bool = False,
-        norm_policy: str = "pre",
-        add_skip_connection: bool = True,
-        residual_weight: float = 1.0,
         relu_dropout_prob: float = 0.0,
-        residual_dropout_prob: float = 0.0,
-        residual_droppath_prob: float = 0.0,
         internal_gshard_variance_scaling_fan_in_init: bool = True,
         explicit_fan_in_fan_out_axes: bool = False,
-        ln_tpl: Callable[..., Any] = LayerNorm,
         weight_split_dims_mapping: SplitDims = None,
         gate_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         dispatch_split_dims_mapping: SplitDims = None,
         hidden_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
+        **settings: Any,
     ):
-        require_positive(
-            self,
-            input_dims=input_dims,
-            hidden_dims=hidden_dims,
-            num_experts=num_experts,
-            num_experts_per_token=num_experts_per_token,
-            **({} if min_group_size is None else {"min_group_size": min_group_size}),
-            **({"num_groups": num_groups} if num_groups != 0 else {}),
-        )
-        self.gating = Gating(
-            num_experts=num_experts,
-            num_experts_per_token=num_experts_per_token,
-            gating_func=gating_func,
-            num_groups=num_groups,
-            min_group_size=min_group_size,
-            expert_capacity_dim=expert_capacity_dim,
-            unadjusted_expert_capacity_factor=unadjusted_expert_capacity_factor,
-            dropless=dropless,
-            second_expert_policy=second_expert_policy,
-            second_expert_threshold=second_expert_threshold,
-            gating_logit_cap=gating_logit_cap,
-            moe_load_balance_loss_weight=moe_load_balance_loss_weight,
-            moe_router_z_loss_weight=moe_router_z_loss_weight,
-        )
+        require_positive(self, input_dims=input_dims, hidden_dims=hidden_dims)
+        names = {field.name for field in dataclasses.fields(Gating)} & settings.keys()
+        self.gating = Gating(**{name: settings.pop(name) for name in names})
+        super().__init__(input_dims, input_dims, rngs=rngs, **settings)
         name = type(self).__name__
         require_choice(
             f"{name}.moe_gating_embedding_level", moe_gating_embedding_level, EMBEDDING_LEVELS
         )
         require(
-            not (dropless and relu_dropout_prob),
+            not (self.gating.dropless and relu_dropout_prob),
             f"{name}.relu_dropout_prob",
             relu_dropout_prob,
             "0 with dropless=True, where what it drops would depend on the mesh",
@@ -168,20 +131,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.dispatch_split_dims_mapping = dispatch_split_dims_mapping
         self.hidden_split_dims_mapping = hidden_split_dims_mapping
 
-        self._make_branch(
-            input_dims,
-            input_dims,
-            norm_policy=norm_policy,
-            ln_tpl=ln_tpl,
-            add_skip_connection=add_skip_connection,
-            residual_weight=residual_weight,
-            residual_dropout_prob=residual_dropout_prob,
-            residual_droppath_prob=residual_droppath_prob,
-            rngs=rngs,
-        )
         init = functools.partial(expert_initializer, internal_gshard_variance_scaling_fan_in_init)
         self.gate = self.weight(
-            (input_dims, num_experts),
+            (input_dims, self.gating.num_experts),
             gate_split_dims_mapping,
             init=init(False, input_dims),
             rngs=rngs,
@@ -189,7 +141,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
         def weight_of_experts(fan_in: int, fan_out: int, *split: DimSplit) -> nnx.Param:
             drawn = init(explicit_fan_in_fan_out_axes, fan_in)
-            return self.weight((num_experts, fan_in, fan_out), split, init=drawn, rngs=rngs)
+            shape = (self.gating.num_experts, fan_in, fan_out)
+            return self.weight(shape, split, init=drawn, rngs=rngs)
 
         into = (input_dims, hidden_dims, split_E, split_D, split_F)
         self.wi_gate_0 = weight_of_experts(*into) if use_gated_activation else None
@@ -197,9 +150,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.wo_0 = weight_of_experts(hidden_dims, input_dims, split_E, split_F, split_D)
 
         self.aux_moe_load_balance_loss = AuxLoss(jnp.zeros(()))
-        self.aux_moe_router_z_loss = (
-            AuxLoss(jnp.zeros(())) if moe_router_z_loss_weight else None
-        )
+        has_z_loss = self.gating.moe_router_z_loss_weight > 0.0
+        self.aux_moe_router_z_loss = AuxLoss(jnp.zeros(())) if has_z_loss else None
         self.over_capacity_ratio = Summary(jnp.zeros(()))
         self.max_expert_load = Summary(jnp.zeros(()))
         self.min_expert_load = Summary(jnp.zeros(()))

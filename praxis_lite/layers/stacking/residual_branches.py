@@ -6,8 +6,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.errors import require, require_choice
 from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 
 # Where the norm of a residual branch `x + f(x)` is: f(norm(x)); norm(f(x)); norm(f(norm(x))), two
@@ -21,44 +22,48 @@ def check_norm_policy(norm_policy: str, layer: object) -> None:
 
 
 class ResidualBranch(BaseLayer):
-    """A layer that adds a branch to its inputs, or returns the branch alone.
+    """A layer that adds a branch to its inputs, or returns the branch alone: `_with_branch`.
 
-    Subclasses call `_make_branch` in the constructor, before they draw weights of their own, and
-    `_with_branch` when called.
+    Args:
+      ln_tpl: the norm, called with (dims, rngs=).
+      norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after) or "post_skip"
+        (after the skip connection).
+      add_skip_connection: add the inputs.
+      residual_weight: factor of what is added to the inputs; as in Pax, it has no effect if
+        residual_droppath_prob is set.
+      residual_dropout_prob: of what is added.
+      residual_droppath_prob: share of the rows that skip the branch (stochastic depth).
+
+    Raises:
+      ConfigError: no policy of that name, or residual_droppath_prob without a skip connection.
     """
 
-    def _make_branch(
+    def __init__(
         self,
         input_dims: int,
         output_dims: int,
         *,
-        norm_policy: str,
-        ln_tpl: Callable[..., Any],
-        add_skip_connection: bool,
-        residual_weight: float,
-        residual_dropout_prob: float,
-        residual_droppath_prob: float,
+        norm_policy: str = "pre",
+        ln_tpl: Callable[..., Any] = LayerNorm,
+        add_skip_connection: bool = True,
+        residual_weight: float = 1.0,
+        residual_dropout_prob: float = 0.0,
+        residual_droppath_prob: float = 0.0,
         rngs: nnx.Rngs,
-    ) -> None:
-        """Makes the norms and what drops; settings are TransformerFeedForward's.
-
-        Raises:
-          ConfigError: norm_policy has no such name, or residual_droppath_prob comes without a
-            skip connection.
-        """
+    ):
         check_norm_policy(norm_policy, self)
-        if residual_droppath_prob and not add_skip_connection:
-            raise ConfigError(
-                f"{type(self).__name__}.residual_droppath_prob drops what is added to the inputs, "
-                "but add_skip_connection is False. Set one of them only."
-            )
+        require(
+            add_skip_connection or not residual_droppath_prob,
+            f"{type(self).__name__}.residual_droppath_prob",
+            residual_droppath_prob,
+            "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
+        )
         has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
         dims = output_dims if is_outer else input_dims
         self.layer_norm = None if has_two else ln_tpl(dims, rngs=rngs)
         self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
         self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
         self.residual_dropout = Dropout(residual_dropout_prob)
-        # As Pax: the weight has no effect where rows are dropped.
         self.residual_droppath = StochasticResidual(
             survival_prob=1.0 - residual_droppath_prob,
             residual_weight=1.0 if residual_droppath_prob else residual_weight,

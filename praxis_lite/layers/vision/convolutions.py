@@ -17,6 +17,7 @@ from praxis_lite.layers.base_layer import (
     xavier,
     zeros,
 )
+from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
 from praxis_lite.sharding import SplitDims, constrain
@@ -102,9 +103,8 @@ class Conv2D(BaseLayer):
             )
         self.w = self.weight(filter_shape, weight_split_dims_mapping, init=kernel_init, rngs=rngs)
         bias_split = _split_of_outputs(weight_split_dims_mapping, 4)
-        self.b = (
-            self.weight(filter_shape[-1:], bias_split, init=bias_init, rngs=rngs) if bias else None
-        )
+        dims = filter_shape[-1:]
+        self.b = self.weight(dims, bias_split, init=bias_init, rngs=rngs) if bias else None
         self.weight_norm = weight_norm_tpl(filter_shape[-1], rngs=rngs)
         self.filter_shape, self.filter_stride = tuple(filter_shape), tuple(filter_stride)
         self.dilations, self.padding = tuple(dilations), padding
@@ -148,13 +148,14 @@ class Conv2D(BaseLayer):
 class ConvBNAct(Conv2D):
     """Returns `activation(norm(conv(x)))`: [B, H, W, C] -> [B, H', W', D].
 
-    Beside Conv2D's settings:
+    Its settings are Conv2D's, and
 
     Args:
       batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; or None.
       activation: a name of `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
     """
 
+    @takes_settings_of(Conv2D)
     def __init__(
         self,
         filter_shape: Sequence[int],
@@ -162,33 +163,10 @@ class ConvBNAct(Conv2D):
         *,
         batch_norm_tpl: Callable[..., Any] | None = BatchNorm,
         activation: str | ActivationFn = "relu",
-        dilations: Sequence[int] = (1, 1),
-        bias: bool = False,
-        kernel_init: Initializer = xavier,
-        bias_init: Initializer = zeros,
-        padding: str = "SAME",
-        tf_equivalent_padding: bool = False,
-        is_causal: bool = False,
-        weight_norm_tpl: Callable[..., Any] = IdentityNorm,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
+        **settings: Any,
     ):
-        super().__init__(
-            filter_shape,
-            filter_stride,
-            dilations=dilations,
-            bias=bias,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            padding=padding,
-            tf_equivalent_padding=tf_equivalent_padding,
-            is_causal=is_causal,
-            weight_norm_tpl=weight_norm_tpl,
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            activation_split_dims_mapping=activation_split_dims_mapping,
-            rngs=rngs,
-        )
+        super().__init__(filter_shape, filter_stride, rngs=rngs, **settings)
         activation_fn(activation, self)
         self.bn = None if batch_norm_tpl is None else batch_norm_tpl(filter_shape[-1], rngs=rngs)
         self.activation = activation

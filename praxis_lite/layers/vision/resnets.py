@@ -17,6 +17,7 @@ from praxis_lite.layers.vision.convolutions import ConvBNAct, check_sizes
 from praxis_lite.layers.vision.poolings import GlobalPooling, Pooling
 
 # B batch, H height, W width, C channels.
+Filter = tuple[tuple[int, int, int, int], int]
 
 # Pax's GaussianSqrtFanOut(1.4141): He et al. 2015, arXiv:1502.01852.
 _he_fan_out = jax.nn.initializers.variance_scaling(1.4141**2, "fan_out", "normal")
@@ -58,19 +59,14 @@ class ResNetBlock(BaseLayer):
         zero_init_residual: bool = False,
         rngs: nnx.Rngs,
     ):
-        require_positive(
-            self, input_dim=input_dim, output_dim=output_dim, kernel_size=kernel_size, stride=stride
-        )
+        sizes = {"input_dim": input_dim, "output_dim": output_dim}
+        require_positive(self, **sizes, kernel_size=kernel_size, stride=stride)
         activation_fn(activation, self)
         filters = self._filters(input_dim, output_dim, kernel_size, stride)
         for i, (filter_shape, filter_stride) in enumerate(filters):
-            is_last = i == len(filters) - 1
-            conv = conv_params(
-                filter_shape,
-                (filter_stride, filter_stride),
-                activation="identity" if is_last else activation,
-                rngs=rngs,
-            )
+            between = "identity" if i == len(filters) - 1 else activation
+            strides = (filter_stride, filter_stride)
+            conv = conv_params(filter_shape, strides, activation=between, rngs=rngs)
             setattr(self, f"body_{i}", conv)  # Pax's names.
         if zero_init_residual:
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
@@ -83,20 +79,16 @@ class ResNetBlock(BaseLayer):
             )
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Stored less one.
         self.num_convs = len(filters)
-        is_same_shape = input_dim == output_dim and stride == 1
-        self.shortcut = (
-            None
-            if is_same_shape
-            else conv_params(
-                (1, 1, input_dim, output_dim), (stride, stride), activation="identity", rngs=rngs
-            )
-        )
+        shape, strides = (1, 1, input_dim, output_dim), (stride, stride)
+        is_same = input_dim == output_dim and stride == 1
+        make = functools.partial(conv_params, shape, strides, activation="identity", rngs=rngs)
+        self.shortcut = None if is_same else make()
         self.residual_droppath = StochasticResidual(survival_prob=1.0 - residual_droppath_prob)
         self.activation = activation
 
     def _filters(
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
-    ) -> list[tuple[tuple[int, int, int, int], int]]:
+    ) -> list[Filter]:
         """Returns shape and stride of each convolution."""
         name, wanted = f"{type(self).__name__}.output_dim", "4 or more: the middle has a quarter"
         require(output_dim >= 4, name, output_dim, wanted)
@@ -125,7 +117,7 @@ class ResNetBasicBlock(ResNetBlock):
 
     def _filters(
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
-    ) -> list[tuple[tuple[int, int, int, int], int]]:
+    ) -> list[Filter]:
         return [
             ((kernel_size, kernel_size, input_dim, output_dim), stride),
             ((kernel_size, kernel_size, output_dim, output_dim), 1),
@@ -169,10 +161,8 @@ class ResNet(BaseLayer):
         entry_max_pool: bool = True,
         rngs: nnx.Rngs,
     ):
-        num_stages = len(strides)
-        check_sizes(
-            self, num_stages, strides=strides, channels=channels, blocks=blocks, kernels=kernels
-        )
+        sizes = {"strides": strides, "channels": channels, "blocks": blocks, "kernels": kernels}
+        check_sizes(self, len(strides), **sizes)
         check_sizes(self, 3, entryflow_conv_kernel=entryflow_conv_kernel)
         # As Pax: the bottleneck's stages begin with a quarter of their channels.
         width = channels[0] // (4 if _class_of(block_params) is ResNetBlock else 1)
@@ -195,9 +185,8 @@ class ResNet(BaseLayer):
                 )
                 setattr(self, name, block)  # Pax's names.
                 width = channel
-        self.output_spatial_pooling = (
-            output_spatial_pooling_params(rngs=rngs) if output_spatial_pooling_params else None
-        )
+        pooling_tpl = output_spatial_pooling_params
+        self.output_spatial_pooling = pooling_tpl(rngs=rngs) if pooling_tpl else None
         self.block_names = tuple(map(tuple, names))
         self.return_block_features = return_block_features
 

@@ -81,9 +81,8 @@ class VitEntryLayers(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
-        require_positive(
-            self, patch_size=patch_size, input_dims=input_dims, output_dims=output_dims
-        )
+        sizes = {"input_dims": input_dims, "output_dims": output_dims}
+        require_positive(self, patch_size=patch_size, **sizes)
         check_sizes(self, 1 if len(pos_emb_shapes) == 1 else 2, pos_emb_shapes=pos_emb_shapes)
         self.patch_projection = FeedForward(
             input_dims,
@@ -128,7 +127,7 @@ class VitEntryLayers(BaseLayer):
         def tokens(weight: nnx.Param | None) -> list[jax.Array]:
             if weight is None:
                 return []
-            # Cast after it, as `broadcast_as` does.
+            # Cast afterwards, as `broadcast_as` does.
             w = jnp.broadcast_to(weight[...], (features.shape[0], *weight.shape[1:]))
             return [w.astype(features.dtype)]
 
