@@ -145,7 +145,7 @@ class BeamSearch(Decoder):
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
         scores = jnp.maximum(carry["scores"] + eos_logprobs_BK, NEVER)
-        # A float, to Pax's precision: ((5 + n) / 5) ** alpha of n tokens.
+        # In float32, as Pax's: ((5 + n) / 5) ** alpha of n tokens.
         norm = ((t + 6).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
         scores = jnp.where(is_open_B[:, None], scores / norm, -jnp.inf)
         new = {

@@ -90,7 +90,7 @@ class ContinuousBatching:
             )
         self._decoder, self._module = decoder, module
         self._num_rows, self._prompt_length = num_rows, prompt_length
-        # Reads no weight, but is to run on the devices that have them.
+        # Takes the weights although it reads none, so as to run on their devices.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._wrap = wrap
         self._programs: tuple[Program, Program] | None = None
@@ -146,14 +146,14 @@ class ContinuousBatching:
         state = self._empty(mdl_vars)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         if self._programs is None:
-            # The state comes back as it went in, or the next call would be another program.
+            # The state comes back as it went in, or the next call would compile another program.
             self._programs = (
                 jax.jit(self._wrap(self._insert), donate_argnums=1, out_shardings=shardings),
                 jax.jit(
                     self._wrap(self._advance), donate_argnums=1, out_shardings=(shardings, None)
                 ),
             )
-        # Placed for good, as what the programs return, or the first call would be one apart.
+        # Placed as the programs' outputs are, or the first call would compile another program.
         return jax.device_put(state, shardings)
 
     def insert(

@@ -134,7 +134,7 @@ def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
     index, goes_on = jnp.arange(state.done.shape[0]), ~state.done
     new_ids = jnp.where(goes_on, decoder.choose(decoder.penalized(state), state), 0)
     logprobs = jax.nn.log_softmax(state.logits, axis=-1)[index, new_ids]
-    # A row that is done writes past the end, that is, nowhere.
+    # A row that is done writes past the end, which is dropped.
     place = jnp.where(goes_on, state.decode_lengths, state.output_ids.shape[1])
     output_ids = state.output_ids.at[index, place].set(new_ids, mode="drop")
     decode_lengths = state.decode_lengths + goes_on

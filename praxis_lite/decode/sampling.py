@@ -162,7 +162,7 @@ class Sample(Greedy):
         if self.p is not None and self.p < 1.0:
             descending = logits if ids_RC is not None else -jnp.sort(-logits, axis=-1)
             probs = jax.nn.softmax(descending, axis=-1)
-            # A token stays if what is more likely than it does not yet exceed p.
+            # A token stays if the more likely ones together do not yet exceed p.
             stays = (jnp.cumsum(probs, axis=-1) - probs <= self.p) & (descending > -jnp.inf)
             lowest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < lowest, -jnp.inf, logits)

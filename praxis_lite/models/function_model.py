@@ -51,7 +51,7 @@ class FunctionModel(Model):
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
         """The paths, shapes and structure of the params; no array is made."""
-        # The key inside: outside it would be an array, of two programs that had to be compiled.
+        # The key is made inside: outside, two programs would be compiled to make an array of it.
         shapes = jax.eval_shape(lambda: self._drawn(jax.random.key(0)))
         leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]
@@ -119,7 +119,7 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
-    # A tuple is a spec where it cannot be a tree: of an array, or of a dict.
+    # For an array or a dict a tuple cannot be a tree, so it is a spec.
     if is_spec or (isinstance(specs, tuple) and (is_array or isinstance(params, Mapping))):
         yield from [specs] * num_leaves
     elif num_leaves:
@@ -192,7 +192,7 @@ def check_takes(what: str, function: Any, *arguments: str) -> None:
     require(callable(function), what, function, f"a function of {call}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Some that are written in C have none.
+    except ValueError:  # Some functions that are written in C have no signature.
         return
     try:
         signature.bind(*arguments)

@@ -44,7 +44,7 @@ def spec_of(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSp
         )
     return dataclasses.replace(
         spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
-        # What a name of a stack means is for the job's rules.
+        # The job's rules say what the name of a stack's dim means.
         stack_split_dims_mapping=() if any(stacked) else stacked,
     )
 

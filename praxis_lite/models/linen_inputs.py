@@ -76,7 +76,7 @@ def flags_of(
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(None, *args, **kwargs).arguments
-    except TypeError:  # Python says better what is wrong when it is called.
+    except TypeError:  # Python words the error better when the function is called.
         return {}
     return {
         name: is_training == when_training

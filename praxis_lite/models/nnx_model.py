@@ -132,8 +132,8 @@ class NnxModel(Model):
         return nnx.merge(self._split.training, nnx.from_flat_state(self._split.leaves))
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
-        # Flax would place a weight that declares a split at once: on a mesh that must be set, and
-        # only where each dim divides.
+        # Flax would place a weight that declares a split at once: that needs a mesh that is set,
+        # and dims that divide.
         with nnx.use_eager_sharding(False):
             module = self._build(rngs=nnx.Rngs(key)) if _takes_rngs(self._build) else self._build()
         if not isinstance(module, nnx.Module):
@@ -148,7 +148,7 @@ def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
 
     def array(path: Path, leaf: Leaf) -> jax.Array:
-        # With a dtype of its own: that of a Python number gives way to any other's.
+        # With an explicit dtype: that of a Python number gives way to any other's.
         return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
 
     return nested(leaves_of(module), array)
@@ -182,7 +182,7 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
         num_positional += len(function.args)
         function, settings = function.func, settings | set(function.keywords)
     name = getattr(function, "__name__", "the model")
-    if isinstance(function, type):  # Of a module's class, `signature` gives *args and **kwargs.
+    if isinstance(function, type):  # The signature of a module's class is *args, **kwargs.
         function = function.__init__
     if function is object.__init__:
         return False

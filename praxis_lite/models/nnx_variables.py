@@ -23,7 +23,7 @@ def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
 
 def value_of(leaf: Leaf) -> Any:
     """Returns what a variable stores, or the plain array itself."""
-    # Not `get_value`: what a kind of variable makes of it when it is read is not stored.
+    # Not `get_value`, in which a kind of variable may make something else of what it stores.
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -82,7 +82,7 @@ def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
     def fresh(x: Any) -> jax.Array:
         if not _is_key(x):
             return jnp.zeros(x.shape, x.dtype)
-        # Each stream's own, whichever other streams a model has.
+        # By its path, so that it does not depend on the model's other streams.
         stream = jax.random.fold_in(key, zlib.crc32(name_of(path).encode()))
         return jax.random.split(stream, x.shape) if x.shape else stream
 

@@ -133,7 +133,7 @@ def _gated_sums(
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token goes to an expert once: of its choices at most L are of experts here.
     num_rows = num_tokens * min(num_chosen, num_local)
-    row = jnp.argsort(jnp.argsort(expert, stable=True))  # of each choice, sorted by expert
+    row = jnp.argsort(jnp.argsort(expert, stable=True))  # Of each choice, sorted by expert.
     row_nK = jnp.where(expert < num_local, row, num_rows).reshape(experts_nK.shape)
     rows_of_expert_L = jnp.bincount(expert, length=num_local + 1)[:num_local].astype(jnp.int32)
 

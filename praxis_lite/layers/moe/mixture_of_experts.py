@@ -199,7 +199,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
             routed_by = sentence_means(x_BTD, segments).reshape(x_GSD.shape)
-        # Gathered whole, small as it is: XLA would move parts of it and of the logits about.
+        # Whole on every device, small as it is: XLA would move parts of it and of the logits.
         gate_DE = constrain(self.gate[...].astype(x_BTD.dtype), (None, None))
         logits_GSE = jnp.einsum(
             "gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32
@@ -228,7 +228,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 routing_key,
                 functools.partial(dropless, **shared),
                 in_seats,
-                # Of one token of each row, as in decoding, no row may take the place of another.
+                # With one token per row, as in decoding, no row may take another's seat.
                 is_capped=x_BTD.shape[1] > 1,
             )
             for name, value in report.items():

@@ -157,7 +157,7 @@ class Pipeline(BaseLayer):
         Raises:
           ConfigError: the microbatches do not divide the rows, or an input has other rows.
         """
-        # Decoding is the work of one microbatch: cut, its cache would have to be cut as well.
+        # In decoding the batch is one microbatch: else its cache would have to be cut as well.
         num_microbatches = 1 if cache is not None else self._num_microbatches_of(x.shape[0])
         stream_io, layout = self.stream_io and cache is None, self._layout
         num_streams = self.num_stages if stream_io else 1
@@ -195,7 +195,7 @@ class Pipeline(BaseLayer):
             block, index, cache = layer
 
             def one(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
-                # A module of this trace, so that what it assigns does not leave it.
+                # A copy that belongs to this trace, so that what it assigns does not leave it.
                 own = jax.tree.map(lambda a: a, block)
                 inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
                 return apply_layer(
@@ -205,7 +205,7 @@ class Pipeline(BaseLayer):
             if num_microbatches == 1:
                 x, cache, values = one(x_M[0], 0, cache)
                 return x[None], (cache, values)
-            # A map, not a vmap, which some operations (ragged_dot) have not.
+            # A map, not a vmap, which JAX lacks for some operations (ragged_dot).
             x_M, _, values_M = jax.lax.map(
                 lambda given: one(*given, None), (x_M, jnp.arange(num_microbatches))
             )

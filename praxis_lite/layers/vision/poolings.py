@@ -151,9 +151,9 @@ class GlobalPooling(BaseLayer):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _max(self, x: jax.Array) -> jax.Array:
-        # Not jnp.max, whose gradient looks for elements equal to the maximum: what XLA computes
-        # twice, in two fusions, may differ in its last bit, and where none is equal it is NaN
-        # (seen on jax 0.10 on the CPU, without optimization). Here it goes to the first maximum.
+        # Not jnp.max, whose gradient looks for elements equal to the maximum: XLA may compute the
+        # inputs twice, with another last bit, and if no element is equal, the gradient is NaN
+        # (jax 0.10 on the CPU, without optimization). Here it goes to the first maximum.
         is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
         window = [size if there else 1 for size, there in zip(x.shape, is_pooled, strict=True)]
         outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
