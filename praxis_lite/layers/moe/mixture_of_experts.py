@@ -70,7 +70,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
       internal_gshard_variance_scaling_fan_in_init: draw weights uniformly in
         +-sqrt(3 / fan in); False: by Xavier, with E as a receptive field unless
         explicit_fan_in_fan_out_axes.
-      activation, norm_policy, ...: as TransformerFeedForward.
+      activation, apply_padding_first, ...: as TransformerFeedForward; norms, dropout and the skip
+        connection: as ResidualBranch.
       weight_split_dims_mapping: of the experts' weights into F, [E, D, F]; those out of F split as
         their transpose.
       gate_split_dims_mapping: of the router's weight, [D, E].
