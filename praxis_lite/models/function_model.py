@@ -59,7 +59,7 @@ class FunctionModel(Model):
         return paths, [x for _, x in leaves], structure
 
     def _drawn(self, key: jax.Array) -> PyTree:
-        params, init = self._init(key), name_of(self._init)
+        params, init = self._init(key), function_name(self._init)
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
         if not leaves:
             raise ConfigError(
@@ -126,14 +126,14 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
         if is_array or jax.tree_util.all_leaves([specs]):
             axes = "or a tuple of mesh axes" if is_array else "or a tree like the params"
             raise ConfigError(
-                f"specs has {specs!r} at {_place(path)}, where the params have {_kind(params)}; "
+                f"specs has {specs!r} at {_where(path)}, where the params have {_kind(params)}; "
                 f"wanted is a PartitionSpec, None {axes}."
             )
         children, found = _children(params), _children(specs)
         for name in found:
             if name not in children:
                 raise ConfigError(
-                    f"specs names '{_join(path, name)}', but at {_place(path)} the params have "
+                    f"specs names '{_join(path, name)}', but at {_where(path)} the params have "
                     f"{_kind(params)}.{did_you_mean(name, children)}"
                 )
         for name, child in children.items():
@@ -155,7 +155,7 @@ def _kind(params: PyTree) -> str:
     return f"a {type(params).__name__} of {', '.join(map(repr, _children(params)))}"
 
 
-def _place(path: str) -> str:
+def _where(path: str) -> str:
     return repr(path) if path else "the root"
 
 
@@ -198,12 +198,12 @@ def check_takes(what: str, function: Any, *arguments: str) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with {call}, but {name_of(function)} takes "
+            f"{what} is called with {call}, but {function_name(function)} takes "
             f"{signature}: {error}. Change its arguments, or bind the others with "
             "functools.partial (in an experiment: fdl.Partial)."
         ) from None
 
 
-def name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
     """Returns the name of a function, or of the one that a partial calls."""
     return callable_name(getattr(function, "func", function))

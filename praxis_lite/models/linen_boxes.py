@@ -17,7 +17,7 @@ PyTree = Any
 OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
-def spec_of(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
+def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
     """Returns what a leaf of boxed shapes declares.
 
     Args:

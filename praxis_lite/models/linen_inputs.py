@@ -119,11 +119,11 @@ def as_config_error(
         inputs = ", ".join([*map(_text, args), *(f"{k}={_text(x)}" for k, x in kwargs.items())])
         raise ConfigError(
             f"{type(module).__name__} cannot be {done} ({inputs}): "
-            f"{' '.join(str(error).split())} ({_place(error.__traceback__)})"
+            f"{' '.join(str(error).split())} ({_innermost_layer(error.__traceback__)})"
         ) from error
 
 
-def _place(traceback: TracebackType | None) -> str:
+def _innermost_layer(traceback: TracebackType | None) -> str:
     """Returns the innermost layer and the line of its class that were running."""
     layer = line = None
     while traceback is not None:

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 
 from praxis_lite.errors import require
-from praxis_lite.models.linen_boxes import OwnShapes, drawing_off_mesh, is_box, spec_of, unboxed
+from praxis_lite.models.linen_boxes import OwnShapes, boxed_spec, drawing_off_mesh, is_box, unboxed
 from praxis_lite.models.linen_inputs import (
     arguments_of,
     as_config_error,
@@ -113,7 +113,7 @@ class LinenModel(Model):
 
         def spec(path: tuple, leaf: Any) -> WeightSpec:
             names = tuple(jax.tree_util.keystr((part,), simple=True) for part in path)
-            return spec_of("/".join(names), leaf, own_shapes.get(names))
+            return boxed_spec("/".join(names), leaf, own_shapes.get(names))
 
         return self._split(jax.tree_util.tree_map_with_path(spec, boxed, is_leaf=is_box))
 

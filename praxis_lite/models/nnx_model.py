@@ -20,8 +20,8 @@ from praxis_lite.models.nnx_variables import (
     collection,
     fresh_value,
     leaves_of,
-    name_of,
     nested,
+    path_text,
     require_array,
     stored_at,
     value_of,
@@ -87,7 +87,7 @@ class NnxModel(Model):
     def weight_specs(self) -> MdlVars:
         return nested(
             self._split.leaves,
-            lambda path, leaf: declared_spec(name_of((collection(leaf), *path)), leaf),
+            lambda path, leaf: declared_spec(path_text((collection(leaf), *path)), leaf),
         )
 
     def module(
@@ -121,8 +121,8 @@ class NnxModel(Model):
         for path, leaf in after.items():
             if path not in before and collection(leaf) == "params":
                 raise ConfigError(
-                    f"{name_of(path)}: the pass made this weight, which no learner trains. Make it "
-                    "in the module's constructor."
+                    f"{path_text(path)}: the pass made this weight, which no learner trains. Make "
+                    "it in the module's constructor."
                 )
         kept = [one for one in before.items() if collection(one[1]) == "non_trainable"]
         return nested(kept, lambda path, leaf: _as_before(path, leaf, after[path]))["non_trainable"]
@@ -158,7 +158,7 @@ def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
     value, wanted = jnp.asarray(value_of(after)), value_of(before)
     if value.shape != wanted.shape:
         raise ConfigError(
-            f"{name_of(path)}: the constructor made it of shape {wanted.shape}, and a pass of "
+            f"{path_text(path)}: the constructor made it of shape {wanted.shape}, and a pass of "
             f"{value.shape}. A train step keeps it, so its shape must stay the same."
         )
     return value.astype(wanted.dtype)

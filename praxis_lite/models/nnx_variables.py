@@ -27,7 +27,7 @@ def value_of(leaf: Leaf) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def name_of(path: Path) -> str:
+def path_text(path: Path) -> str:
     """Returns a path as messages and the layout print it."""
     return "/".join(map(_part_name, path))
 
@@ -50,9 +50,10 @@ def require_array(path: Path, leaf: Leaf) -> None:
     Raises:
       ConfigError: its value is a container; names the path.
     """
-    if collection(leaf) is not None and not jax.tree_util.all_leaves([value_of(leaf)]):
+    value = value_of(leaf)
+    if collection(leaf) is not None and not jax.tree_util.all_leaves([value]):
         raise ConfigError(
-            f"{name_of(path)}: the {type(leaf).__name__} holds a {type(value_of(leaf)).__name__}; "
+            f"{path_text(path)}: the {type(leaf).__name__} holds a {type(value).__name__}; "
             "wanted is one array. Give each array a variable of its own, in an nnx.Dict or List."
         )
 
@@ -83,7 +84,7 @@ def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
         if not _is_key(x):
             return jnp.zeros(x.shape, x.dtype)
         # By its path, so that it does not depend on the model's other streams.
-        stream = jax.random.fold_in(key, zlib.crc32(name_of(path).encode()))
+        stream = jax.random.fold_in(key, zlib.crc32(path_text(path).encode()))
         return jax.random.split(stream, x.shape) if x.shape else stream
 
     return jax.tree.map(fresh, value_of(leaf))
