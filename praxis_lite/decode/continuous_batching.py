@@ -21,36 +21,22 @@ Program = Callable[..., Any]
 
 
 class Prompt(NamedTuple):
-    """What waits for a row.
+    """What waits for a row. What is None is the decoder's."""
 
-    Attributes:
-      ids: int32 [P], padded on the right.
-      length: its tokens without padding.
-      key: of the row; `loop.sample_keys` has folded the sample's number into the prompt's.
-      temperature, per_example_max_decode_steps: None: the decoder's.
-    """
-
-    ids: np.ndarray
-    length: int
-    key: jax.Array
+    ids: np.ndarray  # int32 [P], padded on the right.
+    length: int  # Without padding.
+    key: jax.Array  # The sample's, of `loop.sample_keys`.
     temperature: float | None = None
     per_example_max_decode_steps: int | None = None
 
 
 class NewTokens(NamedTuple):
-    """What came since the last time, of one prompt.
+    """What came since the last time, of one prompt."""
 
-    Attributes:
-      index: of the prompt, in the order in which they were taken.
-      ids: int32 [n], n may be 0 at the end.
-      logprobs: float32 [n].
-      done: the prompt has ended.
-    """
-
-    index: int
-    ids: np.ndarray
-    logprobs: np.ndarray
-    done: bool
+    index: int  # Of the prompt, in the order in which they were taken.
+    ids: np.ndarray  # int32 [n]; n may be 0 at the end.
+    logprobs: np.ndarray  # float32 [n].
+    done: bool  # The prompt has ended.
 
 
 class ContinuousBatching:

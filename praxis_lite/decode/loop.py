@@ -23,33 +23,20 @@ class DecodeState:
 
     A row's tokens depend on nothing but its own entries, so rows can leave, come and change
     places between steps.
-
-    Attributes:
-      cache: the model's.
-      logits: float32 [R, V] of each row's next token.
-      positions: int32 [R], where the next token goes.
-      keys: [R]; a step folds in how many tokens the row has.
-      temperature: float32 [R].
-      max_steps: int32 [R], most new tokens.
-      done: bool [R]; such a row stays as it is.
-      output_ids: int32 [R, M], 0 after the end.
-      logprobs: float32 [R, M], 0 after the end.
-      decode_lengths: int32 [R], new tokens so far.
-      in_prompt, in_output: bool [R, V], the tokens that occurred; None without penalties.
     """
 
-    cache: Any
-    logits: jax.Array
-    positions: jax.Array
-    keys: jax.Array
-    temperature: jax.Array
-    max_steps: jax.Array
-    done: jax.Array
-    output_ids: jax.Array
-    logprobs: jax.Array
-    decode_lengths: jax.Array
-    in_prompt: jax.Array | None
-    in_output: jax.Array | None
+    cache: Any  # The model's.
+    logits: jax.Array  # float32 [R, V], of each row's next token.
+    positions: jax.Array  # int32 [R], where the next token goes.
+    keys: jax.Array  # [R]; a step folds in how many tokens the row has.
+    temperature: jax.Array  # float32 [R].
+    max_steps: jax.Array  # int32 [R], the most new tokens.
+    done: jax.Array  # bool [R]; such a row stays as it is.
+    output_ids: jax.Array  # int32 [R, M], 0 after the end.
+    logprobs: jax.Array  # float32 [R, M], 0 after the end.
+    decode_lengths: jax.Array  # int32 [R], new tokens so far.
+    in_prompt: jax.Array | None  # bool [R, V], the tokens that occurred; None without penalties.
+    in_output: jax.Array | None  # The same, of the new tokens.
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:

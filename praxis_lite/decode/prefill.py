@@ -13,20 +13,14 @@ from praxis_lite.sharding.varying import varying_alike
 
 
 class Prefix(NamedTuple):
-    """What a model knows after its prompts.
+    """What a model knows after its prompts."""
 
-    Attributes:
-      logits: float32 [B, V], of the token after each prompt.
-      cache: with room for the new tokens.
-      logprobs: float32 [B, P] of the prompts' own tokens, 0 for the first and for padding; None
-        after one forward pass, which would need [B, P, V] for them.
-      max_steps: int32 [B], the most new tokens of each row.
-    """
-
-    logits: jax.Array
-    cache: Any
+    logits: jax.Array  # float32 [B, V], of the token after each prompt.
+    cache: Any  # With room for the new tokens.
+    # float32 [B, P] of the prompts' own tokens, 0 for the first and for padding; None after one
+    # forward pass, which would need [B, P, V] for them.
     logprobs: jax.Array | None
-    max_steps: jax.Array
+    max_steps: jax.Array  # int32 [B], the most new tokens of each row.
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:

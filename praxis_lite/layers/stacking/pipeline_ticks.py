@@ -30,15 +30,10 @@ Values = dict[tuple, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """How arrays with a dim of stages lie on the mesh that is set.
+    """How arrays with a dim of stages lie on the mesh that is set."""
 
-    Attributes:
-      stage_axis: how that dim splits.
-      row_split: how [rows, ...] of activations split; None: XLA's choice.
-    """
-
-    stage_axis: DimSplit
-    row_split: SplitDims
+    stage_axis: DimSplit  # How that dim splits.
+    row_split: SplitDims  # How [rows, ...] of activations split; None: XLA's choice.
 
     @property
     def axis(self) -> Any:
