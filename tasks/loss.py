@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite import ConfigError, Task
 from praxis_lite.learner import Learner
 from praxis_lite.models import Model
-from praxis_lite.models.function_model import check_takes, name_of
+from praxis_lite.models.function_model import check_takes, function_name
 from praxis_lite.sharding import WeightSharding
 from praxis_lite.sharding.inputs import InputsSplitMapping, is_true_row, num_rows_of
 from praxis_lite.task import LossOutputs, WeightedScalars
@@ -104,16 +104,16 @@ class LossTask(Task):
             weights = jnp.ones(num_rows_of(inputs), jnp.float32)
         if "loss" in metrics:
             raise ConfigError(
-                f"{name_of(function)} returns a metric called 'loss', which is the name of the "
-                "loss itself. Give it another."
+                f"{function_name(function)} returns a metric called 'loss', which is the name of "
+                "the loss itself. Give it another."
             )
         scalars, examples = {}, {}
         for name, found in {"loss": loss, **metrics}.items():
             scalars[name] = _weighted(found, weights)
             if scalars[name] is None:
                 raise ConfigError(
-                    f"{name_of(function)} returns {_described(found)} as {name!r}; wanted is a "
-                    f"scalar, a value for each of the weights {weights.shape}, or a pair of "
+                    f"{function_name(function)} returns {_described(found)} as {name!r}; wanted is "
+                    f"a scalar, a value for each of the weights {weights.shape}, or a pair of "
                     "scalars (value, weight). Take the mean over other dims. Metrics come second, "
                     "in a dict: (loss, {name: metric})."
                 )
@@ -122,7 +122,7 @@ class LossTask(Task):
         value = loss[0] if isinstance(loss, tuple | list) else loss
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise ConfigError(
-                f"{name_of(function)} returns {_described(value)} as the loss, which has no "
+                f"{function_name(function)} returns {_described(value)} as the loss, which has no "
                 "gradient; wanted are floats. Counts can be metrics."
             )
         return scalars, examples
@@ -140,8 +140,8 @@ class LossTask(Task):
         for name, x in outputs.items():
             if not hasattr(x, "shape") or x.shape[:1] != (num_rows,):
                 raise ConfigError(
-                    f"{name_of(self.predict)} returns {_described(x)} as {name!r}; wanted is an "
-                    f"array with the {num_rows} rows of the batch first, or a dict of them."
+                    f"{function_name(self.predict)} returns {_described(x)} as {name!r}; wanted is "
+                    f"an array with the {num_rows} rows of the batch first, or a dict of them."
                 )
         return dict(outputs)
 

@@ -1,4 +1,8 @@
-"""Decoding: how continuations are chosen, and the loops around a cached model."""
+"""How does a model continue prompts?
+
+A decoder says how a token is chosen and when a row ends. Never sees a dataset, a mesh or a
+checkpoint.
+"""
 
 from praxis_lite.decode.beam_search import BeamSearch
 from praxis_lite.decode.decoder import Decoder

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows, take_hyps
-from praxis_lite.decode.decoder import Decoder, Outputs
+from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.layers.base_layer import rebuilt
 from praxis_lite.sharding.varying import on_any_device, varying_alike
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
 
-# Pax's score of what is no hypothesis; a score below half of it means an empty place.
+# Pax's score of a place without a hypothesis; so is any score below half of it.
 NEVER = -1e9
 
 
@@ -25,14 +25,13 @@ class BeamSearch(Decoder):
 
     At each step every hypothesis is also ended, and the beam_size best ended ones are kept: what
     comes back all ends in an end of text, within max_decode_steps. Scores are sums of log-probs
-    divided by ((5 + new tokens) / 5) ** alpha, the length normalisation of Wu et al. 2016
-    (arXiv:1609.08144) but for their divisor of 6.
+    divided by ((5 + new tokens) / 5) ** alpha, the length normalization of Wu et al. 2016
+    (arXiv:1609.08144) except that they divide by 6.
 
     Attributes:
-      beam_size: K. A place for which there is no hypothesis has length 0 and a score of -1e8 or
-        less.
+      beam_size: K. A place without a hypothesis has length 0 and a score of -1e8 or less.
       tokens_per_beam: N; None: beam_size.
-      length_norm_alpha: 0: longer texts have no handicap against their log-probs.
+      length_norm_alpha: 0 leaves the scores sums of log-probs.
       early_exit: Pax's: an end of text also takes a place among the hypotheses that go on, and
         the search ends when it has one in all of them.
     """
@@ -56,24 +55,14 @@ class BeamSearch(Decoder):
     def num_hyps(self) -> int:
         return self.beam_size
 
-    def __call__(
-        self,
-        model: Any,
-        ids: jax.Array,
-        prefix_lengths: jax.Array,
-        keys: jax.Array,
-        *,
-        temperature: jax.Array | None = None,
-        per_example_max_decode_steps: jax.Array | None = None,
-    ) -> Outputs:
-        """See Decoder; nothing is drawn, so keys and temperature do nothing.
+    def decode(self, model: Any, prompts: Prompts) -> Outputs:
+        """Returns what `__call__` does. Nothing is drawn: keys and temperature do nothing.
 
-        Returns also, of the hypotheses that went on to the last step, done bool [B, K], those that
-        have an end of text, and hyp_ids int32 [B, K], the places that they had a step before.
+        Also, of the hypotheses that went on to the last step, done bool [B, K], those that have an
+        end of text, and hyp_ids int32 [B, K], the places that they had a step before.
         """
         self._require("eos_id", bool(self.eos_ids), "set: hypotheses end in nothing else")
-        del keys, temperature
-        prefix = prefill(self, model, ids, prefix_lengths, per_example_max_decode_steps)
+        prefix, ids = prefill(self, model, prompts), prompts.ids
         num_rows, num_hyps, num_steps = ids.shape[0], self.beam_size, self.max_decode_steps
         dims = batch_dims(model.init_cache)
         shape = (num_rows, num_hyps)
@@ -107,16 +96,15 @@ class BeamSearch(Decoder):
             is_open_B = t < prefix.max_steps
             ended = self._with_ended(carry, logprobs_BKV, is_open_B)
             scores, hyps_BK, new_ids = self._best(carry["scores"], logprobs_BKV)
-            done = jnp.take_along_axis(carry["done"], hyps_BK, axis=1)
-            going = _take(carry["going"], hyps_BK)
-            new_logprobs = jnp.take_along_axis(
-                _take(logprobs_BKV, hyps_BK), new_ids[..., None], axis=2
-            )[..., 0]
+            going, done, logprobs_BKV = _take(
+                (carry["going"], carry["done"], logprobs_BKV), hyps_BK
+            )
+            new_logprobs = jnp.take_along_axis(logprobs_BKV, new_ids[..., None], axis=2)[..., 0]
             going = {
                 "output_ids": going["output_ids"].at[..., t].set(new_ids),
                 "logprobs": going["logprobs"].at[..., t].set(new_logprobs),
             }
-            positions = jnp.repeat(prefix_lengths + t, num_hyps)
+            positions = jnp.repeat(prompts.lengths + t, num_hyps)
             logits, cache = rebuilt(model)(
                 new_ids.reshape(-1, 1),
                 positions=positions[:, None],
@@ -127,13 +115,13 @@ class BeamSearch(Decoder):
                 "cache": cache,
                 "logits": logits.astype(jnp.float32).reshape(carry["logits"].shape),
                 "scores": scores,
-                "done": done | self._is_eos(new_ids) | ~is_open_B[:, None],
+                "done": done | self.is_eos(new_ids) | ~is_open_B[:, None],
                 "hyp_ids": hyps_BK,
                 "going": going,
                 "ended": ended,
             }
 
-        last = jax.lax.while_loop(goes_on, step, varying_alike(carry, prefix_lengths))
+        last = jax.lax.while_loop(goes_on, step, varying_alike(carry, prompts.lengths))
         ended = {**last["ended"], "done": last["done"], "hyp_ids": last["hyp_ids"]}
         if prefix.logprobs is not None:
             ended["prefix_logprobs"] = prefix.logprobs
@@ -144,7 +132,7 @@ class BeamSearch(Decoder):
         logprobs_BKV = jax.nn.log_softmax(logits_BKV, axis=-1)
         if not self.min_decode_steps:
             return logprobs_BKV
-        is_eos_V = self._is_eos(jnp.arange(logits_BKV.shape[-1]))
+        is_eos_V = self.is_eos(jnp.arange(logits_BKV.shape[-1]))
         return jnp.where(is_eos_V & (t < self.min_decode_steps), -1e20, logprobs_BKV)
 
     def _with_ended(
@@ -157,7 +145,7 @@ class BeamSearch(Decoder):
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
         scores = jnp.maximum(carry["scores"] + eos_logprobs_BK, NEVER)
-        # A float, to Pax's precision: ((5 + n) / 5) ** alpha of n tokens.
+        # In float32, as Pax's: ((5 + n) / 5) ** alpha of n tokens.
         norm = ((t + 6).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
         scores = jnp.where(is_open_B[:, None], scores / norm, -jnp.inf)
         new = {
@@ -182,14 +170,11 @@ class BeamSearch(Decoder):
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)
         candidates_BKN = logprobs_BKN + scores_BK[..., None]
         if not self.early_exit:
-            candidates_BKN += NEVER * self._is_eos(ids_BKN)
+            candidates_BKN += NEVER * self.is_eos(ids_BKN)
         flat = candidates_BKN.reshape(scores_BK.shape[0], -1)
         scores, places_BK = jax.lax.top_k(flat, self.beam_size)
         new_ids = jnp.take_along_axis(ids_BKN.reshape(flat.shape), places_BK, axis=1)
         return scores, places_BK // num_tokens, new_ids
-
-    def _is_eos(self, ids: jax.Array) -> jax.Array:
-        return jnp.isin(ids, jnp.asarray(self.eos_ids, jnp.int32))
 
 
 def _take(tree: Any, hyps_BK: jax.Array) -> Any:

@@ -55,8 +55,7 @@ def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
 
 
 def put_row(cache: PyTree, dims: PyTree, new: PyTree, row: jax.Array) -> PyTree:
-    """Returns the cache with the one row of `new` at `row`; what all rows share comes from there.
-    """
+    """Returns the cache with the one row of `new` at `row`, and what all rows share from `new`."""
 
     def put(x: jax.Array, one: jax.Array, dim: int) -> jax.Array:
         if dim < 0:

@@ -2,14 +2,27 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 
-# Names, [rows, samples or beams, new tokens] first; see `Decoder.__call__`.
+# B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
+
+# Arrays by name; see `Decoder.__call__`.
 Outputs = dict[str, jax.Array]
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts, as `Decoder.__call__` takes them."""
+
+    ids: jax.Array
+    lengths: jax.Array
+    keys: jax.Array
+    temperature: jax.Array | None = None
+    per_example_max_decode_steps: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,17 +65,20 @@ class Decoder(abc.ABC):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a row; none where eos_id was left to a tokenizer that has none."""
+        """The tokens that end a row; empty if neither the decoder nor its tokenizer has any."""
         if self.eos_id is None:
             return ()
         return self.eos_id if isinstance(self.eos_id, tuple) else (self.eos_id,)
+
+    def is_eos(self, ids: jax.Array) -> jax.Array:
+        """Returns bool, of the shape of `ids`: True at the tokens that end a row."""
+        return jnp.isin(ids, jnp.asarray(self.eos_ids, jnp.int32))
 
     @property
     @abc.abstractmethod
     def num_hyps(self) -> int:
         """How many continuations of a prompt come back: samples, or beams."""
 
-    @abc.abstractmethod
     def __call__(
         self,
         model: Any,
@@ -75,25 +91,29 @@ class Decoder(abc.ABC):
     ) -> Outputs:
         """Returns the continuations of a batch of prompts.
 
-        With B prompts, S = num_hyps and M = max_decode_steps: output_ids int32 [B, S, M], the new
-        tokens alone, 0 after the end; decode_lengths int32 [B, S], how many they are, the end of
-        text included; logprobs float32 [B, S, M] of the unfiltered model, 0 after the end; scores
-        float32 [B, S], by which hypotheses of a prompt are sorted. Where the prompt went through
-        the model a token at a time also prefix_logprobs float32 [B, P] of its tokens, 0 for the
-        first. `pax_outputs` gives the same in Pax's form.
+        These are output_ids int32 [B, S, M], the new tokens alone, 0 after the end;
+        decode_lengths int32 [B, S], how many they are, the end of text included; logprobs float32
+        [B, S, M] of the unfiltered model, 0 after the end; scores float32 [B, S], by which the
+        hypotheses of a prompt are sorted. Where the prompt went through the model a token at a
+        time also prefix_logprobs float32 [B, P] of its tokens, 0 for the first. `pax_outputs`
+        gives the same in Pax's form.
 
         Args:
           model: has `init_cache(batch_size, length)` and
             `(ids, positions=, paddings=, cache=) -> logits, cache`.
           ids: int32 [B, P], padded on the right with anything.
-          prefix_lengths: int32 [B]: true length of each prompt; 0 marks a row to leave empty.
+          prefix_lengths: int32 [B], the length of each prompt without padding; 0 marks a row to
+            leave empty.
           keys: random key per prompt, [B].
           temperature: float [B], in place of the decoder's, where it has one.
           per_example_max_decode_steps: int [B], a limit below max_decode_steps.
         """
+        prompts = Prompts(ids, prefix_lengths, keys, temperature, per_example_max_decode_steps)
+        return self.decode(model, prompts)
+
+    @abc.abstractmethod
+    def decode(self, model: Any, prompts: Prompts) -> Outputs:
+        """Returns what `__call__` does."""
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise ConfigError(
-                f"{type(self).__name__}.{name} is {getattr(self, name)!r}; wanted is {wanted}."
-            )
+        require(holds, f"{type(self).__name__}.{name}", getattr(self, name), wanted)

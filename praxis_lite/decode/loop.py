@@ -8,61 +8,77 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
-from praxis_lite.decode.decoder import Decoder
+from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import prefill
-from praxis_lite.decode.rows import Rows
 from praxis_lite.layers.base_layer import rebuilt
 from praxis_lite.sharding.varying import on_any_device, varying_alike
 
 # B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes.
 
 
-def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
-    """Returns a key per row [R] from those of the prompts [B]: sample s has its number folded in.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """The state of R sequences, each at a step of its own.
+
+    A row's tokens depend on nothing but its own entries, so rows can leave, come and change
+    places between steps.
     """
+
+    cache: Any  # The model's.
+    logits: jax.Array  # float32 [R, V], of each row's next token.
+    positions: jax.Array  # int32 [R], where the next token goes.
+    keys: jax.Array  # [R]; a step folds in how many tokens the row has.
+    temperature: jax.Array  # float32 [R].
+    max_steps: jax.Array  # int32 [R], the most new tokens.
+    done: jax.Array  # bool [R]; such a row stays as it is.
+    output_ids: jax.Array  # int32 [R, M], 0 after the end.
+    logprobs: jax.Array  # float32 [R, M], 0 after the end.
+    decode_lengths: jax.Array  # int32 [R], new tokens so far.
+    in_prompt: jax.Array | None  # bool [R, V], the tokens that occurred; None without penalties.
+    in_output: jax.Array | None  # The same, of the new tokens.
+
+
+def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
+    """Returns a key per row [R]: that of its prompt [B], its sample's number folded in."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     return jax.vmap(lambda key: fold(key, jnp.arange(num_samples)))(keys).reshape(-1)
 
 
 def start(
-    decoder: Decoder,
-    model: Any,
-    ids: jax.Array,
-    prefix_lengths: jax.Array,
-    keys: jax.Array,
-    temperature: jax.Array | None = None,
-    per_example_max_decode_steps: jax.Array | None = None,
-) -> tuple[Rows, jax.Array | None]:
-    """Returns rows after their prompts, and the prompts' log-probs if they came about.
+    decoder: Decoder, model: Any, prompts: Prompts
+) -> tuple[DecodeState, jax.Array | None]:
+    """Returns the state after the prompts, and their log-probs [B, P] or None, as of `prefill`.
 
-    Args: as of `Decoder.__call__`, but with a key per row, [R]; R a multiple of the prompts.
+    Args:
+      prompts: with a key per row, [R], from `sample_keys`; R is a multiple of B.
     """
-    prefix = prefill(decoder, model, ids, prefix_lengths, per_example_max_decode_steps)
-    num_prompts, num_rows = ids.shape[0], keys.shape[0]
+    prefix = prefill(decoder, model, prompts)
+    (num_prompts, prompt_length), num_rows = prompts.ids.shape, prompts.keys.shape[0]
     num_samples = num_rows // num_prompts
 
     def repeat(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_samples, axis=0) if num_samples > 1 else x
 
+    temperature = prompts.temperature
     if temperature is None:
         temperature = jnp.full((num_prompts,), getattr(decoder, "temperature", 0.0), jnp.float32)
     in_prompt = in_output = None
     if decoder.penalizes:
-        # A padding token counts for class V, which is none.
         num_classes = prefix.logits.shape[-1]
-        is_true = jnp.arange(ids.shape[1])[None, :] < prefix_lengths[:, None]
+        is_true = jnp.arange(prompt_length)[None, :] < prompts.lengths[:, None]
+        # Padding counts for class V, which does not exist, and is dropped.
+        ids = jnp.where(is_true, prompts.ids, num_classes)
         in_prompt = jnp.zeros((num_prompts, num_classes), bool)
-        in_prompt = in_prompt.at[
-            jnp.arange(num_prompts)[:, None], jnp.where(is_true, ids, num_classes)
-        ].set(True, mode="drop")
+        in_prompt = in_prompt.at[jnp.arange(num_prompts)[:, None], ids].set(True, mode="drop")
         in_prompt, in_output = repeat(in_prompt), jnp.zeros((num_rows, num_classes), bool)
     max_steps = repeat(prefix.max_steps)
     shape = (num_rows, decoder.max_decode_steps)
-    rows = Rows(
+    state = DecodeState(
         cache=repeat_rows(prefix.cache, batch_dims(model.init_cache), num_samples),
         logits=repeat(prefix.logits),
-        positions=repeat(prefix_lengths),
-        keys=keys,
+        positions=repeat(prompts.lengths),
+        keys=prompts.keys,
         temperature=repeat(jnp.asarray(temperature, jnp.float32)),
         max_steps=max_steps,
         done=max_steps <= 0,
@@ -72,62 +88,62 @@ def start(
         in_prompt=in_prompt,
         in_output=in_output,
     )
-    return rows, prefix.logprobs
+    return state, prefix.logprobs
 
 
 def advance(
     decoder: Decoder,
     model: Any,
-    rows: Rows,
+    state: DecodeState,
     num_steps: int | jax.Array,
     until_one_ends: bool | jax.Array = False,
-) -> tuple[Rows, jax.Array]:
-    """Returns the rows after at most `num_steps` more tokens each, and how many steps it took.
+) -> tuple[DecodeState, jax.Array]:
+    """Returns the state after at most `num_steps` more tokens per row, and the number of steps.
 
     Stops when every row has ended; with `until_one_ends` as soon as one more has.
     """
-    before = rows.done
+    done_before = state.done
 
-    def goes_on(carry: tuple[Rows, jax.Array]) -> jax.Array:
-        rows, t = carry
-        one_ended = jnp.any(rows.done & ~before) & until_one_ends
-        return on_any_device((t < num_steps) & ~jnp.all(rows.done) & ~one_ended)
+    def goes_on(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
+        state, t = carry
+        one_ended = jnp.any(state.done & ~done_before) & until_one_ends
+        return on_any_device((t < num_steps) & ~jnp.all(state.done) & ~one_ended)
 
-    def body(carry: tuple[Rows, jax.Array]) -> tuple[Rows, jax.Array]:
-        rows, t = carry
-        return step(decoder, model, rows), t + 1
+    def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
+        state, t = carry
+        return step(decoder, model, state), t + 1
 
-    return jax.lax.while_loop(goes_on, body, (varying_alike(rows), jnp.zeros((), jnp.int32)))
+    return jax.lax.while_loop(goes_on, body, (varying_alike(state), jnp.zeros((), jnp.int32)))
 
 
-def step(decoder: Decoder, model: Any, rows: Rows) -> Rows:
-    """Returns the rows with one more token each, but for those that are done."""
-    index, goes_on = jnp.arange(rows.done.shape[0]), ~rows.done
-    new_ids = jnp.where(goes_on, decoder.choose(decoder.penalized(rows), rows), 0)
-    logprobs = jax.nn.log_softmax(rows.logits, axis=-1)[index, new_ids]
-    # A row that is done writes past the end, that is, nowhere.
-    place = jnp.where(goes_on, rows.decode_lengths, rows.output_ids.shape[1])
-    output_ids = rows.output_ids.at[index, place].set(new_ids, mode="drop")
-    decode_lengths = rows.decode_lengths + goes_on
-    ends = decode_lengths >= rows.max_steps
+def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
+    """Returns the state with one more token in each row that is not done."""
+    index, goes_on = jnp.arange(state.done.shape[0]), ~state.done
+    new_ids = jnp.where(goes_on, decoder.choose(decoder.penalized(state), state), 0)
+    logprobs = jax.nn.log_softmax(state.logits, axis=-1)[index, new_ids]
+    # A row that is done writes past the end, which is dropped.
+    place = jnp.where(goes_on, state.decode_lengths, state.output_ids.shape[1])
+    output_ids = state.output_ids.at[index, place].set(new_ids, mode="drop")
+    decode_lengths = state.decode_lengths + goes_on
+    ends = decode_lengths >= state.max_steps
     if decoder.eos_ids:
-        ends |= jnp.isin(new_ids, jnp.asarray(decoder.eos_ids, jnp.int32))
+        ends |= decoder.is_eos(new_ids)
     if decoder.stop_sequences:
         ends |= ends_in(decoder.stop_sequences, output_ids, decode_lengths)
-    in_output = rows.in_output
+    in_output = state.in_output
     if in_output is not None:
         in_output = in_output.at[index, new_ids].max(goes_on)
     logits, cache = rebuilt(model)(
-        new_ids[:, None], positions=rows.positions[:, None], cache=rows.cache
+        new_ids[:, None], positions=state.positions[:, None], cache=state.cache
     )
     return dataclasses.replace(
-        rows,
+        state,
         cache=cache,
-        logits=jnp.where(goes_on[:, None], logits[:, 0].astype(jnp.float32), rows.logits),
-        positions=rows.positions + goes_on,
-        done=rows.done | ends,
+        logits=jnp.where(goes_on[:, None], logits[:, 0].astype(jnp.float32), state.logits),
+        positions=state.positions + goes_on,
+        done=state.done | ends,
         output_ids=output_ids,
-        logprobs=rows.logprobs.at[index, place].set(logprobs, mode="drop"),
+        logprobs=state.logprobs.at[index, place].set(logprobs, mode="drop"),
         decode_lengths=decode_lengths,
         in_output=in_output,
     )
@@ -136,7 +152,7 @@ def step(decoder: Decoder, model: Any, rows: Rows) -> Rows:
 def ends_in(
     sequences: Sequence[Sequence[int]], output_ids: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Returns bool [R]: whether the first `lengths` of the row's ids end in one of `sequences`."""
+    """Returns bool [R]: True if the first `lengths` of a row's ids end in one of `sequences`."""
     found = jnp.zeros(lengths.shape, bool)
     for sequence in sequences:
         last = lengths[:, None] + jnp.arange(-len(sequence), 0)[None, :]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.decode.decoder import Decoder
+from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.layers.base_layer import rebuilt
 from praxis_lite.sharding.varying import varying_alike
 
@@ -13,20 +13,14 @@ from praxis_lite.sharding.varying import varying_alike
 
 
 class Prefix(NamedTuple):
-    """What a model knows after its prompts.
+    """What a model knows after its prompts."""
 
-    Attributes:
-      logits: float32 [B, V], of the token after each prompt.
-      cache: with room for the new tokens.
-      logprobs: float32 [B, P] of the prompts' own tokens, 0 for the first and for padding; None
-        after a forward pass, which would need [B, P, V] for it.
-      max_steps: int32 [B], the most new tokens of each row.
-    """
-
-    logits: jax.Array
-    cache: Any
+    logits: jax.Array  # float32 [B, V], of the token after each prompt.
+    cache: Any  # With room for the new tokens.
+    # float32 [B, P] of the prompts' own tokens, 0 for the first and for padding; None after one
+    # forward pass, which would need [B, P, V] for them.
     logprobs: jax.Array | None
-    max_steps: jax.Array
+    max_steps: jax.Array  # int32 [B], the most new tokens of each row.
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
@@ -35,36 +29,31 @@ def cache_length(decoder: Decoder, prompt_length: int) -> int:
     return wanted if decoder.seqlen is None else max(prompt_length, min(wanted, decoder.seqlen))
 
 
-def prefill(
-    decoder: Decoder,
-    model: Any,
-    ids: jax.Array,
-    prefix_lengths: jax.Array,
-    per_example_max_decode_steps: jax.Array | None = None,
-) -> Prefix:
-    """Returns the state of the model after right-padded prompts [B, P] of these lengths.
+def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
+    """Returns what the model knows after the prompts.
 
     What padding leaves in an attention's cache is overwritten before anything attends to it,
     since a row's new tokens go to the positions right after its prompt; a recurrent layer skips
     it by `paddings`.
     """
+    ids, lengths = prompts.ids, prompts.lengths
     num_rows, prompt_length = ids.shape
     cache = model.init_cache(num_rows, cache_length(decoder, prompt_length))
     cache = varying_alike(cache, ids)  # A layer may carry it through a loop.
-    is_padding = jnp.arange(prompt_length)[None, :] >= prefix_lengths[:, None]
+    is_padding = jnp.arange(prompt_length)[None, :] >= lengths[:, None]
     paddings = is_padding.astype(jnp.float32)
-    last = jnp.maximum(prefix_lengths - 1, 0)
+    last = jnp.maximum(lengths - 1, 0)
     if decoder.fprop_for_prefix:
         logits, cache = model(ids, paddings=paddings, cache=cache)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
         logits, cache, logprobs = _step_by_step(model, ids, paddings, last, cache)
-    limits = jnp.full_like(prefix_lengths, decoder.max_decode_steps)
-    if per_example_max_decode_steps is not None:
-        limits = jnp.minimum(limits, per_example_max_decode_steps)
+    limits = jnp.full_like(lengths, decoder.max_decode_steps)
+    if prompts.per_example_max_decode_steps is not None:
+        limits = jnp.minimum(limits, prompts.per_example_max_decode_steps)
     if decoder.seqlen is not None:
-        limits = jnp.minimum(limits, decoder.seqlen - prefix_lengths)
-    return Prefix(logits, cache, logprobs, jnp.where(prefix_lengths > 0, limits, 0))
+        limits = jnp.minimum(limits, decoder.seqlen - lengths)
+    return Prefix(logits, cache, logprobs, jnp.where(lengths > 0, limits, 0))
 
 
 def _step_by_step(

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.decode.decoder import Decoder, Outputs
-from praxis_lite.decode.loop import advance, sample_keys, start
-from praxis_lite.decode.rows import Rows
+from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
+from praxis_lite.decode.loop import DecodeState, advance, sample_keys, start
 
 # B prompts, S samples of each, R = B x S rows, V classes, C candidates (V, or the k most likely).
 
@@ -20,17 +19,16 @@ class Greedy(Decoder):
 
     Attributes:
       repetition_penalty: what the logit of a token that has occurred, in the prompt or after it,
-        is divided by where positive and multiplied by where negative; 1: none (Keskar et al.
+        is divided by if positive and multiplied by if negative; 1: no penalty (Keskar et al.
         2019, arXiv:1909.05858).
       presence_penalty: subtracted from the logit of a token that occurred after the prompt.
       stop_sequences: token sequences of which each, once a row ends in it, ends the row. They may
         not reach back into the prompt. Pax has them as `eos_id` of rank 2.
       stop_strings: texts that end a row, and are cut off with what follows them. For a task with
-        a tokenizer: encoded they are stop sequences, and where a text came about by other tokens
-        it is cut all the same.
-      num_cache_slots: more than 0: a dataset of prompts is decoded in that many places, each taken
-        by the next prompt as soon as it is free (Pax's name); 0: batch by batch, each of which
-        takes as long as its longest row.
+        a tokenizer: encoded they are stop sequences; a text that other tokens spell is cut too.
+      num_cache_slots: Pax's name. More than 0: a dataset of prompts is decoded by continuous
+        batching in that many rows, each taken by the next prompt as soon as it is free; 0: batch
+        by batch, each of which takes as long as its longest row.
     """
 
     repetition_penalty: float = 1.0
@@ -47,12 +45,12 @@ class Greedy(Decoder):
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0")
         self._require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         self._require(
-            "stop_sequences", all(self.stop_sequences), "sequences of tokens, none of them empty"
+            "stop_sequences", all(self.stop_sequences), "sequences of at least one token"
         )
         self._require(
             "stop_strings",
             not isinstance(self.stop_strings, str) and all(self.stop_strings),
-            "a sequence of texts, none of them empty",
+            "a sequence of texts that are not empty",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
 
@@ -64,45 +62,34 @@ class Greedy(Decoder):
     def penalizes(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
-    def choose(self, logits: jax.Array, rows: Rows) -> jax.Array:
+    def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
         """Returns a token per row, [R], from logits [R, V] that `penalized` has dealt with."""
-        del rows
+        del state
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def penalized(self, rows: Rows) -> jax.Array:
+    def penalized(self, state: DecodeState) -> jax.Array:
         """Returns the logits that are chosen from: penalties, and no end before its time."""
-        logits = rows.logits
+        logits = state.logits
         if self.repetition_penalty != 1.0:
             lowered = jnp.where(
                 logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
             )
-            logits = jnp.where(rows.in_prompt | rows.in_output, lowered, logits)
+            logits = jnp.where(state.in_prompt | state.in_output, lowered, logits)
         if self.presence_penalty != 0.0:
-            logits = logits - self.presence_penalty * rows.in_output
+            logits = logits - self.presence_penalty * state.in_output
         if self.min_decode_steps and self.eos_ids:
-            is_early = (rows.decode_lengths < self.min_decode_steps)[:, None]
-            is_eos = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(self.eos_ids))
+            is_early = (state.decode_lengths < self.min_decode_steps)[:, None]
+            is_eos = self.is_eos(jnp.arange(logits.shape[-1]))
             logits = jnp.where(is_early & is_eos[None, :], -jnp.inf, logits)
         return logits
 
-    def __call__(
-        self,
-        model: Any,
-        ids: jax.Array,
-        prefix_lengths: jax.Array,
-        keys: jax.Array,
-        *,
-        temperature: jax.Array | None = None,
-        per_example_max_decode_steps: jax.Array | None = None,
-    ) -> Outputs:
-        """See Decoder: hypotheses are samples, scores are sums of their log-probs."""
-        keys = sample_keys(keys, self.num_hyps)
-        rows, prefix_logprobs = start(
-            self, model, ids, prefix_lengths, keys, temperature, per_example_max_decode_steps
-        )
-        rows, _ = advance(self, model, rows, self.max_decode_steps)
+    def decode(self, model: Any, prompts: Prompts) -> Outputs:
+        """Returns what `__call__` does: a sample per hypothesis, whose score sums its log-probs."""
+        prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
+        state, prefix_logprobs = start(self, model, prompts)
+        state, _ = advance(self, model, state, self.max_decode_steps)
         outputs = self.outputs_of(
-            {name: getattr(rows, name) for name in ("output_ids", "decode_lengths", "logprobs")}
+            {name: getattr(state, name) for name in ("output_ids", "decode_lengths", "logprobs")}
         )
         if prefix_logprobs is not None:
             outputs["prefix_logprobs"] = prefix_logprobs
@@ -122,8 +109,7 @@ class Sample(Greedy):
     """Draws each token, from those that k, p and min_p leave.
 
     The three look at the model's own probabilities, after penalties: k first, then p among the k,
-    then min_p. The temperature flattens, or sharpens, what is left; so it is in Pax, where others
-    apply it first.
+    then min_p. As in Pax, the temperature applies to what is left; others apply it first.
 
     Attributes:
       num_samples: continuations per prompt; the prompt goes through the model once.
@@ -157,18 +143,18 @@ class Sample(Greedy):
     def num_hyps(self) -> int:
         return self.num_samples
 
-    def choose(self, logits: jax.Array, rows: Rows) -> jax.Array:
+    def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
         logits_RC, ids_RC = self.candidates(logits)
-        logits_RC += rows.temperature[:, None] * self.gumbel(rows, logits_RC.shape)
+        logits_RC += state.temperature[:, None] * self.gumbel(state, logits_RC.shape)
         chosen_R1 = jnp.argmax(logits_RC, axis=-1, keepdims=True)
         if ids_RC is not None:
             chosen_R1 = jnp.take_along_axis(ids_RC, chosen_R1, axis=-1)
         return chosen_R1[:, 0].astype(jnp.int32)
 
     def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the logits [R, C] of what can be drawn (-inf: it cannot), and their tokens.
+        """Returns the candidates' logits [R, C], -inf for one that cannot be drawn, and their ids.
 
-        Tokens are None where the candidates are all V, in their own order.
+        The ids are None if the candidates are all V in their own order.
         """
         ids_RC = None
         if 0 < self.k < logits.shape[-1]:
@@ -176,7 +162,7 @@ class Sample(Greedy):
         if self.p is not None and self.p < 1.0:
             descending = logits if ids_RC is not None else -jnp.sort(-logits, axis=-1)
             probs = jax.nn.softmax(descending, axis=-1)
-            # A token stays if what is more likely than it does not yet exceed p.
+            # A token stays if the more likely ones together do not yet exceed p.
             stays = (jnp.cumsum(probs, axis=-1) - probs <= self.p) & (descending > -jnp.inf)
             lowest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < lowest, -jnp.inf, logits)
@@ -185,13 +171,13 @@ class Sample(Greedy):
             logits = jnp.where(logits < highest + math.log(self.min_p), -jnp.inf, logits)
         return logits, ids_RC
 
-    def gumbel(self, rows: Rows, shape: tuple[int, int]) -> jax.Array:
+    def gumbel(self, state: DecodeState, shape: tuple[int, int]) -> jax.Array:
         """Returns the noise [R, C] of a step, from each row's own key and step."""
 
         def draw(key: jax.Array, step: jax.Array) -> jax.Array:
             return jax.random.gumbel(jax.random.fold_in(key, step), shape[1:])
 
-        return jax.vmap(draw)(rows.keys, rows.decode_lengths)
+        return jax.vmap(draw)(state.keys, state.decode_lengths)
 
     def outputs_of(self, finished: Outputs) -> Outputs:
         outputs = super().outputs_of(finished)

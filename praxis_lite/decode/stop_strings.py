@@ -26,7 +26,7 @@ def for_tokenizer(decoder: Decoder, tokenizer: Any) -> Decoder:
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
-    """Returns the text before the first stop string, and whether there was one."""
+    """Returns the text before the first stop string, and True if there was one."""
     places = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
     return (text[: min(places)], True) if places else (text, False)
 
@@ -34,7 +34,7 @@ def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
 def stops_in_text(
     tokenizer: Any, stop_strings: Sequence[str]
 ) -> Callable[[int, np.ndarray], bool]:
-    """Returns the question, for `Slots.stream`, whether a prompt's new tokens have spelled a stop.
+    """Returns `should_stop` of `ContinuousBatching.stream`: True once the text has a stop string.
 
     Args:
       tokenizer: has `decode(ids) -> text`.

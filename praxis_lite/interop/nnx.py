@@ -12,7 +12,7 @@ from praxis_lite.checkpoints.init.nnx_checkpoints import NnxCheckpoint
 from praxis_lite.errors import ConfigError, did_you_mean, few
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars, spec_leaves
-from praxis_lite.models.nnx_variables import collection, leaves_of, name_of
+from praxis_lite.models.nnx_variables import collection, leaves_of, path_text
 
 
 def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
@@ -33,7 +33,7 @@ def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
     errors, unused, found = [], set(saved.arrays.values()), {}
     for path, leaf in leaves_of(model.abstract_module()):
         if collection(leaf) is None:
-            unused.discard(saved.arrays.get(name_of(path)))
+            unused.discard(saved.arrays.get(path_text(path)))
     for path, spec in spec_leaves(model.weight_specs()):
         name = path.split("/", 1)[1]
         array = saved.arrays.get(name)

@@ -29,8 +29,8 @@ class ConstructorSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def takes_settings_of(base: type, *, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Returns a decorator of a constructor, whose `**settings` become `base`'s, all `but` some.
+def takes_settings_of(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
+    """Returns a decorator of a constructor, whose `**settings` become `bases`', all `but` some.
 
     They have their names, types and defaults in its signature: for help, Fiddle and `--set`.
     """
@@ -43,6 +43,7 @@ def takes_settings_of(base: type, *, but: Collection[str] = ()) -> Callable[[Ini
         }
         shared = {
             name: parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for base in bases
             for name, parameter in inspect.signature(base.__init__).parameters.items()
             if name not in own and name not in but
         }

@@ -1,4 +1,7 @@
-"""Models seen as init and apply over plain trees."""
+"""How is a model of any library init and apply over plain trees?
+
+Never sees a device, a task or what the model computes.
+"""
 
 from praxis_lite.models.function_model import FunctionModel
 from praxis_lite.models.linen_model import LinenModel

@@ -1,4 +1,4 @@
-"""Plain functions seen as a model: `init(key)` returns the params, a loss is called with them."""
+"""Plain functions as a model: `init(key)` returns the params, a loss is called with them."""
 
 import collections
 import functools
@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from praxis_lite.config.paths import callable_name
-from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.models.model import MdlVars, Model, whole
 from praxis_lite.sharding import WeightSpec
-from praxis_lite.sharding.gather import ShardedWeight
 
 PyTree = Any
 Spec = PartitionSpec | tuple | None
@@ -32,16 +32,16 @@ class FunctionModel(Model):
       init: (key) -> params. More arguments are bound with functools.partial (fdl.Partial).
       specs: mesh axes by weight: a tree like the params, or a prefix of it as `jax.jit` takes for
         shardings, or a function of the params' shapes (jax.ShapeDtypeStructs) that returns one.
-        Its leaves are a PartitionSpec or a tuple like it, where a short one leaves the last dims
-        whole; or None: nothing is declared, and the task's `weight_sharding` decides. Where the
-        params are themselves a tuple or list, a tuple stands for its entries.
+        A leaf is a PartitionSpec, or a tuple like it; a short one leaves the last dims whole. Or
+        it is None: the task's `weight_sharding` decides. Where the params are themselves a tuple
+        or list, a tuple stands for its entries.
 
     What is not trained belongs into the loss, bound with functools.partial; statistics that a loss
     updates need a Flax model.
 
     Raises:
-      ConfigError: `init` needs more than a key; when the specs are asked for, `init` returns no
-        arrays, or others than floats, or `specs` does not match the params. Names the path.
+      ConfigError: `init` needs more than a key; when the specs are asked for, `init` returns
+        anything but floats, or `specs` does not match the params. Names the path.
     """
 
     def __init__(self, init: Callable[[jax.Array], PyTree], specs: Any = None):
@@ -51,7 +51,7 @@ class FunctionModel(Model):
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
         """The paths, shapes and structure of the params; no array is made."""
-        # The key inside: outside it would be an array, of two programs that had to be compiled.
+        # The key is made inside: outside, two programs would be compiled to make an array of it.
         shapes = jax.eval_shape(lambda: self._drawn(jax.random.key(0)))
         leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]
@@ -59,7 +59,7 @@ class FunctionModel(Model):
         return paths, [x for _, x in leaves], structure
 
     def _drawn(self, key: jax.Array) -> PyTree:
-        params, init = self._init(key), name_of(self._init)
+        params, init = self._init(key), function_name(self._init)
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
         if not leaves:
             raise ConfigError(
@@ -83,12 +83,13 @@ class FunctionModel(Model):
         leaves = jax.tree.leaves(self._init(key))
         # Without the weak type of a Python number, which a step would not return.
         arrays = [jnp.asarray(x, s.dtype) for x, s in zip(leaves, shapes, strict=True)]
-        return {"params": _nested(paths, arrays), "non_trainable": {}}
+        return _mdl_vars(paths, arrays)
 
     def weight_specs(self) -> MdlVars:
-        paths, shapes, _ = self._abstract
-        declared = self._declared_specs()
-        specs = [
+        paths, shapes, structure = self._abstract
+        params, specs = jax.tree.unflatten(structure, shapes), self._specs
+        declared = _spec_of_leaves(params, specs(params) if callable(specs) else specs, "")
+        weight_specs = [
             WeightSpec(
                 x.shape, x.dtype,
                 split_dims_mapping=None if spec is None else tuple(spec),
@@ -96,7 +97,7 @@ class FunctionModel(Model):
             )
             for x, spec in zip(shapes, declared, strict=True)
         ]
-        return {"params": _nested(paths, specs), "non_trainable": {}}
+        return _mdl_vars(paths, weight_specs)
 
     def module(
         self,
@@ -106,40 +107,33 @@ class FunctionModel(Model):
     ) -> PyTree:
         """Returns the params, in the tree that `init` makes; functions get keys from the task."""
         paths, _, structure = self._abstract
-        leaves = [_at(mdl_vars["params"], path) for path in paths]
-        return jax.tree.unflatten(
-            structure, [x.whole() if isinstance(x, ShardedWeight) else x for x in leaves]
-        )
+        params = traverse_util.flatten_dict(whole(mdl_vars["params"]), sep="/")
+        return jax.tree.unflatten(structure, [params[path] for path in paths])
 
     def non_trainable(self, module: PyTree) -> dict[str, Any]:
         return {}
 
-    def _declared_specs(self) -> list[Spec]:
-        _, shapes, structure = self._abstract
-        params, specs = jax.tree.unflatten(structure, shapes), self._specs
-        return list(_spec_of_leaves(params, specs(params) if callable(specs) else specs, ""))
-
 
 def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
-    """Yields the spec of each leaf of `params`, of which `specs` is a tree or a prefix."""
+    """Yields the spec of each leaf of `params`; `specs` is a tree like it, or a prefix of one."""
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
-    # A tuple is a spec where it cannot be a tree: of an array, or of a dict.
+    # For an array or a dict a tuple cannot be a tree, so it is a spec.
     if is_spec or (isinstance(specs, tuple) and (is_array or isinstance(params, Mapping))):
         yield from [specs] * num_leaves
     elif num_leaves:
         if is_array or jax.tree_util.all_leaves([specs]):
             axes = "or a tuple of mesh axes" if is_array else "or a tree like the params"
             raise ConfigError(
-                f"specs has {specs!r} at {_place(path)}, where the params have {_kind(params)}; "
+                f"specs has {specs!r} at {_where(path)}, where the params have {_kind(params)}; "
                 f"wanted is a PartitionSpec, None {axes}."
             )
         children, found = _children(params), _children(specs)
         for name in found:
             if name not in children:
                 raise ConfigError(
-                    f"specs names '{_join(path, name)}', but at {_place(path)} the params have "
+                    f"specs names '{_join(path, name)}', but at {_where(path)} the params have "
                     f"{_kind(params)}.{did_you_mean(name, children)}"
                 )
         for name, child in children.items():
@@ -161,7 +155,7 @@ def _kind(params: PyTree) -> str:
     return f"a {type(params).__name__} of {', '.join(map(repr, _children(params)))}"
 
 
-def _place(path: str) -> str:
+def _where(path: str) -> str:
     return repr(path) if path else "the root"
 
 
@@ -175,7 +169,7 @@ def _path(path: tuple) -> str:
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises ConfigError where a "/" in a key makes two weights one, or a weight a dict too."""
+    """Raises ConfigError if a "/" in a key makes two weights one, or a weight a dict too."""
     num_of = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")
@@ -187,43 +181,29 @@ def _check_distinct(paths: list[str]) -> None:
             )
 
 
-def _nested(paths: list[str], leaves: list[Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        *parents, name = path.split("/")
-        node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[name] = leaf
-    return tree
-
-
-def _at(tree: Mapping[str, Any], path: str) -> Any:
-    return functools.reduce(lambda node, part: node[part], path.split("/"), tree)
+def _mdl_vars(paths: list[str], leaves: list[Any]) -> MdlVars:
+    params = traverse_util.unflatten_dict(dict(zip(paths, leaves, strict=True)), sep="/")
+    return {"params": params, "non_trainable": {}}
 
 
 def check_takes(what: str, function: Any, *arguments: str) -> None:
-    """Raises ConfigError where a function of the user's cannot be called with these arguments."""
-    if not callable(function):
-        raise ConfigError(f"{what} is {function!r}; wanted is a function of {_tuple(arguments)}.")
+    """Raises ConfigError if a function of the user's cannot be called with these arguments."""
+    call = f"({', '.join(arguments)})"
+    require(callable(function), what, function, f"a function of {call}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Some that are written in C have none.
+    except ValueError:  # Some functions that are written in C have no signature.
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with {_tuple(arguments)}, but {name_of(function)} takes "
+            f"{what} is called with {call}, but {function_name(function)} takes "
             f"{signature}: {error}. Change its arguments, or bind the others with "
             "functools.partial (in an experiment: fdl.Partial)."
         ) from None
 
 
-def _tuple(arguments: tuple[str, ...]) -> str:
-    return f"({', '.join(arguments)})"
-
-
-def name_of(function: Any) -> str:
-    """Returns the name of a function, of the one within where arguments are bound to it."""
+def function_name(function: Any) -> str:
+    """Returns the name of a function, or of the one that a partial calls."""
     return callable_name(getattr(function, "func", function))

@@ -40,9 +40,10 @@ def layer_path(traceback: TracebackType | None) -> str:
     per_layer = [list(same) for _, same in itertools.groupby(_module_frames(traceback), _layer_id)]
     names = []
     for frames, children in itertools.pairwise(per_layer):
-        constructor = [one for one in frames if one[0].f_code.co_name == "__init__"]
-        (frame, position), (child_frame, _) = (constructor or frames)[0], children[0]
-        if constructor:
+        constructors = [one for one in frames if one[0].f_code.co_name == "__init__"]
+        # The innermost, perhaps a base class's, was building the child.
+        (frame, position), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
+        if constructors:
             names.append(_assigned_name(frame, position))
         else:
             names.append(attribute_name(frame.f_locals["self"], child_frame.f_locals["self"]))
@@ -70,7 +71,7 @@ def _assigned_name(frame: FrameType, position: tuple) -> str:
         lines, first_line = inspect.getsourcelines(frame.f_code)
         source = "".join(lines)
         tree = ast.parse(textwrap.dedent(source))
-    except (OSError, SyntaxError):  # No source is at hand: the message does without a path.
+    except (OSError, SyntaxError):  # Without the source, the message has no path.
         return ""
     if line is None or column is None:
         return ""

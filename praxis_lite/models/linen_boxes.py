@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import AbstractMesh
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.models.model import named_dims
 from praxis_lite.sharding import WeightSpec
 
 PyTree = Any
@@ -17,13 +17,13 @@ PyTree = Any
 OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
-def spec_of(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
+def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
     """Returns what a leaf of boxed shapes declares.
 
     Args:
       path: of the leaf, for the message.
       leaf: a shape, perhaps boxed.
-      own_shape: that its layer gave it; what it has in front of that are layers of a stack.
+      own_shape: the shape that its layer gave it; dims in front of that are layers of a stack.
     """
     value = unboxed(leaf)
     spec = WeightSpec(tuple(value.shape), value.dtype)
@@ -35,13 +35,8 @@ def spec_of(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSp
     names = tuple(leaf.names)
     is_logical = isinstance(leaf, nn.LogicallyPartitioned)
     function = "nn.with_logical_partitioning" if is_logical else "nn.with_partitioning"
-    if len(names) > value.ndim:
-        raise ConfigError(
-            f"{path}: {function} gives {len(names)} names, {names}, but the weight has "
-            f"{value.ndim} dims, {spec.shape}. Remove {len(names) - value.ndim} of them."
-        )
     by = f"{function} {names}"
-    names += (None,) * (value.ndim - len(names))
+    names = named_dims(path, by, names, spec.shape)
     stacked, own = names[:num_stacked], names[num_stacked:]
     if not is_logical:
         return dataclasses.replace(
@@ -49,18 +44,18 @@ def spec_of(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSp
         )
     return dataclasses.replace(
         spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
-        # What a name of a stack means is for the job's rules.
+        # The job's rules say what the name of a stack's dim means.
         stack_split_dims_mapping=() if any(stacked) else stacked,
     )
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether `x` is metadata around a value."""
+    """Returns True if `x` is metadata around a value."""
     return isinstance(x, meta.AxisMetadata)
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """Returns what the boxes hold. Flax's own `unbox` states the layout too, of shapes even."""
+    """Returns what the boxes hold. Flax's own `unbox` states the layout too, even of shapes."""
 
     def value(x: Any) -> Any:
         while is_box(x):
@@ -73,12 +68,12 @@ def unboxed(tree: PyTree) -> PyTree:
 def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
     """Returns an interceptor of methods under which initializers run as if there were no mesh.
 
-    Flax has an initializer's box state the layout of what it made, on every call, for it checks
-    the shape of each weight; DenseGeneral flattens its kernel first. With three names on a kernel
-    of two dims JAX refuses that as soon as a mesh is set.
+    An initializer's box states the layout of what it made, and Flax calls it in every pass to
+    check the shape of each weight. But DenseGeneral flattens its kernel first, and three names on
+    a kernel of two dims are an error of JAX as soon as a mesh is set.
 
     Args:
-      own_shapes: to which the shape of each weight is added, by path, as its layer sees it.
+      own_shapes: filled with the shape of each weight, by path, as its layer sees it.
     """
 
     def intercepted(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What a Linen module is initialised with: inputs described by plain data, and what is wrong."""
+"""What a Linen module is initialized with: inputs described by plain data, and their errors."""
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,7 @@ def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
         or a flag or None, which is passed as it is.
 
     Raises:
-      ConfigError: an input is none of these; names it.
+      ConfigError: an input is something else; names it.
     """
     if isinstance(init_inputs, Mapping):
         named = {name: _struct(x, f"init_inputs[{name!r}]") for name, x in init_inputs.items()}
@@ -44,7 +44,7 @@ def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def filled(struct: Any) -> Any:
-    """Returns an array for a ShapeDtypeStruct: ones, or zeros where these are numbers of things."""
+    """Returns an array for a ShapeDtypeStruct: ones of a float dtype, zeros of another."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return struct
     is_float = jnp.issubdtype(struct.dtype, jnp.inexact)
@@ -76,7 +76,7 @@ def flags_of(
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(None, *args, **kwargs).arguments
-    except TypeError:  # Python says better what is wrong when it is called.
+    except TypeError:  # Python words the error better when the function is called.
         return {}
     return {
         name: is_training == when_training
@@ -87,34 +87,22 @@ def flags_of(
 
 def check_arguments(
     module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any],
-    given: Iterable[str],
+    given: Collection[str],
 ) -> None:
-    """Checks that a module's method takes the inputs, and that none is missing.
-
-    Args:
-      module, function, args, kwargs: the call.
-      given: those of kwargs that are the user's.
-
-    Raises:
-      ConfigError: names the argument, the module, and what init_inputs has.
+    """Raises ConfigError if a module's method cannot be called so; `given` is what the user named.
     """
     signature = inspect.signature(function)
     own = list(signature.parameters)[1:]
-    has = f"{len(args)} by position" if args else f"{sorted(given)}"
-    name = getattr(function, "__name__", "__call__")
-    where = f"{type(module).__name__}.{name}({', '.join(own)})"
-    for name in kwargs:
-        if name not in own and not _takes_any_name(signature):
-            raise ConfigError(
-                f"LinenModel.init_inputs has {name!r}, which {where} does not take."
-                f"{did_you_mean(name, own)} Rename or remove it."
-            )
     try:
         signature.bind(None, *args, **kwargs)
     except TypeError as error:
+        name = getattr(function, "__name__", "__call__")
+        has = f"{len(args)} by position" if args else f"{sorted(given)}"
+        near = "".join(did_you_mean(one, own) for one in given if one not in own)
         raise ConfigError(
-            f"{where} cannot be initialised: {error}. LinenModel.init_inputs has {has}. Add what "
-            'is missing, for instance init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
+            f"{type(module).__name__}.{name}({', '.join(own)}) cannot be initialised: {error}. "
+            f"LinenModel.init_inputs has {has}.{near} Add what is missing, for instance "
+            'init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
         ) from None
 
 
@@ -131,11 +119,11 @@ def as_config_error(
         inputs = ", ".join([*map(_text, args), *(f"{k}={_text(x)}" for k, x in kwargs.items())])
         raise ConfigError(
             f"{type(module).__name__} cannot be {done} ({inputs}): "
-            f"{' '.join(str(error).split())} ({_place(error.__traceback__)})"
+            f"{' '.join(str(error).split())} ({_innermost_layer(error.__traceback__)})"
         ) from error
 
 
-def _place(traceback: TracebackType | None) -> str:
+def _innermost_layer(traceback: TracebackType | None) -> str:
     """Returns the innermost layer and the line of its class that were running."""
     layer = line = None
     while traceback is not None:
@@ -155,10 +143,6 @@ def _text(x: Any) -> str:
     return f"{jnp.dtype(x.dtype).name}{tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
-def _takes_any_name(signature: inspect.Signature) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-
-
 def _is_shape(x: Any) -> bool:
     return (
         isinstance(x, Sequence) and not isinstance(x, str)
@@ -167,10 +151,9 @@ def _is_shape(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    """Returns whether `x` is (dtype, shape)."""
-    if not isinstance(x, Sequence) or isinstance(x, str) or len(x) != 2 or not _is_shape(x[1]):
-        return False
-    return isinstance(x[0], str | type | np.dtype)
+    """Returns True if `x` is (dtype, shape)."""
+    is_two = isinstance(x, Sequence) and not isinstance(x, str) and len(x) == 2
+    return is_two and _is_shape(x[1]) and isinstance(x[0], str | type | np.dtype)
 
 
 def _is_one(x: Any) -> bool:

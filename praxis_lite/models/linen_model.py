@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.models.linen_boxes import OwnShapes, drawing_off_mesh, is_box, spec_of, unboxed
+from praxis_lite.errors import require
+from praxis_lite.models.linen_boxes import OwnShapes, boxed_spec, drawing_off_mesh, is_box, unboxed
 from praxis_lite.models.linen_inputs import (
     arguments_of,
     as_config_error,
@@ -18,9 +18,8 @@ from praxis_lite.models.linen_inputs import (
     flags_of,
     method_of,
 )
-from praxis_lite.models.model import MdlVars, Model
+from praxis_lite.models.model import MdlVars, Model, whole
 from praxis_lite.sharding import WeightSpec
-from praxis_lite.sharding.gather import ShardedWeight
 
 PyTree = Any
 
@@ -40,10 +39,10 @@ class LinenModel(Model):
         `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. A flag of training that is not given says
         evaluation.
       eval_module: called instead of `module` in evaluation and decoding, with the same weights;
-        for modules that are told by a setting, not an argument, that it is no training.
+        for modules that have training as a setting, not as an argument.
       init_method: the method that creates all variables; None: `__call__`.
-      sown_collections: dropped from the state besides "intermediates". One to which calls append,
-        as `sow` does by itself, is known without being named here.
+      sown_collections: dropped from the state besides "intermediates" and those to which calls
+        append, as `sow` does by itself.
 
     Raises:
       ConfigError: from `weight_specs`: the module cannot be initialised with these inputs.
@@ -58,13 +57,16 @@ class LinenModel(Model):
         init_method: str | None = None,
         sown_collections: Sequence[str] = (),
     ):
+        eval_module = module if eval_module is None else eval_module
         for name, given in (("module", module), ("eval_module", eval_module)):
-            if not isinstance(given, nn.Module) and (name == "module" or given is not None):
-                raise ConfigError(
-                    f"LinenModel.{name} is {given!r}; wanted is a flax.linen Module that is built "
-                    "(in an experiment an fdl.Config of its class, not an fdl.Partial)."
-                )
-        self.linen_module, self.eval_module = module, eval_module or module
+            require(
+                isinstance(given, nn.Module),
+                f"LinenModel.{name}",
+                given,
+                "a flax.linen Module that is built",
+                "In an experiment that is an fdl.Config of its class, not an fdl.Partial.",
+            )
+        self.linen_module, self.eval_module = module, eval_module
         self.init_method = method_of(module, init_method)
         self._sown_collections = tuple(sown_collections)
         self._args, self._kwargs = arguments_of(init_inputs)
@@ -82,16 +84,12 @@ class LinenModel(Model):
         key: jax.Array | None = None,
         eval_key: jax.Array | None = None,
     ) -> "BoundLinen":
-        # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told of
-        # evaluation is an error then, where any key at hand would let it drop.
+        # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told that it is
+        # evaluation then lacks a key, which is an error, instead of dropping.
         del eval_key
         module = self.linen_module if key is not None else self.eval_module
-        whole = jax.tree.map(
-            lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,
-            is_leaf=lambda x: isinstance(x, ShardedWeight),
-        )
-        variables = {"params": whole["params"], **whole["non_trainable"]}
-        boxed = self._abstract[0]
+        mdl_vars, boxed = whole(mdl_vars), self._abstract[0]
+        variables = {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
         kept = {name: boxed[name] for name in variables if name in boxed}
         return BoundLinen(module, _as(kept, variables), key)
 
@@ -115,13 +113,13 @@ class LinenModel(Model):
 
         def spec(path: tuple, leaf: Any) -> WeightSpec:
             names = tuple(jax.tree_util.keystr((part,), simple=True) for part in path)
-            return spec_of("/".join(names), leaf, own_shapes.get(names))
+            return boxed_spec("/".join(names), leaf, own_shapes.get(names))
 
         return self._split(jax.tree_util.tree_map_with_path(spec, boxed, is_leaf=is_box))
 
     @functools.cached_property
     def _sown(self) -> set[str]:
-        """The collections that are no state: those to which another call would append."""
+        """The collections that are not state: those to which another call would append."""
         named, before = {"intermediates", *self._sown_collections}, unboxed(self._abstract[0])
         if all(_is_nested_dict(tree) for tree in before.values()):
             return named
@@ -188,8 +186,8 @@ class BoundLinen:
 
         Args:
           method: its name, or the function; None: `__call__`.
-          rngs: keys by stream. None: in training "dropout" gets the pass's key, a second call in a
-            pass another, and other streams a key that they share; in evaluation there are none.
+          rngs: keys by stream. None: in evaluation no keys; in training "dropout" gets the pass's
+            key, in a second call of the pass another, and other streams share one.
 
         Raises:
           ConfigError: Flax refuses the call, such as for a weight of another shape.
@@ -197,8 +195,12 @@ class BoundLinen:
         is_training = self.key is not None
         function = method_of(self.linen_module, method)
         kwargs |= flags_of(function, args, kwargs, is_training=is_training)
-        if rngs is None:
-            rngs = _streams(self.key, self._num_calls) if is_training else {}
+        if rngs is None and is_training:
+            key, num_before = self.key, self._num_calls
+            key = jax.random.fold_in(key, num_before) if num_before else key
+            # Flax takes "params" for a stream that is missing.
+            others = jax.random.fold_in(key, zlib.crc32(b"other streams"))
+            rngs = {"dropout": key, "params": others}
         self._num_calls += 1
         fixed = ["params"] if is_training else [n for n in self.variables if n != "cache"]
         with (
@@ -206,7 +208,7 @@ class BoundLinen:
             nn.intercept_methods(drawing_off_mesh()),
         ):
             outputs, changed = self.linen_module.apply(
-                self.variables, *args, method=function, rngs=rngs,
+                self.variables, *args, method=function, rngs=rngs or {},
                 mutable=nn.DenyList(tuple(fixed)), **kwargs,
             )
         for name, tree in changed.items():
@@ -217,12 +219,6 @@ class BoundLinen:
     def clone(self, **settings: Any) -> "BoundLinen":
         """Returns the same weights in the module with other settings, such as `decode=True`."""
         return BoundLinen(self.linen_module.clone(**settings), dict(self.variables), self.key)
-
-
-def _streams(key: jax.Array, num_calls: int) -> dict[str, jax.Array]:
-    """Returns keys by stream: Flax falls back on "params" for one that is not there."""
-    key = jax.random.fold_in(key, num_calls) if num_calls else key
-    return {"dropout": key, "params": jax.random.fold_in(key, zlib.crc32(b"other streams"))}
 
 
 def _is_nested_dict(tree: PyTree) -> bool:

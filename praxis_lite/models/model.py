@@ -1,11 +1,13 @@
-"""What the steps need of a model, whoever wrote it: init and apply over plain nested dicts."""
+"""What the steps need of any model: init and apply over plain nested dicts."""
 
 import abc
 from typing import Any
 
 import jax
 
+from praxis_lite.errors import ConfigError
 from praxis_lite.sharding import WeightSpec
+from praxis_lite.sharding.gather import ShardedWeight
 
 # {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
 MdlVars = dict[str, Any]
@@ -19,7 +21,7 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> MdlVars:
-        """Returns freshly drawn variables, each at its true shape."""
+        """Returns freshly drawn variables, without the padding of any mesh."""
 
     @abc.abstractmethod
     def weight_specs(self) -> MdlVars:
@@ -35,10 +37,10 @@ class Model(abc.ABC):
         """Returns what a task calls, with `mdl_vars` in it, for one pass of a traced step.
 
         Args:
-          mdl_vars: arrays of true shapes, or `ShardedWeight`s, which are gathered when used.
+          mdl_vars: unpadded arrays, or `ShardedWeight`s, which are gathered when used.
           key: for dropout and the like in training; None: evaluation or decoding.
-          eval_key: of what the module draws in evaluation or decoding all the same, by streams of
-            its own; None: the same numbers in every pass.
+          eval_key: for what the module's own random streams draw in evaluation or decoding; None:
+            the same numbers in every pass.
         """
 
     @abc.abstractmethod
@@ -52,3 +54,27 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
         weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec)
     )[0]
     return [(jax.tree_util.keystr(p, simple=True, separator="/"), spec) for p, spec in leaves]
+
+
+def whole(mdl_vars: Any) -> Any:
+    """Returns the tree with each `ShardedWeight` gathered."""
+    return jax.tree.map(
+        lambda x: x.whole() if isinstance(x, ShardedWeight) else x,
+        mdl_vars,
+        is_leaf=lambda x: isinstance(x, ShardedWeight),
+    )
+
+
+def named_dims(path: str, declared_by: str, names: tuple, shape: tuple[int, ...]) -> tuple:
+    """Returns the names that a declaration gives to dims, with None for the last ones without.
+
+    Raises:
+      ConfigError: there are more names than dims; names `path`.
+    """
+    num_over = len(names) - len(shape)
+    if num_over > 0:
+        raise ConfigError(
+            f"{path}: {declared_by} has {len(names)} entries, but the weight has {len(shape)} "
+            f"dims, {shape}. Remove {num_over} of them."
+        )
+    return names + (None,) * -num_over

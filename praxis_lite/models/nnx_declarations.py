@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.models.model import named_dims
 from praxis_lite.models.nnx_variables import Leaf, value_of
 from praxis_lite.sharding import WeightSpec
 
@@ -16,14 +17,14 @@ from praxis_lite.sharding import WeightSpec
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     """Returns what a variable declares, its names not yet turned into mesh axes.
 
-    Flax's `out_sharding` (what `nnx.with_partitioning`, `nnx.with_metadata` and
-    `nnx.Param(..., out_sharding=)` leave, and `sharding=`, its old name) becomes `logical_axes`,
-    whose entries may be mesh axes or names: only the rules and the mesh tell. `sharding_rules`
-    becomes `logical_axis_rules`. A mapping of one of our layers comes first.
+    Flax's `out_sharding` (from `nnx.with_partitioning`, `nnx.with_metadata` and
+    `nnx.Param(..., out_sharding=)`; once `sharding=`) becomes `logical_axes`, whose entries may be
+    mesh axes or names: only the rules and the mesh tell. `sharding_rules` becomes
+    `logical_axis_rules`. A mapping of one of our layers comes first.
 
     Raises:
-      ConfigError: `out_sharding` is longer than the weight's rank, or no sequence of names, or
-        `sharding_rules` are no pairs; names `path`.
+      ConfigError: `out_sharding` is longer than the weight's rank, or not a sequence of names, or
+        `sharding_rules` are not pairs; names `path`.
     """
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
     spec = WeightSpec(
@@ -32,20 +33,15 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         split_dims_mapping=metadata.get("split_dims_mapping"),
         stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
     )
-    # Flax takes an empty one for none as well.
+    # As Flax, an empty one counts as absent.
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):
         return spec
     names = _names(path, metadata["out_sharding"])
     stack = spec.stack_split_dims_mapping
-    rank = len(spec.shape) - len(stack)
-    if len(names) > rank:
-        raise ConfigError(
-            f"{path}: out_sharding {names} has {len(names)} entries, but the weight has {rank} "
-            f"dimensions, {spec.shape[len(stack):]}. Remove {len(names) - rank} of them."
-        )
+    own = named_dims(path, f"out_sharding {names}", names, spec.shape[len(stack) :])
     return dataclasses.replace(
         spec,
-        logical_axes=(*stack, *names, *(None,) * (rank - len(names))),
+        logical_axes=(*stack, *own),
         logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
         declared_by=f"nnx out_sharding {names}",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import linen, nnx, traverse_util
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.models.layer_paths import naming_the_layer
@@ -20,10 +20,10 @@ from praxis_lite.models.nnx_variables import (
     collection,
     fresh_value,
     leaves_of,
-    name_of,
     nested,
+    path_text,
     require_array,
-    stored,
+    stored_at,
     value_of,
 )
 from praxis_lite.sharding.gather import ShardedWeight
@@ -43,10 +43,10 @@ class NnxModel(Model):
 
     `nnx.Param` variables are "params", which a learner may touch; statistics, caches, counters and
     plain arrays are "non_trainable". What a pass records (`nnx.Intermediate`) and random streams
-    (the `nnx.Rngs` that `nnx.Dropout` keeps) are in neither: each pass starts with zeros there, and
-    with streams that come of the step's key. With a key every `deterministic` and
-    `use_running_average` of the module is False, without one True, as Flax's own `train()` and
-    `eval()` set them.
+    (the `nnx.Rngs` that `nnx.Dropout` keeps) are in neither: each pass starts with zeros, and with
+    streams that come of the step's key. A pass with a key sets every `deterministic` and
+    `use_running_average` of the module to False, one without to True, as Flax's own `train()` and
+    `eval()` do.
 
     Args:
       build: called with `rngs`, or with nothing where it takes none, returns the module; usually an
@@ -87,7 +87,7 @@ class NnxModel(Model):
     def weight_specs(self) -> MdlVars:
         return nested(
             self._split.leaves,
-            lambda path, leaf: declared_spec(name_of((collection(leaf), *path)), leaf),
+            lambda path, leaf: declared_spec(path_text((collection(leaf), *path)), leaf),
         )
 
     def module(
@@ -99,15 +99,14 @@ class NnxModel(Model):
         split = self._split
         streams = eval_key if key is None else key
         streams = jax.random.key(0) if streams is None else streams
-        flat = [
-            (
-                path,
-                _with_value(leaf, fresh_value(path, leaf, streams))
-                if collection(leaf) is None
-                else _with_value(leaf, stored(mdl_vars, path, leaf)),
-            )
-            for path, leaf in split.leaves
-        ]
+        stored = traverse_util.flatten_dict(mdl_vars)
+
+        def value(path: Path, leaf: Leaf) -> Any:
+            if collection(leaf) is None:
+                return fresh_value(path, leaf, streams)
+            return stored[stored_at(path, leaf)]
+
+        flat = [(path, _with_value(leaf, value(path, leaf))) for path, leaf in split.leaves]
         graphdef = split.evaluation if key is None else split.training
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
@@ -115,15 +114,15 @@ class NnxModel(Model):
         """Returns the "non_trainable" variables as the pass through `module` left them.
 
         Raises:
-          ConfigError: a variable's shape is no longer that of the constructor, or the pass made a
+          ConfigError: a variable's shape differs from the constructor's, or the pass made a
             weight; names the path.
         """
         before, after = dict(self._split.leaves), dict(leaves_of(module))
         for path, leaf in after.items():
             if path not in before and collection(leaf) == "params":
                 raise ConfigError(
-                    f"{name_of(path)}: the pass made this weight, which no learner trains. Make it "
-                    "in the module's constructor."
+                    f"{path_text(path)}: the pass made this weight, which no learner trains. Make "
+                    "it in the module's constructor."
                 )
         kept = [one for one in before.items() if collection(one[1]) == "non_trainable"]
         return nested(kept, lambda path, leaf: _as_before(path, leaf, after[path]))["non_trainable"]
@@ -133,8 +132,8 @@ class NnxModel(Model):
         return nnx.merge(self._split.training, nnx.from_flat_state(self._split.leaves))
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
-        # Flax would place a weight that declares a split at once: on a mesh that must be set, and
-        # only where each dim divides.
+        # Flax would place a weight that declares a split at once: that needs a mesh that is set,
+        # and dims that divide.
         with nnx.use_eager_sharding(False):
             module = self._build(rngs=nnx.Rngs(key)) if _takes_rngs(self._build) else self._build()
         if not isinstance(module, nnx.Module):
@@ -147,19 +146,19 @@ class NnxModel(Model):
 
 def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
-    return nested(leaves_of(module), _array)
 
+    def array(path: Path, leaf: Leaf) -> jax.Array:
+        # With an explicit dtype: that of a Python number gives way to any other's.
+        return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
 
-def _array(path: Path, leaf: Leaf) -> jax.Array:
-    # With a dtype of its own: that of a Python number gives way to any other's.
-    return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
+    return nested(leaves_of(module), array)
 
 
 def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
     value, wanted = jnp.asarray(value_of(after)), value_of(before)
     if value.shape != wanted.shape:
         raise ConfigError(
-            f"{name_of(path)}: the constructor made it of shape {wanted.shape}, and a pass of "
+            f"{path_text(path)}: the constructor made it of shape {wanted.shape}, and a pass of "
             f"{value.shape}. A train step keeps it, so its shape must stay the same."
         )
     return value.astype(wanted.dtype)
@@ -173,17 +172,17 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
-    """Returns whether to call `build` with `rngs`.
+    """Returns True if `build` is to be called with `rngs`.
 
     Raises:
-      ConfigError: it is given a setting that it does not take; names those it does.
+      ConfigError: it is given a setting that it does not take, or lacks one; names them.
     """
     function, settings, num_positional = build, set(), 0
     while isinstance(function, functools.partial):
         num_positional += len(function.args)
         function, settings = function.func, settings | set(function.keywords)
     name = getattr(function, "__name__", "the model")
-    if isinstance(function, type):  # Of a module's class, `signature` gives *args and **kwargs.
+    if isinstance(function, type):  # The signature of a module's class is *args, **kwargs.
         function = function.__init__
     if function is object.__init__:
         return False
@@ -212,10 +211,10 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    """Makes leaves of a module's plain arrays, such as a table of positions.
+    """Makes a module's plain arrays, such as a table of positions, leaves.
 
-    Flax does where the constructor runs by itself; under a trace it takes them for structure, from
-    which the trace's values would leak.
+    Flax does so itself, except under a trace: there it takes them for structure, and the trace's
+    values would leak.
     """
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):

@@ -1,4 +1,4 @@
-"""What each variable of an NNX module is to a step: a weight, state that is kept, or neither."""
+"""What each variable of an NNX module is to a step: a weight, state to keep, or neither."""
 
 import zlib
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.models.model import MdlVars
@@ -23,19 +23,19 @@ def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
 
 def value_of(leaf: Leaf) -> Any:
     """Returns what a variable stores, or the plain array itself."""
-    # Not `get_value`: what a kind of variable makes of it when it is read is not stored.
+    # Not `get_value`, in which a kind of variable may make something else of what it stores.
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def name_of(path: Path) -> str:
+def path_text(path: Path) -> str:
     """Returns a path as messages and the layout print it."""
     return "/".join(map(_part_name, path))
 
 
 def collection(leaf: Leaf) -> str | None:
-    """Returns "params", "non_trainable", or None: a pass makes it anew.
+    """Returns "params", "non_trainable", or None for what each pass makes anew.
 
-    None are what a pass records (`nnx.Intermediate`), the state of random streams, which comes of
+    That is what a pass records (`nnx.Intermediate`), the state of random streams, which comes of
     the step's key, and variables without a value.
     """
     value = value_of(leaf)
@@ -50,45 +50,41 @@ def require_array(path: Path, leaf: Leaf) -> None:
     Raises:
       ConfigError: its value is a container; names the path.
     """
-    if collection(leaf) is not None and not jax.tree_util.all_leaves([value_of(leaf)]):
+    value = value_of(leaf)
+    if collection(leaf) is not None and not jax.tree_util.all_leaves([value]):
         raise ConfigError(
-            f"{name_of(path)}: the {type(leaf).__name__} holds a {type(value_of(leaf)).__name__}; "
+            f"{path_text(path)}: the {type(leaf).__name__} holds a {type(value).__name__}; "
             "wanted is one array. Give each array a variable of its own, in an nnx.Dict or List."
         )
 
 
 def nested(leaves: Iterable[tuple[Path, Leaf]], value: Callable[[Path, Leaf], Any]) -> MdlVars:
     """Returns `value(path, leaf)` of the leaves that a state keeps, as plain nested dicts."""
-    tree: MdlVars = {"params": {}, "non_trainable": {}}
-    for path, leaf in leaves:
-        if (name := collection(leaf)) is not None:
-            node = tree[name]
-            for part in path[:-1]:
-                node = node.setdefault(_part_name(part), {})
-            node[_part_name(path[-1])] = value(path, leaf)
-    return tree
+    flat = {
+        stored_at(path, leaf): value(path, leaf)
+        for path, leaf in leaves
+        if collection(leaf) is not None
+    }
+    return {"params": {}, "non_trainable": {}} | traverse_util.unflatten_dict(flat)
 
 
-def stored(mdl_vars: MdlVars, path: Path, leaf: Leaf) -> Any:
-    """Returns what `nested` put into the tree for a leaf."""
-    node = mdl_vars[collection(leaf)]
-    for part in path:
-        node = node[_part_name(part)]
-    return node
+def stored_at(path: Path, leaf: Leaf) -> tuple[str, ...]:
+    """Returns the keys of a leaf that a state keeps, from `MdlVars` down."""
+    return (collection(leaf), *map(_part_name, path))
 
 
 def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
     """Returns what a leaf that no state keeps has at the start of a pass.
 
-    A random stream's key is drawn from `key` by the stream's path, one of its own for each layer of
-    a stack, and its count is 0: where a job stopped, and on how many devices, does not matter.
+    A random stream's key comes of `key` and the stream's path, in a stack another for each layer;
+    its count is 0. So where a job stopped, and on how many devices it runs, does not matter.
     """
 
     def fresh(x: Any) -> jax.Array:
         if not _is_key(x):
             return jnp.zeros(x.shape, x.dtype)
-        # Each stream's own, whichever other streams a model has.
-        stream = jax.random.fold_in(key, zlib.crc32(name_of(path).encode()))
+        # By its path, so that it does not depend on the model's other streams.
+        stream = jax.random.fold_in(key, zlib.crc32(path_text(path).encode()))
         return jax.random.split(stream, x.shape) if x.shape else stream
 
     return jax.tree.map(fresh, value_of(leaf))

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from praxis_lite.decode import Greedy
+from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.loop import sample_keys
-from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InputPipeline
@@ -41,7 +41,7 @@ def decode(
     records_of = {}
     for name, pipeline in decode_datasets.items():
         if num_cache_slots(partitioner):
-            decoded = _in_slots(partitioner, pipeline, mdl_vars, step, seed, name, note)
+            decoded = _continuously(partitioner, pipeline, mdl_vars, step, seed, name, note)
         else:
             decoded = _batch_by_batch(partitioner, pipeline, mdl_vars, step, seed, name)
         records: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def decode(
 
 
 def num_cache_slots(partitioner: Partitioner) -> int:
-    """Returns in how many slots the task's decoder wants its prompts decoded; 0: in batches."""
+    """Returns how many rows continuous batching has; 0: the task decodes batch by batch."""
     decoder = getattr(partitioner.task, "decoder", None)
     return decoder.num_cache_slots if isinstance(decoder, Greedy) else 0
 
@@ -90,7 +90,7 @@ def _batch_by_batch(
         yield inputs, partitioner.decode_step(mdl_vars, batch, key)
 
 
-def _in_slots(
+def _continuously(
     partitioner: Partitioner,
     pipeline: InputPipeline,
     mdl_vars: Any,
@@ -107,7 +107,7 @@ def _in_slots(
         )
     task, prompt_length = partitioner.task, pipeline.element_spec()["ids"].shape[1]
     decoder, module = task.decoder, task.module
-    slots = Slots(
+    batching = ContinuousBatching(
         decoder, module, decoder.num_cache_slots, prompt_length, wrap=partitioner.with_mdl_vars
     )
     batches: list[tuple[Any, dict[str, np.ndarray]]] = []
@@ -140,7 +140,7 @@ def _in_slots(
         # Those that came about by other tokens than the encoded ones, only the text shows.
         should_stop = stops_in_text(task.tokenizer, decoder.stop_strings)
         looks = {"num_steps": STEPS_BETWEEN_LOOKS, "should_stop": should_stop}
-    for new in slots.stream(mdl_vars, prompts(), **looks):
+    for new in batching.stream(mdl_vars, prompts(), **looks):
         index, hyp = places[new.index]
         outputs = batches[index][1]
         start = outputs["decode_lengths"][hyp]
@@ -148,8 +148,8 @@ def _in_slots(
         outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
         outputs["decode_lengths"][hyp] += len(new.ids)
     note(
-        f"{slots.num_prefills} rows of {name} took {slots.num_steps} model steps in "
-        f"{decoder.num_cache_slots} slots"
+        f"{batching.num_prefills} rows of {name} took {batching.num_steps} model steps, "
+        f"{decoder.num_cache_slots} rows at a time"
     )
     for inputs, outputs in batches:
         yield inputs, decoder.outputs_of(outputs)

@@ -13,8 +13,8 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample
+from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.loop import sample_keys
-from praxis_lite.decode.slots import Prompt, Slots
 from praxis_lite.layers import TransformerLm, set_sharding_params
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
@@ -228,10 +228,10 @@ def test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divid
     assert_same(sharded(shape, name)[0], decoding("learned", OTHERS[name])(PROMPTS, LENGTHS))
 
 
-def test_slots_on_a_mesh_give_what_one_device_gives():
+def test_continuous_batching_on_a_mesh_gives_what_one_device_gives():
     decoder = dataclasses.replace(OTHERS["sample"], num_cache_slots=4)
     partitioner, mdl_vars = partitioner_and_vars((1, 2, 3), decoder)
-    slots = Slots(
+    batching = ContinuousBatching(
         decoder, partitioner.task.model.module, 4, P, wrap=partitioner.with_mdl_vars
     )
     keys = sample_keys(row_keys(len(LENGTHS)), decoder.num_samples)
@@ -239,7 +239,7 @@ def test_slots_on_a_mesh_give_what_one_device_gives():
     prompts = [Prompt(PROMPTS[b], LENGTHS[b], keys[3 * b + s]) for b, s in rows]
     found, scores = [[] for _ in rows], [0.0 for _ in rows]
     compiled = []
-    for new in slots.stream(mdl_vars, prompts, num_steps=2):
+    for new in batching.stream(mdl_vars, prompts, num_steps=2):
         found[new.index] += new.ids.tolist()
         scores[new.index] += new.logprobs.sum()
         compiled.append(num_compiled())
@@ -251,7 +251,7 @@ def test_slots_on_a_mesh_give_what_one_device_gives():
     for (b, s), ids in zip(rows, [found[n] for n in by_score], strict=True):
         assert ids == wanted["output_ids"][b, s, : wanted["decode_lengths"][b, s]].tolist()
     # From call to call too, rows are split over the data axis and heads over the other.
-    cache = jax.tree.leaves(slots._empty(mdl_vars).cache)
+    cache = jax.tree.leaves(batching.empty(mdl_vars).cache)
     assert cache[0].shape == (2, 4, P + M, 3, 4)
     assert {x.sharding.shard_shape(x.shape) for x in cache} == {(2, 2, P + M, 1, 4)}
 

@@ -259,10 +259,10 @@ def test_training_moves_statistics_and_evaluation_uses_them(mesh_of):
 
 
 WRONG = {
-    r"GroupNorm\.num_groups is 4, which does not divide the 6 channels": lambda r: GROUP(
+    r"GroupNorm\.num_groups is 4; wanted is a divisor of 6, the number": lambda r: GROUP(
         num_groups=4, input_rank=3, rngs=r
     ),
-    r"GroupNorm\.min_group_size is 4, .*divisor of 6": lambda r: GROUP(
+    r"GroupNorm\.min_group_size is 4; .*divisor of 6": lambda r: GROUP(
         num_groups=2, min_group_size=4, input_rank=3, rngs=r
     ),
     r"GroupNorm\.num_groups is 0": lambda r: GROUP(num_groups=0, input_rank=3, rngs=r),

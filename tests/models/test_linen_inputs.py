@@ -40,7 +40,7 @@ WRONG = {
     ),
     "an input by another name": (
         lambda: LinenModel(Two(), {"ids": ids, "maks": (1, 4)}),
-        ["has 'maks', which Two.__call__", "Did you mean mask?"],
+        ["Two.__call__(ids, mask, train)", "has ['ids', 'maks']. Did you mean mask?"],
     ),
     "inputs by position": (
         lambda: LinenModel(Two(), [ids]), ["missing a required argument: 'mask'", "1 by position"]
@@ -85,7 +85,7 @@ def test_more_names_than_dims_are_refused_with_the_weights_path():
             bias = nn.with_partitioning(nn.initializers.zeros, ("data", "mdl"))
             return nn.Dense(3, bias_init=bias, name="out")(x)
 
-    with pytest.raises(ConfigError, match=r"params/out/bias: .* 2 names, .* 1 dims, \(3,\)"):
+    with pytest.raises(ConfigError, match=r"params/out/bias: .* 2 entries, .* 1 dims, \(3,\)"):
         LinenModel(Long(), [(1, 5)]).weight_specs()
 
 

@@ -144,7 +144,7 @@ WRONG = {
     "too long": (
         lambda key: nnx.Param(drawn(key), out_sharding=(None, "model", None)),
         r"params/w: out_sharding \(None, 'model', None\) has 3 entries, but the weight has 2 "
-        r"dimensions, \(7, 13\). Remove 1 of them.",
+        r"dims, \(7, 13\). Remove 1 of them.",
     ),
     "a string": (
         lambda key: nnx.Param(drawn(key), out_sharding="model"),

@@ -303,7 +303,7 @@ ABSENT = {
     "GShardSharedEmbeddingSoftmax": "`NClassMajorSharedEmbeddingSoftmax` has a [V, D] weight too",
     **dict.fromkeys(
         ("LanguageModelContinuousBatching", "LanguageModelDPO"),
-        "a LanguageModelTask trains on next tokens, and decodes in batches or in slots",
+        "a LanguageModelTask trains on next tokens, and decodes in batches, also continuous ones",
     ),
     "MaskedLmDataAugmenter": "masked language modelling is not made",
     "PositionalEmbedding2D": "positions of an image are learned or counted along its patches",

@@ -115,14 +115,15 @@ def test_records_of_other_settings_are_kept_beside_and_said(decoded, tmp_path):
     assert "other records" not in out
 
 
-def test_slots_on_a_mesh_give_the_tokens_of_batches_and_say_how_many_steps_they_took(
+def test_continuous_batching_on_a_mesh_gives_the_tokens_of_batches_and_says_its_steps(
     decoded, sampled
 ):
     found, out = decode(decoded[0], *SAMPLE, "task.decoder.num_cache_slots=4")
     for one, other in zip(found, sampled, strict=True):
         assert one["score"] == pytest.approx(other["score"], abs=1e-4)
     assert_same_tokens(found, sampled)
-    num_steps = int(re.search(r"9 rows of prompts took (\d+) model steps in 4 slots", out)[1])
+    said = re.search(r"9 rows of prompts took (\d+) model steps, 4 rows at a time", out)
+    num_steps = int(said[1])
     lengths = [line["decode_length"] for line in sampled]
     assert sum(lengths) / 4 <= num_steps <= sum(lengths) / 4 + max(lengths)
 

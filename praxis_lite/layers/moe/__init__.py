@@ -1,4 +1,5 @@
-"""Mixtures of experts: routing, dispatch, experts, balance.
+"""Which tokens go through which experts, and how do they get there and back?
 
-Never sees attention or a whole model.
+`mixture_of_experts` has the layer, `gating` its ways, `routing` the choice of experts, `dispatch`
+the move to their seats, `dropless` one without seats. Never sees attention or a whole model.
 """

@@ -1,16 +1,26 @@
-"""Tokens moved into the slots of experts and back, with a capacity: pure functions of arrays."""
+"""Tokens moved into the seats of experts and back: pure functions of arrays.
+
+An expert has C seats for a group of tokens, its capacity; a choice of an expert beyond that gets no
+seat.
+"""
+
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an
-# expert for a group, N = E x C slots of a group.
+# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C seats of an expert
+# for a group, N = E x C seats of a group.
+
+# From tokens in their seats to the experts' outputs, both [G, E, C, D].
+AtExperts = Callable[[jax.Array], jax.Array]
 
 
-def slots_of(
+def seats_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the slot [G, S, K] of each choice, expert x C + place; N where it gets none.
+    """Returns the seat [G, S, K] of each choice, expert x C + place; N for a choice without one.
 
     An expert takes first choices before second ones, and among equals the earlier token; what is
     beyond its capacity is dropped.
@@ -22,43 +32,43 @@ def slots_of(
     is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
     goes_to = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32) * is_routed[..., None]
     place = jnp.sum((jnp.cumsum(goes_to, axis=1) - goes_to) * goes_to, axis=-1)
-    slot = jnp.where(
+    seat = jnp.where(
         is_routed & (place < capacity), expert * capacity + place, num_experts * capacity
     )
-    return slot.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
+    return seat.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
 
 
-def dispatch(x_GSD: jax.Array, slots_GSK: jax.Array, num_slots: int) -> jax.Array:
-    """Returns the token in each slot, [G, N, D]; zeros in an empty one."""
-    choice_GN = _choice_in_slot(slots_GSK, num_slots)
-    return _rows(x_GSD, choice_GN // slots_GSK.shape[-1], slots_GSK)
+def dispatch(x_GSD: jax.Array, seats_GSK: jax.Array, num_seats: int) -> jax.Array:
+    """Returns the token in each seat, [G, N, D]; zeros in an empty one."""
+    choice_GN = _choice_in_seat(seats_GSK, num_seats)
+    return _rows(x_GSD, choice_GN // seats_GSK.shape[-1], seats_GSK)
 
 
-def combine(y_GND: jax.Array, slots_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
-    """Returns for each token the gated sum of its slots' rows, [G, S, D]."""
-    num_groups, group_size, num_chosen = slots_GSK.shape
-    choice_GN = _choice_in_slot(slots_GSK, y_GND.shape[1])
-    y = _rows(y_GND, slots_GSK.reshape(num_groups, -1), choice_GN[..., None])
+def combine(y_GND: jax.Array, seats_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
+    """Returns for each token the gated sum of its seats' rows, [G, S, D]."""
+    num_groups, group_size, num_chosen = seats_GSK.shape
+    choice_GN = _choice_in_seat(seats_GSK, y_GND.shape[1])
+    y = _rows(y_GND, seats_GSK.reshape(num_groups, -1), choice_GN[..., None])
     y_GSKD = y.reshape(num_groups, group_size, num_chosen, -1)
     return jnp.einsum("gskd,gsk->gsd", y_GSKD, gates_GSK.astype(y_GND.dtype))
 
 
-def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
-    """Returns which choice, token x K + k, has each slot, [G, N]; S x K where none has."""
+def _choice_in_seat(seats_GSK: jax.Array, num_seats: int) -> jax.Array:
+    """Returns which choice, token x K + k, has each seat, [G, N]; S x K for an empty seat."""
 
-    def of_group(slots_SK: jax.Array) -> jax.Array:
-        empty = jnp.full(num_slots, slots_SK.size, jnp.int32)
-        choices = jnp.arange(slots_SK.size, dtype=jnp.int32)
-        return empty.at[slots_SK.reshape(-1)].set(choices, mode="drop")
+    def of_group(seats_SK: jax.Array) -> jax.Array:
+        empty = jnp.full(num_seats, seats_SK.size, jnp.int32)
+        choices = jnp.arange(seats_SK.size, dtype=jnp.int32)
+        return empty.at[seats_SK.reshape(-1)].set(choices, mode="drop")
 
-    return jax.vmap(of_group)(slots_GSK)
+    return jax.vmap(of_group)(seats_GSK)
 
 
 @jax.custom_vjp
 def _rows(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> jax.Array:
-    """Returns x's rows at an index, [G, M, D]; zeros where it is R or more.
+    """Returns x's rows at an index, [G, M, D]; zeros where the index is R or more.
 
-    `index_back` says at which M each of x's rows went, at most J times. With it the gradient is a
+    `index_back` says to which M each of x's rows went, at most J times. With it the gradient is a
     sum of J gathers rather than a scatter, which is slow and adds up in no fixed order.
     """
     del index_back_GRJ
@@ -80,17 +90,43 @@ def _rows_backward(index_back_GRJ: jax.Array, grad_GMD: jax.Array) -> tuple:
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def dispatch_chosen(x_GSD: jax.Array, tokens_GN: jax.Array) -> jax.Array:
-    """Returns the tokens that experts chose, [G, N, D]."""
-    return jnp.take_along_axis(x_GSD, tokens_GN[..., None], axis=1)
+def through_seats(
+    x_GSD: jax.Array,
+    experts_GSK: jax.Array,
+    gates_GSK: jax.Array,
+    is_routed_GSK: jax.Array,
+    seats: tuple[int, int],
+    at_experts: AtExperts,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns for each token the gated sum over its experts, [G, S, D], and the share dropped.
+
+    Args:
+      experts_GSK, gates_GSK, is_routed_GSK: of `routing.choose_experts`.
+      seats: E and C; the choices beyond them are dropped.
+    """
+    num_seats = math.prod(seats)
+    seats_GSK = seats_of(experts_GSK, is_routed_GSK, *seats)
+    num_routed = jnp.sum(is_routed_GSK)
+    num_dropped = num_routed - jnp.sum(seats_GSK < num_seats)
+    x_GND = dispatch(x_GSD, seats_GSK, num_seats)
+    y_GECD = at_experts(x_GND.reshape(x_GND.shape[0], *seats, -1))
+    outputs = combine(y_GECD.reshape(x_GND.shape), seats_GSK, gates_GSK)
+    return outputs, num_dropped / jnp.maximum(num_routed, 1)
 
 
-def combine_chosen(
-    y_GND: jax.Array, tokens_GN: jax.Array, gates_GN: jax.Array, group_size: int
+def through_choosers(
+    x_GSD: jax.Array, tokens_GEC: jax.Array, gates_GEC: jax.Array, at_experts: AtExperts
 ) -> jax.Array:
-    """Returns for each token the gated sum of the rows of the slots that it is in, [G, S, D]."""
+    """Returns for each token the gated sum over the experts that chose it, [G, S, D].
+
+    Args:
+      tokens_GEC, gates_GEC: of `routing.tokens_by_expert_choice`.
+    """
+    tokens_GN, gates_GN = (x.reshape(x.shape[0], -1) for x in (tokens_GEC, gates_GEC))
+    x_GND = jnp.take_along_axis(x_GSD, tokens_GN[..., None], axis=1)
+    y_GND = at_experts(x_GND.reshape(*tokens_GEC.shape, -1)).reshape(x_GND.shape)
 
     def of_group(y_ND: jax.Array, tokens_N: jax.Array) -> jax.Array:
-        return jnp.zeros((group_size, y_ND.shape[-1]), y_ND.dtype).at[tokens_N].add(y_ND)
+        return jnp.zeros(x_GSD.shape[1:], y_ND.dtype).at[tokens_N].add(y_ND)
 
     return jax.vmap(of_group)(y_GND * gates_GN[..., None].astype(y_GND.dtype), tokens_GN)

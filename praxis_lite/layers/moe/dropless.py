@@ -4,28 +4,26 @@ Rows are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`; M
 arXiv:2211.15841). Experts split over mesh axes get their tokens by one all-to-all and return the
 sums by another.
 
-No program knows the loads before it runs, and a ragged all-to-all is not on every backend, so the
-arrays are as large as the worst load needs: of n tokens on a device, with the experts split over X
-devices, a device sends n rows to each of the X and gets X n back; each of these may go to
+A program does not know the loads before it runs, and not every backend has a ragged all-to-all, so
+the arrays are as large as the worst load needs. Of n tokens on a device, with the experts split
+over X devices, a device sends n rows to each of the X and gets X n back; each may go to
 min(K, E / X) of its experts. So it holds X n (D + 4 K) values of tokens exchanged, as many of sums,
 and X n min(K, E / X) rows of D and of F. `ragged_dot` computes K n of them on average; on CPU,
 where it is a masked matmul, all of them for each expert.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.moe.dispatch import combine, dispatch
-from praxis_lite.layers.moe.experts import Function, Weights, axes_of, through_experts
+from praxis_lite.layers.moe.experts import Function, Weights, first_axes, through_experts
 from praxis_lite.sharding import SplitDims
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
 # token, n tokens, X devices that the experts are split over, R rows for experts.
-ApplyExperts = Callable[[jax.Array, Weights, jax.Array], jax.Array]
 
 
 def dropless(
@@ -45,43 +43,34 @@ def dropless(
       weights: of `through_experts`.
       tokens_split, weights_split: whose first entries are the mesh axes that split B, and E.
     """
-
-    def apply_experts(x_RD: jax.Array, weights: Weights, rows_of_expert_L: jax.Array) -> jax.Array:
-        def product(x: jax.Array, w: jax.Array) -> jax.Array:
-            return jax.lax.ragged_dot(x, w, rows_of_expert_L)
-
-        return through_experts(product, x_RD, weights, activation, lambda hidden_RF: hidden_RF)
-
-    expert_axes = axes_of(weights_split)
+    expert_axes = first_axes(weights_split)
     # Tokens must be split where experts are, else each device there would send the same ones.
-    token_axes = axes_of(tokens_split)
+    token_axes = first_axes(tokens_split)
     token_axes += tuple(axis for axis in expert_axes if axis not in token_axes)
     mesh = jax.sharding.get_abstract_mesh()
-    batch_size = x_BTD.shape[0]
     num_token_shards = math.prod(mesh.shape[axis] for axis in token_axes)
     num_expert_shards = math.prod(mesh.shape[axis] for axis in expert_axes)
 
     def on_device(x_BTD: jax.Array, experts_BTK: jax.Array, gates_BTK: jax.Array, weights):
-        num_chosen = experts_BTK.shape[-1]
-        outputs = _on_device(
-            apply_experts,
-            x_BTD.reshape(-1, x_BTD.shape[-1]),
-            experts_BTK.reshape(-1, num_chosen),
-            gates_BTK.reshape(-1, num_chosen),
-            weights,
-            expert_axes,
-            num_expert_shards,
-        )
+        arrays = [x.reshape(-1, x.shape[-1]) for x in (x_BTD, experts_BTK, gates_BTK)]
+        if num_expert_shards == 1:
+            return _gated_sums(*arrays, weights, activation).reshape(x_BTD.shape)
+        sent = _sent(*arrays, _num_experts(weights), num_expert_shards)
+        received = jax.lax.all_to_all(sent, expert_axes, 0, 0).reshape(-1, sent.shape[-1])
+        received = _unpacked(received, experts_BTK.shape[-1])
+        sums = _gated_sums(*received, weights, activation)
+        sums_XnD = sums.reshape(num_expert_shards, -1, sums.shape[-1])
+        outputs = jnp.sum(jax.lax.all_to_all(sums_XnD, expert_axes, 0, 0), axis=0)
         return outputs.reshape(x_BTD.shape)
 
     if not token_axes:
         return on_device(x_BTD, experts_BTK, gates_BTK, weights)
     batch_split, expert_split = PartitionSpec(token_axes), PartitionSpec(expert_axes or None)
-    # shard_map takes what divides: rows that are no tokens, and experts that get none, fill up.
+    # shard_map takes what divides: rows without tokens, and experts without rows, fill up.
     arrays = [_filled_up(x, num_token_shards) for x in (x_BTD, experts_BTK, gates_BTK)]
     weights = {name: _filled_up(w, num_expert_shards) for name, w in weights.items()}
     if mesh.manual_axes:
-        # Of a shard_map inside another JAX (0.10 to 0.12) cannot lower the gradient where it keeps
+        # JAX (0.10 to 0.12) cannot lower the gradient of a shard_map inside another if it keeps
         # values of the forward pass: they are computed again.
         on_device = jax.checkpoint(on_device)
     outputs = jax.shard_map(
@@ -90,7 +79,7 @@ def dropless(
         out_specs=batch_split,
         axis_names=set(token_axes),
     )(*arrays, weights)
-    return outputs[:batch_size]
+    return outputs[: x_BTD.shape[0]]
 
 
 def _num_experts(weights: Weights) -> int:
@@ -102,30 +91,16 @@ def _filled_up(x: jax.Array, num_shards: int) -> jax.Array:
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
-def _on_device(
-    apply_experts: ApplyExperts,
-    x_nD: jax.Array,
-    experts_nK: jax.Array,
-    gates_nK: jax.Array,
-    weights: Weights,
-    expert_axes: tuple[str, ...],
-    num_shards: int,
+def _sent(
+    x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, num_local: int, num_shards: int
 ) -> jax.Array:
-    """Returns the outputs [n, D] of a device's tokens, through those that hold their experts."""
-    num_local = _num_experts(weights)
-    if num_shards == 1:
-        return _gated_sums(apply_experts, x_nD, experts_nK, gates_nK, weights)
+    """Returns what a device sends to each of X, [X, n, D + 4 K]: its tokens for experts there."""
     shard_X11 = jnp.arange(num_shards)[:, None, None]
     is_there_XnK = (experts_nK[None] // num_local == shard_X11) & (gates_nK != 0.0)[None]
     experts_XnK = jnp.where(is_there_XnK, experts_nK[None] % num_local, num_local)
     gates_XnK = jnp.where(is_there_XnK, gates_nK[None], 0.0)
     goes_Xn1 = jnp.any(is_there_XnK, axis=-1, keepdims=True)
-    sent = _packed(jnp.where(goes_Xn1, x_nD[None], 0), experts_XnK, gates_XnK)
-    received = jax.lax.all_to_all(sent, expert_axes, 0, 0)
-    x, experts, gates = _unpacked(received.reshape(-1, sent.shape[-1]), experts_nK.shape[-1])
-    sums = _gated_sums(apply_experts, x, experts, gates, weights)
-    sums_XnD = sums.reshape(num_shards, *x_nD.shape)
-    return jnp.sum(jax.lax.all_to_all(sums_XnD, expert_axes, 0, 0), axis=0)
+    return _packed(jnp.where(goes_Xn1, x_nD[None], 0), experts_XnK, gates_XnK)
 
 
 def _packed(x: jax.Array, experts: jax.Array, gates: jax.Array) -> jax.Array:
@@ -147,20 +122,24 @@ def _unpacked(packed: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array,
 
 
 def _gated_sums(
-    apply_experts: ApplyExperts,
     x_nD: jax.Array,
     experts_nK: jax.Array,
     gates_nK: jax.Array,
     weights: Weights,
+    activation: Function,
 ) -> jax.Array:
-    """Returns the gated sums [n, D] over a device's own experts; others are L or have no gate."""
+    """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0."""
     num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token goes to an expert once: of its choices at most L are of experts here.
     num_rows = num_tokens * min(num_chosen, num_local)
-    row = jnp.argsort(jnp.argsort(expert, stable=True))  # of each choice, sorted by expert
+    row = jnp.argsort(jnp.argsort(expert, stable=True))  # Of each choice, sorted by expert.
     row_nK = jnp.where(expert < num_local, row, num_rows).reshape(experts_nK.shape)
     rows_of_expert_L = jnp.bincount(expert, length=num_local + 1)[:num_local].astype(jnp.int32)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(x, w, rows_of_expert_L)
+
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
-    y_RD = apply_experts(x_RD, weights, rows_of_expert_L)
+    y_RD = through_experts(product, x_RD, weights, activation)
     return combine(y_RD[None], row_nK[None], gates_nK[None])[0]

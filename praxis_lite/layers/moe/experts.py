@@ -1,4 +1,4 @@
-"""What experts compute of the tokens that they are given, and where these and they are."""
+"""What experts compute of their tokens, how their weights are drawn, and how both split."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -6,12 +6,24 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.base_layer import Initializer, xavier
 from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
 
-# G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
+# G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
+
+
+def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -> Initializer:
+    """Returns how Pax draws a weight of experts."""
+    if is_uniform:
+        limit = (3.0 / fan_in) ** 0.5
+        return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
+    if has_explicit_fans:
+        return jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
+    return xavier
 
 
 def through_experts(
@@ -19,7 +31,7 @@ def through_experts(
     x: jax.Array,
     weights: Weights,
     activation: Function,
-    on_hidden: Function,
+    on_hidden: Function = lambda hidden: hidden,
 ) -> jax.Array:
     """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
 
@@ -49,7 +61,7 @@ def at_experts(
     dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
-    """Returns the experts' outputs of the tokens in their slots, [G, E, C, D]: there and back.
+    """Returns the experts' outputs of the tokens in their seats, [G, E, C, D]: there and back.
 
     Args:
       tokens_split: whose first entry is how G splits where the tokens come from.
@@ -76,21 +88,20 @@ def at_experts(
 
 
 def first_dim(split: SplitDims) -> SplitDims:
-    """Returns the mapping of the first dim alone, the others whole; None for None."""
+    """Returns the mapping with the other dims whole; None for None."""
     return None if split is None else tuple(split)[:1]
 
 
-def axes_of(split: SplitDims) -> tuple[str, ...]:
-    """Returns the axes, of the mesh at hand, that split the first dim of a mapping.
+def first_axes(split: SplitDims) -> tuple[str, ...]:
+    """Returns the axes, of the mesh that is set, that split the first dim of a mapping.
 
-    Inside `jax.shard_map` without its manual axes.
+    Inside `jax.shard_map` its manual axes are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
         return ()
     spec = to_partition_spec(first_dim(split), mesh.axis_names)
-    axes = without_axes(spec, mesh.manual_axes)[0] or ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return axes_of(without_axes(spec, mesh.manual_axes)[0])
 
 
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
@@ -98,6 +109,6 @@ def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> Spl
 
     That makes an all-to-all of the move there.
     """
-    expert_axes = axes_of((split_E,))
-    rest = tuple(axis for axis in axes_of(tokens_split) if axis not in expert_axes)
+    expert_axes = first_axes((split_E,))
+    rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)
     return (rest or None, expert_axes or None)

@@ -7,7 +7,7 @@ ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are Pax's.
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, E experts, K experts of a token, C slots of an expert for a group.
+# G groups, S tokens of a group, E experts, K experts of a token, C seats of an expert for a group.
 
 
 def expert_capacity(
@@ -16,8 +16,7 @@ def expert_capacity(
     """Returns C: how many tokens of a group an expert takes.
 
     Pax's: the larger of `capacity_dim` and of factor x S / E, the latter rounded up to a multiple
-    of 4. But at least 1, where Pax would route nothing, and at most S, for a token goes to an
-    expert once.
+    of 4. But at least 1 (Pax would route nothing) and at most S (a token goes to an expert once).
     """
     automatic = int(group_size * capacity_factor / num_experts)
     if automatic > capacity_dim:
@@ -26,7 +25,7 @@ def expert_capacity(
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """Returns logits within +-cap by a tanh; as they are for a cap of 0."""
+    """Returns logits within +-cap by a tanh; a cap of 0 leaves them as they are."""
     return cap * jnp.tanh(logits / cap) if cap > 0.0 else logits
 
 
@@ -38,7 +37,7 @@ def choose_experts(
     second_expert_policy: str,
     second_expert_threshold: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns experts, gates and whether a choice is used, each [G, S, K].
+    """Returns experts, gates and is_routed (True if a choice is used), each [G, S, K].
 
     Args:
       is_token_GS: False for padding, which is not routed.
@@ -62,7 +61,7 @@ def top_k_experts(
     """Returns int32 experts [G, S, K], most probable first, and their gates [G, S, K].
 
     The gates of a token add up to 1, but for K = 1, where the gate is the probability (as Switch
-    has it: else the router would have no gradient). Those of what is no token are 0.
+    has it: else the router would have no gradient). Those of padding are 0.
     """
     rest_GSE, experts, gates = probs_GSE, [], []
     # Not jax.lax.top_k, a sort that not every backend partitions; K is small.
@@ -90,7 +89,7 @@ def sampled_second_expert(
 
 
 def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the best expert [G, S], its probability, and the scores with that expert's at -1."""
+    """Returns the best expert [G, S], its probability, and the scores with -1 in its place."""
     expert_GS = jnp.argmax(scores_GSE, axis=-1).astype(jnp.int32)
     is_it_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
     gate_GS = jnp.sum(jnp.where(is_it_GSE, probs_GSE, 0.0), axis=-1)
@@ -104,7 +103,7 @@ def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
 
 
 def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array) -> jax.Array:
-    """Returns bool [G, S, 2]: true, and true in a share min(1, gate / threshold) of second experts.
+    """Returns bool [G, S, 2]: all first, and a share min(1, gate / threshold) of second experts.
 
     Pax's second_expert_policy "random", whose threshold is 0: nearly all of them.
     """
@@ -135,8 +134,8 @@ def load_balance_loss(
 ) -> jax.Array:
     """Returns E x sum over experts of (share of first choices x mean probability), of the groups.
 
-    1 where both are uniform (arXiv:2101.03961, eq. 4). Means are over all places of rows, padding
-    too, as in Pax; but not over the rows that only fill a batch up, on which the loss would depend.
+    It is 1 if both are uniform (arXiv:2101.03961, eq. 4). As in Pax, means are over padding too;
+    but not over rows that only fill a batch up, or the loss would depend on their number.
 
     Args:
       is_in_row_GS: False in rows that are nothing but padding.
@@ -160,7 +159,7 @@ def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
 
 
 def expert_load(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
-    """Returns how many times the mean number of choices each expert got, [E]."""
+    """Returns each expert's number of choices relative to the mean, [E]."""
     one_hot = jax.nn.one_hot(experts_GSK, num_experts) * is_routed_GSK[..., None]
     choices_E = jnp.sum(one_hot, axis=(0, 1, 2))
     return choices_E * num_experts / jnp.maximum(jnp.sum(choices_E), 1.0)

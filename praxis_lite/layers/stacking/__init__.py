@@ -1,4 +1,5 @@
-"""How equal layers stand on each other: repeated, scanned, rematerialized, pipelined.
+"""How do equal layers stand on each other?
 
-Never sees what a layer of the stack computes.
+`repeats` scans them or calls them in a row, `pipelines` lays them on stages, `checkpoint_policy`
+says what the backward pass keeps. Never sees what a layer of the stack computes.
 """

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import require_choice
 
 _POLICIES = jax.checkpoint_policies
 
@@ -40,21 +40,13 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 
 
 def remat(step: Callable[..., Any], checkpoint_policy: str) -> Callable[..., Any]:
-    """Returns `step`, of which the backward pass computes again what the policy does not keep."""
+    """Returns `step`, which the backward pass computes again but for what the policy keeps."""
     if checkpoint_policy == "save_everything":
         return step
     return jax.checkpoint(step, policy=CHECKPOINT_POLICIES[checkpoint_policy])
 
 
 def check_policy(checkpoint_policy: str, layer: object) -> None:
-    """Checks the name of a policy.
-
-    Raises:
-      ConfigError: there is none of that name; names the layer's class and the nearest.
-    """
-    if checkpoint_policy not in CHECKPOINT_POLICIES:
-        raise ConfigError(
-            f"{type(layer).__name__}.checkpoint_policy is {checkpoint_policy!r}; wanted is one of "
-            f"{sorted(CHECKPOINT_POLICIES)}."
-            f"{did_you_mean(str(checkpoint_policy), CHECKPOINT_POLICIES)}"
-        )
+    """Raises ConfigError if there is no policy of that name; names the layer's class."""
+    name = f"{type(layer).__name__}.checkpoint_policy"
+    require_choice(name, checkpoint_policy, CHECKPOINT_POLICIES)

@@ -25,7 +25,7 @@ def _shift_bwd(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
     return (jnp.roll(gradient_S, -by, axis=0),)
 
 
-# What JAX makes of a roll's gradient, pads and an addition, is two collective-permutes.
+# JAX's own gradient of a roll, pads and an addition, becomes two collective-permutes.
 shift.defvjp(_shift_fwd, _shift_bwd)
 
 
@@ -44,8 +44,8 @@ class Buffer:
 
     def start(self, x_M: jax.Array) -> jax.Array:
         """Returns what is stored before the first tick: [S, M + 1, rows, ...]."""
-        # The last place is for what comes out before the first microbatch does. Not a select on
-        # the tick, whose every answer the backward pass would keep.
+        # The last place takes what comes out before the first microbatch does. A select on the
+        # tick would do too, but the backward pass would keep each of its answers.
         x_M = jnp.concatenate([x_M, x_M[:1]])
         x_SM = jnp.broadcast_to(x_M, (self._schedule.num_stages, *x_M.shape))
         return self._layout.constrain(x_SM, row_dim=2)
@@ -107,7 +107,7 @@ class StreamBuffer:
             again = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
             waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived_S, place, axis=1)
             waiting = self._layout.constrain(waiting, row_dim=2)
-        # A scalar choice: of jnp.where's the backward pass would keep as many as there are floats.
+        # A scalar choice: jnp.where's has as many bits as there are floats, all kept for backward.
         is_first_repeat = t < self._schedule.num_microbatches
         return jax.lax.select(is_first_repeat, entering, again), (stream, waiting)
 

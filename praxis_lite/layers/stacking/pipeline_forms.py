@@ -14,12 +14,12 @@ PyTree = Any
 
 
 def to_repeated(params: PyTree) -> PyTree:
-    """Returns a Pipeline's variables, [R, S, P, ...], as those of a Repeat, [R S P, ...].
+    """Returns a Pipeline's variables, [R, S, P, ...], as those of a Repeat, [L, ...].
 
     Args:
-      params: a Pipeline's part of `mdl_vars["params"]`, of gradients, of a cache; each leaf alike.
+      params: a Pipeline's part of `mdl_vars["params"]`, of gradients, of a cache.
     """
-    return in_repeats_form(params)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), params)
 
 
 def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) -> PyTree:
@@ -43,11 +43,6 @@ def in_stages_form(tree: PyTree, stack_shape: tuple[int, int, int]) -> PyTree:
     return jax.tree.map(lambda a: a.reshape(*stack_shape, *a.shape[1:]), tree)
 
 
-def in_repeats_form(tree: PyTree) -> PyTree:
-    """Returns [R, S, P, ...] as [L, ...]."""
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), tree)
-
-
 def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
     """Returns the inputs that have rows, and the others (None, flags).
 
@@ -57,11 +52,9 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
     arrays, others = {}, {}
     for name, value in inputs.items():
         leaves = jax.tree.leaves(value)
-        if not leaves or any(jnp.ndim(leaf) == 0 for leaf in leaves):
-            others[name] = value
-            continue
-        arrays[name] = value
-        for leaf in leaves:
+        has_rows = leaves and all(jnp.ndim(leaf) > 0 for leaf in leaves)
+        (arrays if has_rows else others)[name] = value
+        for leaf in leaves if has_rows else ():
             if leaf.shape[0] not in (1, num_rows):
                 raise ConfigError(
                     f"Pipeline's input {name!r} has the shape {leaf.shape}; wanted is x's "

@@ -8,8 +8,6 @@ arXiv:2104.04473 and of Pax), which divides the bubbles' share by about the repe
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 # S stages, M microbatches, R repeats.
 
 
@@ -18,12 +16,7 @@ class Schedule:
     """The ticks of a pipeline.
 
     At tick t, stage s continues what stage s - 1 did at tick t - 1, stage 0 what came out of the
-    last stage, once all microbatches have begun their repeat.
-
-    Attributes:
-      num_stages: S.
-      num_microbatches: M.
-      circular_repeat: R, how often a microbatch goes round the stages.
+    last stage, once all microbatches have begun their repeat. Attributes are S, M and R.
     """
 
     num_stages: int
@@ -32,7 +25,7 @@ class Schedule:
 
     @property
     def period(self) -> int:
-        """Ticks from a microbatch's entering stage 0 to its doing so again."""
+        """Ticks from a microbatch's entry into stage 0 to its next entry there."""
         # With fewer microbatches than stages stage 0 waits for the first to come round.
         return max(self.num_microbatches, self.num_stages)
 
@@ -53,7 +46,7 @@ class Schedule:
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, ints or arrays of them.
 
-        Of an idle stage is_valid is False, and microbatch and repeat are ones that there are.
+        For an idle stage is_valid is False, and microbatch and repeat are still within range.
         """
         since = tick - stage
         repeat, microbatch = since // self.period, since % self.period
@@ -61,10 +54,3 @@ class Schedule:
         is_valid = is_valid & (microbatch < self.num_microbatches)
         repeat = repeat.clip(0, self.circular_repeat - 1)
         return microbatch % self.num_microbatches, repeat, is_valid
-
-    def table(self) -> np.ndarray:
-        """Returns int [num_ticks, S, 2]: (microbatch, repeat), -1 for an idle stage."""
-        ticks, stages = np.ogrid[: self.num_ticks, : self.num_stages]
-        microbatch, repeat, is_valid = self.work(ticks, stages)
-        work = np.stack([microbatch, repeat], axis=-1)
-        return np.where(is_valid[..., None], work, -1)

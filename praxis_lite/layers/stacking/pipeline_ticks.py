@@ -5,6 +5,7 @@ XLA makes of them one program per device and a collective-permute.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from praxis_lite.layers.stacking.checkpoint_policy import remat
 from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 from praxis_lite.sharding import SplitDims, to_partition_spec
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.split_dims import DimSplit, without_axes
 from praxis_lite.sharding.varying import varying_alike
 
@@ -28,15 +30,10 @@ Values = dict[tuple, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """How arrays with a dim of stages lie on the mesh that is set.
+    """How arrays with a dim of stages lie on the mesh that is set."""
 
-    Attributes:
-      stage_axis: how that dim splits.
-      row_split: how [rows, ...] of activations split; None: XLA's choice.
-    """
-
-    stage_axis: DimSplit
-    row_split: SplitDims
+    stage_axis: DimSplit  # How that dim splits.
+    row_split: SplitDims  # How [rows, ...] of activations split; None: XLA's choice.
 
     @property
     def axis(self) -> Any:
@@ -53,11 +50,7 @@ class StageLayout:
         mesh = jax.sharding.get_abstract_mesh()
         if isinstance(self.stage_axis, str) and self.stage_axis not in mesh.axis_names:
             return 1
-        axes = (self.axis,) if isinstance(self.axis, str) else self.axis or ()
-        size = 1
-        for axis in axes:
-            size *= mesh.shape[axis]
-        return size
+        return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
 
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
@@ -105,9 +98,9 @@ def run_ticks(
     x_M: jax.Array,
     inputs_M: PyTree,
     others: dict[str, Any],
-    *,
     key: jax.Array | None,
     cache: PyTree,
+    *,
     schedule: Schedule,
     stream_io: bool,
     checkpoint_policy: str,
@@ -119,7 +112,7 @@ def run_ticks(
       blocks: a module whose arrays are [R, S, P, ...].
       x_M: [M, rows, ...].
       inputs_M: the blocks' inputs, [M, rows, ...], or [1, 1, ...] of one for all rows.
-      others: the inputs that are no arrays.
+      others: the inputs that are not arrays.
       cache: [R, S, P, ...], of one microbatch; or None.
     """
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
@@ -134,8 +127,8 @@ def run_ticks(
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
 
         def without_gradient_if_idle(a: jax.Array) -> jax.Array:
-            # Idle stages work on true rows, but of another layer: what comes of it may be NaN, and
-            # zero times NaN in the backward pass NaN again. This select is one of the gradient.
+            # Idle stages work on rows of the batch, but with another layer: that may give NaN,
+            # and in the backward pass zero times NaN, NaN again. This select cuts the gradient.
             if not jnp.issubdtype(a.dtype, jnp.inexact):
                 return a
             return jnp.where(is_valid, a, jax.lax.stop_gradient(a))
@@ -201,7 +194,7 @@ def run_ticks(
         stored = buffer.put(stored, x_S, arrived_S, t)
         return (arrived_S, stored, cache, values), None
 
-    # True rows for the stages that wait for their first.
+    # Rows of the batch, too, for the stages that wait for their first.
     x_S = layout.constrain(jnp.broadcast_to(x_M[:1], (num_stages, *x_M.shape[1:])), row_dim=1)
     carry = varying_alike((x_S, buffer.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)

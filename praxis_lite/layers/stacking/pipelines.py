@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     assign,
@@ -20,7 +20,6 @@ from praxis_lite.layers.stacking.checkpoint_policy import check_policy, remat
 from praxis_lite.layers.stacking.pipeline_forms import (
     arrays_of,
     from_repeated,
-    in_repeats_form,
     in_stages_form,
     to_microbatches,
     to_repeated,
@@ -54,17 +53,17 @@ class Pipeline(BaseLayer):
     scan over the ticks of `Schedule`; the stages are a dim of every array, split over
     `stage_axis`, and shift by one collective-permute per tick.
 
-    Weights are stacked as [R, S, P] for R repeats, S stages, P layers: layer (r S + s) P + p lies
-    on stage s. They are Repeat's, reshaped: see `to_repeated`. The same key draws the same.
+    Weights are stacked as [R, S, P]: layer (r S + s) P + p lies on stage s. They are Repeat's,
+    reshaped (`to_repeated`), and the same key draws the same.
 
     Without a stage axis the blocks run one after the other. With a cache the whole batch goes
     through the stages as one microbatch. The numbers are the same on every mesh:
       - dropout's key folds in the layer, then the microbatch;
       - what looks at several rows (batch statistics, routing of experts) sees a microbatch;
         variables that a pass assigns (AuxLoss, Summary, BatchStat) become the mean over the
-        microbatches, each of which starts from the values before the pass; those that are no
-        floats become the last microbatch's;
-      - what an idle stage computes reaches no output, gradient or variable, NaN neither.
+        microbatches, each of which starts from the values before the pass; a variable that is
+        not of floats becomes the last microbatch's;
+      - what an idle stage computes, even a NaN, reaches no output, gradient or variable.
 
     Args:
       block: as of Repeat; the outputs' dtype must be the inputs'.
@@ -75,11 +74,11 @@ class Pipeline(BaseLayer):
       microbatch_size: rows of a microbatch, instead.
       circular_repeat: R, how often a microbatch goes round; from 2 on M must be S or more.
       stage_axis: how the dim of stages splits: a mesh axis, or None.
-      pipelined: False: the blocks run one after the other on any mesh; True: in ticks, also
-        without a mesh; None: in ticks where the mesh has several devices along stage_axis.
-      stream_io: the microbatches themselves are split over the stages, and rotate towards stage 0
-        and from the last one, by a second collective-permute per tick, instead of each stage's
-        having room for all. M must be a multiple of S; stage s holds consecutive rows.
+      pipelined: True: in ticks, also without a mesh; False: one block after the other on any mesh;
+        None: in ticks if the mesh has several devices along stage_axis.
+      stream_io: the microbatches too are split over the stages, and rotate towards stage 0 and
+        from the last one by a second collective-permute per tick; else each stage has room for
+        all. M must be a multiple of S; stage s holds consecutive rows.
       checkpoint_policy: a name in CHECKPOINT_POLICIES: what the backward pass keeps of a stage's
         tick. A stage's input is always kept, its weights of a repeat only by save_everything.
       activation_split_dims_mapping: of x [rows, ...]; must not name stage_axis. None: XLA's choice.
@@ -113,12 +112,14 @@ class Pipeline(BaseLayer):
                 f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
                 f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
             )
-        if num_layers % (circular_repeat * num_stages):
-            raise ConfigError(
-                f"Pipeline.num_layers is {num_layers}, which num_stages {num_stages} x "
-                f"circular_repeat {circular_repeat} does not divide. Make num_layers a multiple of "
-                f"{circular_repeat * num_stages}."
-            )
+        num_chunks = circular_repeat * num_stages
+        require(
+            num_layers % num_chunks == 0,
+            "Pipeline.num_layers",
+            num_layers,
+            f"a multiple of {num_chunks}, of num_stages {num_stages} x circular_repeat "
+            f"{circular_repeat}",
+        )
         self.num_layers, self.num_stages = num_layers, num_stages
         self.circular_repeat, self.stream_io = circular_repeat, stream_io
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
@@ -156,50 +157,45 @@ class Pipeline(BaseLayer):
         Raises:
           ConfigError: the microbatches do not divide the rows, or an input has other rows.
         """
-        # Decoding is the work of one microbatch: cut, its cache would have to be cut as well.
+        # In decoding the batch is one microbatch: else its cache would have to be cut as well.
         num_microbatches = 1 if cache is not None else self._num_microbatches_of(x.shape[0])
-        num_streams = self.num_stages if self.stream_io and cache is None else 1
+        stream_io, layout = self.stream_io and cache is None, self._layout
+        num_streams = self.num_stages if stream_io else 1
         arrays, others = arrays_of(inputs, x.shape[0])
         to_M = functools.partial(
             to_microbatches, num_microbatches=num_microbatches, num_streams=num_streams
         )
         inputs_M = jax.tree.map(lambda a: a[None] if a.shape[0] == 1 else to_M(a), arrays)
-        run = self._in_ticks if self._runs_in_ticks else self._in_a_row
-        outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
+        given = to_M(x), inputs_M, others, key, cache
+        in_ticks = layout.num_devices > 1 if self.pipelined is None else self.pipelined
+        if in_ticks:
+            outputs_M, cache, values = run_ticks(
+                self.blocks,
+                *given,
+                schedule=Schedule(self.num_stages, num_microbatches, self.circular_repeat),
+                stream_io=stream_io,
+                checkpoint_policy=self.checkpoint_policy,
+                layout=layout,
+            )
+        else:
+            outputs_M, cache, values = self._in_a_row(*given)
         assign(self.blocks, values)
         outputs = to_rows(outputs_M, num_streams)
         if num_streams == 1:  # Else the rows are split over the stages, too.
             outputs = constrain(outputs, self.activation_split_dims_mapping)
         return outputs, cache
 
-    def _in_ticks(
-        self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
-    ) -> tuple[jax.Array, PyTree, Values]:
-        """Returns x_M, the cache and the values of the variables that blocks assign."""
-        return run_ticks(
-            self.blocks,
-            x_M,
-            inputs_M,
-            others,
-            key=key,
-            cache=cache,
-            schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
-            stream_io=self.stream_io and cache is None,
-            checkpoint_policy=self.checkpoint_policy,
-            layout=self._layout,
-        )
-
     def _in_a_row(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Returns what `_in_ticks` does: all microbatches through one block after the other."""
+        """Returns what `run_ticks` does: all microbatches through one block after the other."""
         num_microbatches = x_M.shape[0]
 
         def step(x_M: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
             block, index, cache = layer
 
             def one(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
-                # A module of this trace, so that what it assigns does not leave it.
+                # A copy that belongs to this trace, so that what it assigns does not leave it.
                 own = jax.tree.map(lambda a: a, block)
                 inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
                 return apply_layer(
@@ -209,13 +205,13 @@ class Pipeline(BaseLayer):
             if num_microbatches == 1:
                 x, cache, values = one(x_M[0], 0, cache)
                 return x[None], (cache, values)
-            # A map, not a vmap: of some operations (ragged_dot) JAX has none.
+            # A map, not a vmap, which JAX lacks for some operations (ragged_dot).
             x_M, _, values_M = jax.lax.map(
                 lambda given: one(*given, None), (x_M, jnp.arange(num_microbatches))
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
-        blocks, cache = in_repeats_form((self.blocks, cache))
+        blocks, cache = to_repeated((self.blocks, cache))
         layers = blocks, jnp.arange(self.num_layers), cache
         x_M, stacked_outputs = jax.lax.scan(remat(step, self.checkpoint_policy), x_M, layers)
         cache, values = in_stages_form(stacked_outputs, self._stack_shape)
@@ -226,10 +222,6 @@ class Pipeline(BaseLayer):
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
     @property
-    def _runs_in_ticks(self) -> bool:
-        return self._layout.num_devices > 1 if self.pipelined is None else self.pipelined
-
-    @property
     def _stack_shape(self) -> tuple[int, int, int]:
         num_chunks = self.circular_repeat * self.num_stages
         return self.circular_repeat, self.num_stages, self.num_layers // num_chunks
@@ -237,26 +229,26 @@ class Pipeline(BaseLayer):
     def _num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
-        wanted = getattr(self, name)
-        if num_rows % wanted:
-            raise ConfigError(
-                f"Pipeline.{name} is {wanted}, which does not divide the batch's {num_rows} rows. "
-                f"Make the batch size a multiple of {wanted}, or {name} a divisor of {num_rows}."
-            )
-        num_microbatches = wanted if self.microbatch_size is None else num_rows // wanted
+        found = getattr(self, name)
+        wanted = f"a divisor of {num_rows}, the rows of the batch"
+        require(num_rows % found == 0, f"Pipeline.{name}", found, wanted)
+        num_microbatches = found if self.microbatch_size is None else num_rows // found
         self._check_schedule(num_microbatches)
         return num_microbatches
 
     def _check_schedule(self, num_microbatches: int) -> None:
-        if self.circular_repeat > 1 and num_microbatches < self.num_stages:
-            raise ConfigError(
-                f"Pipeline.circular_repeat is {self.circular_repeat} with {num_microbatches} "
-                f"microbatches for num_stages {self.num_stages}: stage 0 would wait for the first "
-                "to come round. Have as many microbatches as stages, or circular_repeat 1."
-            )
-        if self.stream_io and num_microbatches % self.num_stages:
-            raise ConfigError(
-                f"Pipeline.stream_io splits the {num_microbatches} microbatches over num_stages "
-                f"{self.num_stages}, which does not divide them. Make the microbatches a multiple "
-                "of the stages, or set stream_io=False."
-            )
+        sizes = f"for {num_microbatches} microbatches and num_stages {self.num_stages}"
+        require(
+            self.circular_repeat == 1 or num_microbatches >= self.num_stages,
+            "Pipeline.circular_repeat",
+            self.circular_repeat,
+            f"1 {sizes}, or stage 0 would wait for the first to come round",
+            "Or have at least as many microbatches as stages.",
+        )
+        require(
+            not self.stream_io or num_microbatches % self.num_stages == 0,
+            "Pipeline.stream_io",
+            True,
+            f"False {sizes}, which does not divide them",
+            "Or make the microbatches a multiple of the stages.",
+        )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     assign,
@@ -33,8 +33,8 @@ class Repeat(BaseLayer):
 
     Args:
       block: called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
-        (x, cache); `inputs` (positions, paddings, ...) are the same for every block. A
-        StackedTransformer makes several layers of the repeated block, different ones if wanted.
+        (x, cache); `inputs` (positions, paddings, ...) are the same for every block. If the block
+        is a StackedTransformer, what repeats is several layers, which may differ.
       num_layers: how many blocks.
       unroll: compile every block apart rather than scan one; the weights are then unstacked.
       checkpoint_policy: a name in CHECKPOINT_POLICIES.
@@ -78,13 +78,7 @@ class Repeat(BaseLayer):
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
         keys = None if key is None else jax.random.split(key, self.num_layers)
-
-        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
-            block, key, cache = layer
-            x, cache = block(x, key=key, cache=cache, **inputs)
-            return checkpoint_name(x, "transformer_layer_out"), (cache, assigned_values(block))
-
-        step = remat(step, self.checkpoint_policy)
+        step = remat(_step(inputs), self.checkpoint_policy)
         if not self.unroll:
             x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
             assign(self.blocks, values)
@@ -92,9 +86,7 @@ class Repeat(BaseLayer):
         caches = []
         for i, block in enumerate(self.blocks):
             layer_key, layer_cache = jax.tree.map(lambda leaf, i=i: leaf[i], (keys, cache))
-            with scope_of(self, block):
-                x, (layer_cache, values) = step(x, (block, layer_key, layer_cache))
-            assign(block, values)
+            x, layer_cache = _applied(self, step, x, (block, layer_key, layer_cache))
             caches.append(layer_cache)
         if cache is None:
             return x, None
@@ -110,8 +102,8 @@ class StackedTransformer(BaseLayer):
       block: see Repeat; or several, a pattern that is repeated along the depth (window, global,
         window, global, ...). Pax's list of templates repeats each where it stands instead.
       num_layers: how many blocks; a multiple of the pattern's length.
-      residual_droppath_prob: of an imaginary last block after the last; block i has the share
-        i / num_layers of it (stochastic depth, arXiv:1603.09382, the deeper, the more often).
+      residual_droppath_prob: p of stochastic depth (arXiv:1603.09382): block i drops with the
+        probability p i / num_layers.
       input_dropout_prob: dropout of x before the first block.
       remat: compute each block again in the backward pass, but for what `checkpoint_policy` keeps.
       checkpoint_policy: a name in CHECKPOINT_POLICIES.
@@ -135,11 +127,9 @@ class StackedTransformer(BaseLayer):
         check_policy(checkpoint_policy, self)
         pattern = list(block) if isinstance(block, Sequence) else [block]
         num_repeats(self, pattern, num_layers)
-        if not 0.0 <= residual_droppath_prob < 1.0:
-            raise ConfigError(
-                f"StackedTransformer.residual_droppath_prob is {residual_droppath_prob}; wanted is "
-                "0 <= p < 1."
-            )
+        name = "StackedTransformer.residual_droppath_prob"
+        found = residual_droppath_prob
+        require(0.0 <= found < 1.0, name, found, "0 <= p < 1")
         self.layer_names = tuple(f"x_layers_{i}" for i in range(num_layers))
         for i, name in enumerate(self.layer_names):
             droppath = residual_droppath_prob * i / num_layers
@@ -157,29 +147,45 @@ class StackedTransformer(BaseLayer):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
-        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
-            block, key, cache = layer
-            x, cache = block(x, key=key, cache=cache, **inputs)
-            return x, (cache, assigned_values(block))
-
-        step = remat(step, self.checkpoint_policy)
+        step = remat(_step(inputs), self.checkpoint_policy)
         input_key, *keys = split_keys(key, 1 + len(self.layer_names))
         x, caches = self.input_dropout(x, input_key), {}
         for name, layer_key in zip(self.layer_names, keys, strict=True):
-            block = getattr(self, name)
             layer_cache = None if cache is None else cache[name]
-            with scope_of(self, block):
-                x, (caches[name], values) = step(x, (block, layer_key, layer_cache))
-            assign(block, values)
+            layer = (getattr(self, name), layer_key, layer_cache)
+            x, caches[name] = _applied(self, step, x, layer)
+            # Named here too, outside of what is computed again, for a Repeat around this.
             x = checkpoint_name(x, "transformer_layer_out")
         return x, None if cache is None else caches
+
+
+# From x and (block, its key, its cache) to x and (the new cache, what the block assigned).
+Step = Callable[[jax.Array, tuple], tuple[jax.Array, tuple]]
+
+
+def _step(inputs: dict[str, Any]) -> Step:
+    def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
+        block, key, cache = layer
+        x, cache = block(x, key=key, cache=cache, **inputs)
+        return checkpoint_name(x, "transformer_layer_out"), (cache, assigned_values(block))
+
+    return step
+
+
+def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
+    """Returns x and the cache after one of the parent's blocks, which has what it assigned."""
+    block = layer[0]
+    with scope_of(parent, block):
+        x, (cache, values) = step(x, layer)
+    assign(block, values)
+    return x, cache
 
 
 def num_repeats(layer: object, pattern: Sequence[Block], num_layers: int) -> int:
     """Returns how often a pattern of blocks comes in `num_layers`.
 
     Raises:
-      ConfigError: not a whole number of times; names the layer's class.
+      ConfigError: that is not a whole number of times; names the layer's class.
     """
     if not pattern or num_layers % len(pattern):
         raise ConfigError(

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import require, require_choice
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.normalizations import LayerNorm
+from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 
 # Where the norm of a residual branch `x + f(x)` is: f(norm(x)); norm(f(x)); norm(f(norm(x))), two
 # norms; norm(x + f(x)).
@@ -13,16 +17,77 @@ NORM_POLICIES = ("pre", "post", "primer_hybrid", "post_skip")
 
 
 def check_norm_policy(norm_policy: str, layer: object) -> None:
-    """Checks the name of a policy.
+    """Raises ConfigError if there is no policy of that name; names the layer's class."""
+    require_choice(f"{type(layer).__name__}.norm_policy", norm_policy, NORM_POLICIES)
+
+
+class ResidualBranch(BaseLayer):
+    """A layer that adds a branch to its inputs, or returns the branch alone: `_with_branch`.
+
+    Args:
+      ln_tpl: the norm, called with (dims, rngs=).
+      norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after) or "post_skip"
+        (after the skip connection).
+      add_skip_connection: add the inputs.
+      residual_weight: factor of what is added to the inputs; as in Pax, it has no effect if
+        residual_droppath_prob is set.
+      residual_dropout_prob: of what is added.
+      residual_droppath_prob: share of the rows that skip the branch (stochastic depth).
 
     Raises:
-      ConfigError: there is none of that name; names the layer's class and the nearest.
+      ConfigError: no policy of that name, or residual_droppath_prob without a skip connection.
     """
-    if norm_policy not in NORM_POLICIES:
-        raise ConfigError(
-            f"{type(layer).__name__}.norm_policy is {norm_policy!r}; wanted is one of "
-            f"{NORM_POLICIES}.{did_you_mean(str(norm_policy), NORM_POLICIES)}"
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        *,
+        norm_policy: str = "pre",
+        ln_tpl: Callable[..., Any] = LayerNorm,
+        add_skip_connection: bool = True,
+        residual_weight: float = 1.0,
+        residual_dropout_prob: float = 0.0,
+        residual_droppath_prob: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
+        check_norm_policy(norm_policy, self)
+        require(
+            add_skip_connection or not residual_droppath_prob,
+            f"{type(self).__name__}.residual_droppath_prob",
+            residual_droppath_prob,
+            "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
         )
+        has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
+        dims = output_dims if is_outer else input_dims
+        self.layer_norm = None if has_two else ln_tpl(dims, rngs=rngs)
+        self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
+        self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
+        self.residual_dropout = Dropout(residual_dropout_prob)
+        self.residual_droppath = StochasticResidual(
+            survival_prob=1.0 - residual_droppath_prob,
+            residual_weight=1.0 if residual_droppath_prob else residual_weight,
+        )
+        self.norm_policy, self.add_skip_connection = norm_policy, add_skip_connection
+
+    def _with_branch(
+        self,
+        inputs: jax.Array,
+        branch: Callable[[jax.Array], jax.Array],
+        dropout_key: jax.Array | None,
+        droppath_key: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Returns inputs and branch joined; `key` tells norms that this is a training pass."""
+
+        def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
+            outputs = self.residual_dropout(outputs, dropout_key)
+            if not self.add_skip_connection:
+                return outputs
+            return self.residual_droppath(inputs, outputs, droppath_key)
+
+        norms = (self.layer_norm, self.pre_layer_norm, self.post_layer_norm)
+        return normed_branch(self.norm_policy, norms, inputs, branch, join, key)
 
 
 def normed_branch(
@@ -36,7 +101,7 @@ def normed_branch(
     """Returns `join(inputs, branch(inputs))` with norms where the policy has them.
 
     Args:
-      norms: the only one, or that before and that after of primer_hybrid.
+      norms: the only one; then primer_hybrid's before and after the branch.
       key: tells a norm with batch statistics that this is a training pass.
     """
     norm, norm_before, norm_after = norms
@@ -48,5 +113,5 @@ def normed_branch(
 
 
 def split_keys(key: jax.Array | None, num: int) -> Any:
-    """Returns `num` keys of a training pass; None each where it is none."""
+    """Returns `num` keys of a training pass, or `num` times None if `key` is None."""
     return (None,) * num if key is None else jax.random.split(key, num)

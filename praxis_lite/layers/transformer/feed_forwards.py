@@ -9,22 +9,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.errors import require
 from praxis_lite.layers.activations import ActivationFn
-from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.base_layer import require_positive
+from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.linears import FeedForward
-from praxis_lite.layers.normalizations import LayerNorm
-from praxis_lite.layers.stacking.residual_branches import (
-    check_norm_policy,
-    normed_branch,
-    split_keys,
-)
-from praxis_lite.layers.stochastics import Dropout, StochasticResidual
+from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
+from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T time, D model dims, F hidden dims.
 
 
-class TransformerFeedForward(BaseLayer):
+class TransformerFeedForward(ResidualBranch):
     """Returns `x + ffn(norm(x))`, or what the options make of it: [B, T, D] -> [B, T, D].
+
+    Its settings are ResidualBranch's, and
 
     Args:
       output_dims: None: D, which a skip connection needs.
@@ -34,20 +32,14 @@ class TransformerFeedForward(BaseLayer):
       apply_padding_first: zero padded positions of the inputs, rather than of the hidden
         activations and of what is added to the inputs.
       fflayer_tpl: called as FeedForward, with (input dims, output dims, has_bias=, ...).
-      ln_tpl: the norm, called with (input_dims, rngs=).
-      norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after) or "post_skip"
-        (after the skip connection).
-      relu_dropout_prob, residual_dropout_prob: of the hidden activations and of what is added.
-      add_skip_connection: add the inputs.
-      residual_weight: factor of what is added to the inputs; as in Pax, it has no effect where
-        residual_droppath_prob is set.
-      residual_droppath_prob: share of the rows that skip the layer (stochastic depth).
+      relu_dropout_prob: of the hidden activations.
       weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
         transpose.
       hidden_split_dims_mapping: of the hidden activations, [B, T, F].
       activation_split_dims_mapping: of the outputs, [B, T, D].
     """
 
+    @takes_settings_of(ResidualBranch)
     def __init__(
         self,
         input_dims: int,
@@ -58,36 +50,25 @@ class TransformerFeedForward(BaseLayer):
         activation: str | ActivationFn = "relu",
         use_gated_activation: bool = False,
         apply_padding_first: bool = False,
-        norm_policy: str = "pre",
-        add_skip_connection: bool = True,
-        residual_weight: float = 1.0,
         relu_dropout_prob: float = 0.0,
-        residual_dropout_prob: float = 0.0,
-        residual_droppath_prob: float = 0.0,
         fflayer_tpl: Callable[..., Any] = FeedForward,
-        ln_tpl: Callable[..., Any] = LayerNorm,
         weight_split_dims_mapping: SplitDims = None,
         hidden_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
+        **settings: Any,
     ):
         output_dims = output_dims or input_dims
         require_positive(
             self, input_dims=input_dims, hidden_dims=hidden_dims, output_dims=output_dims
         )
-        check_norm_policy(norm_policy, self)
+        super().__init__(input_dims, output_dims, rngs=rngs, **settings)
         require(
-            output_dims == input_dims or not add_skip_connection,
+            output_dims == input_dims or not self.add_skip_connection,
             "TransformerFeedForward.output_dims",
             output_dims,
             f"the inputs' {input_dims} dims, because the outputs are added to them",
             "Leave it out, or set add_skip_connection=False.",
-        )
-        require(
-            add_skip_connection or not residual_droppath_prob,
-            "TransformerFeedForward.residual_droppath_prob",
-            residual_droppath_prob,
-            "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
         )
         split_D, split_F = (*(weight_split_dims_mapping or ()), None, None)[:2]
 
@@ -103,11 +84,6 @@ class TransformerFeedForward(BaseLayer):
                 rngs=rngs,
             )
 
-        has_two, outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
-        norm_dims = output_dims if outer else input_dims
-        self.layer_norm = None if has_two else ln_tpl(norm_dims, rngs=rngs)
-        self.pre_layer_norm = ln_tpl(input_dims, rngs=rngs) if has_two else None
-        self.post_layer_norm = ln_tpl(output_dims, rngs=rngs) if has_two else None
         has_gate = use_gated_activation  # As in Pax, the gate is activated, and the other is not.
         self.ffn_layer1 = into_hidden("ffn1", "identity" if has_gate else activation)
         self.ffn_layer1_gate = into_hidden("ffn1_gate", activation) if has_gate else None
@@ -121,12 +97,6 @@ class TransformerFeedForward(BaseLayer):
             rngs=rngs,
         )
         self.relu_dropout = Dropout(relu_dropout_prob)
-        self.residual_dropout = Dropout(residual_dropout_prob)
-        self.residual_droppath = StochasticResidual(
-            survival_prob=1.0 - residual_droppath_prob,
-            residual_weight=1.0 if residual_droppath_prob else residual_weight,
-        )
-        self.norm_policy, self.add_skip_connection = norm_policy, add_skip_connection
         self.apply_padding_first = apply_padding_first
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
@@ -154,13 +124,6 @@ class TransformerFeedForward(BaseLayer):
             outputs = checkpoint_name(self.ffn_layer2(hidden_BTF), "ffn2")
             return without_padding(outputs, False)
 
-        def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
-            outputs = self.residual_dropout(outputs, residual_key)
-            if not self.add_skip_connection:
-                return outputs
-            return self.residual_droppath(inputs, outputs, droppath_key)
-
-        norms = (self.layer_norm, self.pre_layer_norm, self.post_layer_norm)
         inputs = without_padding(inputs, True)
-        outputs = normed_branch(self.norm_policy, norms, inputs, feed_forward, join, key)
+        outputs = self._with_branch(inputs, feed_forward, residual_key, droppath_key, key)
         return constrain(outputs, self.activation_split_dims_mapping)

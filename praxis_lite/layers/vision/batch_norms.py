@@ -1,7 +1,7 @@
 """Batch norm and group norm: statistics over more than the last dim. Names and numbers are Pax's.
 
-As the other norms they are called as (inputs, paddings=None, *, key=None). Sums run over the whole
-array: compiled for a mesh, over the global batch.
+As the other norms they are called as (inputs, paddings=None, *, key=None). Compiled for a mesh,
+sums run over the global batch.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, zeros
 from praxis_lite.layers.normalizations import check_epsilon
 from praxis_lite.sharding import SplitDims, constrain
@@ -18,31 +18,57 @@ from praxis_lite.sharding import SplitDims, constrain
 # B batch, T time, C channels, G groups.
 
 
-def _is_true(layer: object, inputs: jax.Array, paddings: jax.Array | None) -> jax.Array | None:
-    """Returns 1 - paddings as float32 of the rank of `inputs`, or None.
+class _PaddedNorm(BaseLayer):
+    """Returns inputs normalized, times 1 + gamma, plus beta, and 0 where they are padding."""
 
-    Raises:
-      ConfigError: the shape of `paddings` is not that of the inputs' first dims.
-    """
-    if paddings is None:
-        return None
-    rank = paddings.ndim
-    if rank >= inputs.ndim or paddings.shape != inputs.shape[:rank]:
-        raise ConfigError(
-            f"{type(layer).__name__}: paddings have the shape {paddings.shape} and inputs "
-            f"{inputs.shape}; wanted are paddings of the inputs' first dims, without channels."
-        )
-    is_true = 1.0 - paddings.astype(jnp.float32)
-    return is_true.reshape(paddings.shape + (1,) * (inputs.ndim - rank))
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Args: inputs [..., dim]; paddings [...], or its first dims, 1.0 where not to look.
+
+        Raises:
+          ConfigError: the shape of `paddings` is not that of the inputs' first dims.
+        """
+        rank, is_true = inputs.ndim, None
+        if paddings is not None:
+            if paddings.ndim >= rank or paddings.shape != inputs.shape[: paddings.ndim]:
+                raise ConfigError(
+                    f"{type(self).__name__}: paddings have the shape {paddings.shape} and inputs "
+                    f"{inputs.shape}; wanted are paddings of the inputs' first dims, without "
+                    "channels."
+                )
+            is_true = 1.0 - paddings.astype(jnp.float32)
+            is_true = is_true.reshape(paddings.shape + (1,) * (rank - paddings.ndim))
+        outputs = self._normalized(inputs.astype(jnp.float32), is_true, key)
+        gamma, beta = self._scale_and_bias()
+        if gamma is not None:
+            outputs *= 1.0 + gamma[...].reshape((1,) * (rank - 1) + (-1,))
+        if beta is not None:
+            outputs += beta[...].reshape((1,) * (rank - 1) + (-1,))
+        if is_true is not None and self.set_padded_output_to_zero:
+            outputs *= is_true
+        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
+
+    def _normalized(
+        self, x: jax.Array, is_true: jax.Array | None, key: jax.Array | None
+    ) -> jax.Array:
+        raise NotImplementedError
+
+    def _scale_and_bias(self) -> tuple[nnx.Param | None, nnx.Param | None]:
+        return self.gamma, self.beta
 
 
 def _moments(
     x: jax.Array, is_true: jax.Array | None, dims: Sequence[int], cumulative_dim: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of the true elements over `dims`, which stay with size 1.
+    """Returns mean and variance over `dims` without padding; the dims stay, with size 1.
 
-    Cumulative, both are running: at each place of that dim over all places up to it. The running
-    variance is of deviations from each place's own running mean, as Pax's is.
+    With a cumulative_dim both are running: at each place of it over all places up to there. The
+    running variance is of deviations from each place's own running mean, as Pax's is.
     """
     if is_true is None:
         is_true = jnp.ones((1,) * x.ndim, x.dtype)
@@ -56,7 +82,7 @@ def _moments(
     return mean, total(jnp.square(x - mean)) / count
 
 
-class BatchNorm(BaseLayer):
+class BatchNorm(_PaddedNorm):
     """Returns `(x - mean) / sqrt(variance + epsilon) * (1 + gamma) + beta`: [..., dim] -> same.
 
     Given a key (a training pass) the statistics are the batch's, over all dims but the last, and
@@ -69,13 +95,10 @@ class BatchNorm(BaseLayer):
       epsilon: Pax's is fixed at 0.001.
       use_moving_avg_in_training: normalize by the moving averages, just updated, in training too,
         and use neither beta nor gamma.
-      set_padded_output_to_zero: whether outputs are 0 where `paddings` are 1.
+      set_padded_output_to_zero: outputs are 0 where `paddings` are 1.
       force_eval_mode: never use or learn the batch's statistics; beta and gamma are still trained.
       gamma_init: gamma is stored less one, so that weight decay pulls the scale to 1.
       weight_split_dims_mapping: of beta, gamma and the moving averages, [dim].
-
-    Raises:
-      ConfigError: dim is not positive, epsilon is negative, or decay is not in [0, 1].
     """
 
     def __init__(
@@ -94,8 +117,7 @@ class BatchNorm(BaseLayer):
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
-        if not 0.0 <= decay <= 1.0:
-            raise ConfigError(f"BatchNorm.decay is {decay!r}; wanted is 0 <= decay <= 1.")
+        require(0.0 <= decay <= 1.0, "BatchNorm.decay", decay, "0 <= decay <= 1")
         split = weight_split_dims_mapping
         self.beta = self.weight((dim,), split, init=zeros, rngs=rngs)
         self.gamma = self.weight((dim,), split, init=gamma_init, rngs=rngs)
@@ -107,60 +129,52 @@ class BatchNorm(BaseLayer):
         self.force_eval_mode = force_eval_mode
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
+    def _normalized(
+        self, x: jax.Array, is_true: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
-        """Args: inputs [..., dim]; paddings [...], or its first dims, 1.0 where not to look."""
-        x, is_true = inputs.astype(jnp.float32), _is_true(self, inputs, paddings)
-        mean, variance = self.moving_mean[...], self.moving_variance[...]
+        averages = (self.moving_mean, self.moving_variance)
+        moments = [average[...] for average in averages]
         if key is not None and not self.force_eval_mode:
-            batch = [m.reshape(-1) for m in _moments(x, is_true, range(x.ndim - 1))]
+            of_batch = [m.reshape(-1) for m in _moments(x, is_true, range(x.ndim - 1))]
             moved = [
                 old * self.decay + new * (1.0 - self.decay)
-                for old, new in zip((mean, variance), batch, strict=True)
+                for old, new in zip(moments, of_batch, strict=True)
             ]
-            for average, value in zip((self.moving_mean, self.moving_variance), moved, strict=True):
+            for average, value in zip(averages, moved, strict=True):
                 average.set_value(value)
-            mean, variance = moved if self.use_moving_avg_in_training else batch
-        outputs = _normalized(x, mean, variance, self.epsilon)
-        if not self.use_moving_avg_in_training:
-            lead = (1,) * (x.ndim - 1)
-            outputs = outputs * (1.0 + self.gamma[...]).reshape(*lead, -1)
-            outputs += self.beta[...].reshape(*lead, -1)
-        if is_true is not None and self.set_padded_output_to_zero:
-            outputs *= is_true
-        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
+            moments = moved if self.use_moving_avg_in_training else of_batch
+        return _standardized(x, *moments, self.epsilon)
+
+    def _scale_and_bias(self) -> tuple[nnx.Param | None, nnx.Param | None]:
+        return (None, None) if self.use_moving_avg_in_training else (self.gamma, self.beta)
 
 
-def _normalized(x: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float) -> jax.Array:
+def _standardized(
+    x: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float
+) -> jax.Array:
     lead = (1,) * (x.ndim - mean.ndim)
     scale = jax.lax.rsqrt(variance + epsilon)
     return (x - mean.reshape(lead + mean.shape)) * scale.reshape(lead + scale.shape)
 
 
-class GroupNorm(BaseLayer):
+class GroupNorm(_PaddedNorm):
     """Returns inputs normalized over each example's groups of channels, times 1 + gamma, plus beta.
 
     [B, ..., dim] -> the same. Statistics are of each example by itself, over all its places and
     the channels of a group, in float32. Wu and He 2018, arXiv:1803.08494.
 
     Args:
-      num_groups: groups; where there are fewer channels than that, groups have
-        `min_group_size` channels.
+      num_groups: groups; with fewer channels than that, groups have `min_group_size` channels.
       min_group_size: no group has fewer channels.
       cumulative: statistics at a time are over it and earlier times only; T is the second dim.
       input_rank: of the inputs: 3 [B, T, C], 4 [B, H, W, C] or 5 [B, T, H, W, C]. As in Pax, beta
         and gamma have it too, [1, ..., 1, C].
-      set_padded_output_to_zero: whether outputs are 0 where `paddings` are 1.
-      use_scale, use_bias: whether there is gamma, and beta.
+      set_padded_output_to_zero: outputs are 0 where `paddings` are 1.
+      use_scale, use_bias: False leaves out gamma, or beta.
       weight_split_dims_mapping: of beta and gamma along the channels, [dim].
 
     Raises:
-      ConfigError: the groups do not divide the channels, or another rank.
+      ConfigError: the groups do not divide the channels, or inputs have another rank.
     """
 
     def __init__(
@@ -181,17 +195,12 @@ class GroupNorm(BaseLayer):
     ):
         require_positive(self, dim=dim, num_groups=num_groups, min_group_size=min_group_size)
         check_epsilon(self, epsilon)
-        if input_rank not in (3, 4, 5):
-            raise ConfigError(
-                f"GroupNorm.input_rank is {input_rank!r}; wanted is 3 for [B, T, C], 4 for "
-                f"[B, H, W, C] or 5 for [B, T, H, W, C]."
-            )
-        if (dim >= num_groups and dim % num_groups) or dim % min_group_size:
-            name = "min_group_size" if dim % min_group_size else "num_groups"
-            raise ConfigError(
-                f"GroupNorm.{name} is {min_group_size if dim % min_group_size else num_groups}, "
-                f"which does not divide the {dim} channels. Set it to a divisor of {dim}."
-            )
+        ranks = "3 for [B, T, C], 4 for [B, H, W, C] or 5 for [B, T, H, W, C]"
+        require(input_rank in (3, 4, 5), "GroupNorm.input_rank", input_rank, ranks)
+        divisor = f"a divisor of {dim}, the number of channels"
+        require(dim % min_group_size == 0, "GroupNorm.min_group_size", min_group_size, divisor)
+        divides = dim < num_groups or dim % num_groups == 0
+        require(divides, "GroupNorm.num_groups", num_groups, divisor)
         self.group_size = max(dim // num_groups, min_group_size)
         shape = (1,) * (input_rank - 1) + (dim,)
         split = (None,) * (input_rank - 1) + tuple(weight_split_dims_mapping or ())
@@ -201,35 +210,16 @@ class GroupNorm(BaseLayer):
         self.set_padded_output_to_zero = set_padded_output_to_zero
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
+    def _normalized(
+        self, x: jax.Array, is_true: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
-        """Args: inputs [B, ..., dim]; paddings [B, T], 1.0 where not to look."""
-        del key
-        if inputs.ndim != self.input_rank:
+        if x.ndim != self.input_rank:
             raise ConfigError(
-                f"GroupNorm.input_rank is {self.input_rank}, but inputs have the shape "
-                f"{inputs.shape}. Set input_rank={inputs.ndim}."
+                f"GroupNorm.input_rank is {self.input_rank}, but inputs have the shape {x.shape}. "
+                f"Set input_rank={x.ndim}."
             )
-        is_true = _is_true(self, inputs, paddings)
-        grouped = inputs.astype(jnp.float32).reshape(*inputs.shape[:-1], -1, self.group_size)
-        rank = grouped.ndim
-        dims = (*range(2 if self.cumulative else 1, rank - 2), rank - 1)
-        mean, variance = _moments(
-            grouped,
-            None if is_true is None else is_true[..., None],
-            dims,
-            cumulative_dim=1 if self.cumulative else None,
-        )
-        outputs = _normalized(grouped, mean, variance, self.epsilon).reshape(inputs.shape)
-        if self.gamma is not None:
-            outputs *= 1.0 + self.gamma[...]
-        if self.beta is not None:
-            outputs += self.beta[...]
-        if is_true is not None and self.set_padded_output_to_zero:
-            outputs *= is_true
-        return constrain(outputs.astype(inputs.dtype), self.activation_split_dims_mapping)
+        grouped = x.reshape(*x.shape[:-1], -1, self.group_size)
+        dims = (*range(2 if self.cumulative else 1, x.ndim - 1), x.ndim)
+        is_true = None if is_true is None else is_true[..., None]
+        moments = _moments(grouped, is_true, dims, cumulative_dim=1 if self.cumulative else None)
+        return _standardized(grouped, *moments, self.epsilon).reshape(x.shape)

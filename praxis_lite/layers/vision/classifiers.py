@@ -17,9 +17,6 @@ class ClassificationModel(BaseLayer):
       network_tpl: called with (rngs=), then with inputs and `key=`; returns features [B, D].
       softmax_tpl: called with (rngs=); a FullSoftmax, or what has its calls.
       fprop_dtype: of inputs and activations; weights stay float32.
-
-    Raises:
-      ConfigError: fprop_dtype is no floating-point dtype.
     """
 
     def __init__(

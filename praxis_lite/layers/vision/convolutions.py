@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import (
     BaseLayer,
@@ -17,6 +17,7 @@ from praxis_lite.layers.base_layer import (
     xavier,
     zeros,
 )
+from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
 from praxis_lite.sharding import SplitDims, constrain
@@ -32,24 +33,14 @@ def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
       ConfigError: one is not; names the layer's class and the setting.
     """
     for name, sizes in settings.items():
-        if isinstance(sizes, str) or not isinstance(sizes, Sequence) or len(sizes) != count:
-            raise ConfigError(
-                f"{type(layer).__name__}.{name} is {sizes!r}; wanted are {count} positive integers."
-            )
-        require_positive(layer, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
-
-
-def check_choice(layer: object, name: str, value: str, choices: Sequence[str]) -> None:
-    """Checks a setting that is one of a few words.
-
-    Raises:
-      ConfigError: it is none of them; names the layer's class, the setting and the nearest.
-    """
-    if value not in choices:
-        near = did_you_mean(value.upper(), choices) if isinstance(value, str) else ""
-        raise ConfigError(
-            f"{type(layer).__name__}.{name} is {value!r}; wanted is one of {list(choices)}.{near}"
+        is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+        require(
+            is_list and len(sizes) == count,
+            f"{type(layer).__name__}.{name}",
+            sizes,
+            f"a list of {count} positive integers",
         )
+        require_positive(layer, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
 
 
 def _split_of_outputs(weight_split_dims_mapping: SplitDims, rank: int) -> SplitDims:
@@ -80,8 +71,8 @@ class Conv2D(BaseLayer):
       activation_split_dims_mapping: of the outputs, [B, H', W', D].
 
     Raises:
-      ConfigError: a setting of another kind than the above; inputs whose channels are no multiple
-        of the filter's, or whose groups do not divide D.
+      ConfigError: a setting of another kind; inputs whose channels are not a multiple of the
+        filter's, or whose groups do not divide D.
     """
 
     def __init__(
@@ -103,7 +94,7 @@ class Conv2D(BaseLayer):
     ):
         check_sizes(self, 4, filter_shape=filter_shape)
         check_sizes(self, 2, filter_stride=filter_stride, dilations=dilations)
-        check_choice(self, "padding", padding, PADDINGS)
+        require_choice(f"{type(self).__name__}.padding", padding, PADDINGS)
         if is_causal and (padding != "SAME" or not tf_equivalent_padding):
             raise ConfigError(
                 f"{type(self).__name__}.is_causal is True with padding {padding!r} and "
@@ -112,9 +103,8 @@ class Conv2D(BaseLayer):
             )
         self.w = self.weight(filter_shape, weight_split_dims_mapping, init=kernel_init, rngs=rngs)
         bias_split = _split_of_outputs(weight_split_dims_mapping, 4)
-        self.b = (
-            self.weight(filter_shape[-1:], bias_split, init=bias_init, rngs=rngs) if bias else None
-        )
+        dims = filter_shape[-1:]
+        self.b = self.weight(dims, bias_split, init=bias_init, rngs=rngs) if bias else None
         self.weight_norm = weight_norm_tpl(filter_shape[-1], rngs=rngs)
         self.filter_shape, self.filter_stride = tuple(filter_shape), tuple(filter_stride)
         self.dilations, self.padding = tuple(dilations), padding
@@ -133,7 +123,14 @@ class Conv2D(BaseLayer):
         return constrain(self._convolved(inputs), self.activation_split_dims_mapping)
 
     def _convolved(self, inputs: jax.Array) -> jax.Array:
-        num_groups = self._num_groups(inputs)
+        channels, (_, _, per_group, num_outputs) = inputs.shape[-1], self.filter_shape
+        num_groups = channels // per_group
+        if inputs.ndim != 4 or channels % per_group or num_outputs % max(num_groups, 1):
+            raise ConfigError(
+                f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
+                f"the shape {inputs.shape}; wanted are inputs [B, H, W, C] with C a multiple of "
+                f"the filter's third size, and that multiple a divisor of its last."
+            )
         outputs = jax.lax.conv_general_dilated(
             inputs,
             self.weight_norm(self.w[...]).astype(inputs.dtype),
@@ -147,29 +144,18 @@ class Conv2D(BaseLayer):
             outputs += broadcast_as(self.b[...].reshape(1, 1, 1, -1), outputs)
         return outputs
 
-    def _num_groups(self, inputs: jax.Array) -> int:
-        channels, (_, _, per_group, num_outputs) = inputs.shape[-1], self.filter_shape
-        groups = channels // per_group
-        if inputs.ndim != 4 or channels % per_group or num_outputs % max(groups, 1):
-            raise ConfigError(
-                f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
-                f"the shape {inputs.shape}; wanted are inputs [B, H, W, C] with C a multiple of "
-                f"the filter's third size, and that multiple a divisor of its last."
-            )
-        return groups
-
 
 class ConvBNAct(Conv2D):
     """Returns `activation(norm(conv(x)))`: [B, H, W, C] -> [B, H', W', D].
 
-    Beside Conv2D's settings:
+    Its settings are Conv2D's, and
 
     Args:
-      batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; None:
-        there is none.
+      batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; or None.
       activation: a name of `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
     """
 
+    @takes_settings_of(Conv2D)
     def __init__(
         self,
         filter_shape: Sequence[int],
@@ -177,33 +163,10 @@ class ConvBNAct(Conv2D):
         *,
         batch_norm_tpl: Callable[..., Any] | None = BatchNorm,
         activation: str | ActivationFn = "relu",
-        dilations: Sequence[int] = (1, 1),
-        bias: bool = False,
-        kernel_init: Initializer = xavier,
-        bias_init: Initializer = zeros,
-        padding: str = "SAME",
-        tf_equivalent_padding: bool = False,
-        is_causal: bool = False,
-        weight_norm_tpl: Callable[..., Any] = IdentityNorm,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
+        **settings: Any,
     ):
-        super().__init__(
-            filter_shape,
-            filter_stride,
-            dilations=dilations,
-            bias=bias,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            padding=padding,
-            tf_equivalent_padding=tf_equivalent_padding,
-            is_causal=is_causal,
-            weight_norm_tpl=weight_norm_tpl,
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            activation_split_dims_mapping=activation_split_dims_mapping,
-            rngs=rngs,
-        )
+        super().__init__(filter_shape, filter_stride, rngs=rngs, **settings)
         activation_fn(activation, self)
         self.bn = None if batch_norm_tpl is None else batch_norm_tpl(filter_shape[-1], rngs=rngs)
         self.activation = activation
@@ -227,9 +190,6 @@ class DepthwiseConv1D(BaseLayer):
       is_causal: no time sees later ones; otherwise as many zeros before as after.
       rhs_dilation_rate: distance between a filter's places.
       weight_split_dims_mapping: of `w`; the bias splits as its last dim.
-
-    Raises:
-      ConfigError: a size is not positive.
     """
 
     def __init__(

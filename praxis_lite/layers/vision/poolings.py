@@ -1,6 +1,6 @@
 """Maxima and means over windows or over whole dims. Names and numerics are Pax's.
 
-Means are summed in float32. Layers here have no weights; they take `rngs` so as to be templates.
+Means are summed in float32. The layers have no weights; they take `rngs` so as to be templates.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require, require_choice
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
-from praxis_lite.layers.vision.convolutions import PADDINGS, check_choice, check_sizes
+from praxis_lite.layers.vision.convolutions import PADDINGS, check_sizes
 from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, H height (or time), W width, C channels, T time.
@@ -19,7 +19,7 @@ POOLING_TYPES = ("MAX", "AVG")
 
 
 def _lowest(dtype: jnp.dtype) -> float | int:
-    """Returns what no element of `dtype` is less than."""
+    """Returns the lowest value of `dtype`."""
     return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).min)
 
 
@@ -34,7 +34,7 @@ def _sum_over(x: jax.Array, window: Sequence[int], stride: Sequence[int], paddin
 
 
 def _inverse(counts: jax.Array) -> jax.Array:
-    """Returns 1 / counts, 0 where there are none."""
+    """Returns 1 / counts, or 0 where a count is 0."""
     return jnp.where(counts > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0)
 
 
@@ -46,9 +46,6 @@ class Pooling(BaseLayer):
       window_stride: along height and width.
       pooling_type: 'MAX' or 'AVG'; a mean is over the places of the window within the image.
       padding: 'SAME' (ceil(H / stride) places) or 'VALID' (windows within the image alone).
-
-    Raises:
-      ConfigError: a size is not positive, or another type or padding.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class Pooling(BaseLayer):
         rngs: nnx.Rngs | None = None,
     ):
         check_sizes(self, 2, window_shape=window_shape, window_stride=window_stride)
-        check_choice(self, "pooling_type", pooling_type, POOLING_TYPES)
-        check_choice(self, "padding", padding, PADDINGS)
+        require_choice("Pooling.pooling_type", pooling_type, POOLING_TYPES)
+        require_choice("Pooling.padding", padding, PADDINGS)
         self.window_shape, self.window_stride = tuple(window_shape), tuple(window_stride)
         self.pooling_type, self.padding = pooling_type, padding
         self.activation_split_dims_mapping = activation_split_dims_mapping
@@ -106,9 +103,6 @@ class GlobalPooling(BaseLayer):
       pooling_dims: the dims, counted from 0, for instance (1, 2) of [B, H, W, C].
       pooling_type: 'AVG' or 'MAX'.
       keepdims: keep the dims, with size 1.
-
-    Raises:
-      ConfigError: another type; no dims, or negative ones.
     """
 
     def __init__(
@@ -120,15 +114,14 @@ class GlobalPooling(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
-        check_choice(self, "pooling_type", pooling_type, POOLING_TYPES)
-        is_list = isinstance(pooling_dims, Sequence) and not isinstance(pooling_dims, str)
-        if not is_list or not pooling_dims or not all(
-            isinstance(dim, int) and dim >= 0 for dim in pooling_dims
-        ):
-            raise ConfigError(
-                f"GlobalPooling.pooling_dims is {pooling_dims!r}; wanted are dims counted from 0, "
-                f"for instance (1, 2) to pool over the places of [B, H, W, C]."
-            )
+        require_choice("GlobalPooling.pooling_type", pooling_type, POOLING_TYPES)
+        is_list = isinstance(pooling_dims, Sequence) and len(pooling_dims) > 0
+        require(
+            is_list and all(isinstance(dim, int) and dim >= 0 for dim in pooling_dims),
+            "GlobalPooling.pooling_dims",
+            pooling_dims,
+            "a list of dims from 0 on, for instance (1, 2) to pool over H and W of [B, H, W, C]",
+        )
         self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type
         self.keepdims = keepdims
         self.activation_split_dims_mapping = activation_split_dims_mapping
@@ -143,25 +136,24 @@ class GlobalPooling(BaseLayer):
 
         `epsilon` is added to a mean's count where there are paddings.
         """
-        is_true, dims = None, {"axis": self.pooling_dims, "keepdims": self.keepdims}
-        if compatible_paddings is not None:
-            is_true = compatible_paddings <= 0
+        dims = {"axis": self.pooling_dims, "keepdims": self.keepdims, "dtype": jnp.float32}
+        is_true = None if compatible_paddings is None else compatible_paddings <= 0
         if self.pooling_type == "MAX":
             if is_true is not None:
                 inputs = jnp.where(is_true, inputs, _lowest(inputs.dtype))
             outputs = self._max(inputs)
         elif is_true is None:
-            outputs = jnp.mean(inputs, dtype=jnp.float32, **dims).astype(inputs.dtype)
+            outputs = jnp.mean(inputs, **dims).astype(inputs.dtype)
         else:
-            total = jnp.sum(jnp.where(is_true, inputs, 0), dtype=jnp.float32, **dims)
-            count = jnp.sum(1.0 - compatible_paddings, dtype=jnp.float32, **dims)
+            total = jnp.sum(jnp.where(is_true, inputs, 0), **dims)
+            count = jnp.sum(1.0 - compatible_paddings, **dims)
             outputs = (total / (count + epsilon)).astype(inputs.dtype)
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _max(self, x: jax.Array) -> jax.Array:
-        # Not jnp.max, whose gradient looks for elements equal to the maximum: what XLA computes
-        # twice, in two fusions, may differ in its last bit, and where none is equal it is NaN
-        # (seen on jax 0.10 on the CPU, without optimization). Here it goes to the first maximum.
+        # Not jnp.max, whose gradient looks for elements equal to the maximum: XLA may compute the
+        # inputs twice, with another last bit, and if no element is equal, the gradient is NaN
+        # (jax 0.10 on the CPU, without optimization). Here it goes to the first maximum.
         is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
         window = [size if there else 1 for size, there in zip(x.shape, is_pooled, strict=True)]
         outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
@@ -176,10 +168,7 @@ class Pooling1D(BaseLayer):
     Args:
       stride: places from one window to the next.
       window: its size; 0: as the stride. With 1 every stride-th time is taken.
-      pooling_type: 'AVG', over the true elements of a window (0 where there are none), or 'MAX'.
-
-    Raises:
-      ConfigError: stride is not positive, window is negative, or another type.
+      pooling_type: 'AVG', over a window without its padding (0 if it is all padding), or 'MAX'.
     """
 
     def __init__(
@@ -194,7 +183,7 @@ class Pooling1D(BaseLayer):
         require_positive(self, stride=stride)
         if window != 0:
             require_positive(self, window=window)
-        check_choice(self, "pooling_type", pooling_type, POOLING_TYPES)
+        require_choice("Pooling1D.pooling_type", pooling_type, POOLING_TYPES)
         self.stride, self.window, self.pooling_type = stride, window or stride, pooling_type
         self.activation_split_dims_mapping = activation_split_dims_mapping
 

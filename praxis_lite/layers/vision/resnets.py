@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
 from praxis_lite.layers.stochastics import StochasticResidual
@@ -17,6 +17,7 @@ from praxis_lite.layers.vision.convolutions import ConvBNAct, check_sizes
 from praxis_lite.layers.vision.poolings import GlobalPooling, Pooling
 
 # B batch, H height, W width, C channels.
+Filter = tuple[tuple[int, int, int, int], int]
 
 # Pax's GaussianSqrtFanOut(1.4141): He et al. 2015, arXiv:1502.01852.
 _he_fan_out = jax.nn.initializers.variance_scaling(1.4141**2, "fan_out", "normal")
@@ -42,7 +43,7 @@ class ResNetBlock(BaseLayer):
         (arXiv:1706.02677).
 
     Raises:
-      ConfigError: a size is not positive; zero_init_residual without a norm that has gamma.
+      ConfigError: zero_init_residual without a norm that has gamma.
     """
 
     def __init__(
@@ -58,49 +59,39 @@ class ResNetBlock(BaseLayer):
         zero_init_residual: bool = False,
         rngs: nnx.Rngs,
     ):
-        require_positive(
-            self, input_dim=input_dim, output_dim=output_dim, kernel_size=kernel_size, stride=stride
-        )
+        sizes = {"input_dim": input_dim, "output_dim": output_dim}
+        require_positive(self, **sizes, kernel_size=kernel_size, stride=stride)
         activation_fn(activation, self)
         filters = self._filters(input_dim, output_dim, kernel_size, stride)
         for i, (filter_shape, filter_stride) in enumerate(filters):
-            is_last = i == len(filters) - 1
-            conv = conv_params(
-                filter_shape,
-                (filter_stride, filter_stride),
-                activation="identity" if is_last else activation,
-                rngs=rngs,
-            )
+            between = "identity" if i == len(filters) - 1 else activation
+            strides = (filter_stride, filter_stride)
+            conv = conv_params(filter_shape, strides, activation=between, rngs=rngs)
             setattr(self, f"body_{i}", conv)  # Pax's names.
         if zero_init_residual:
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
-            if gamma is None:
-                raise ConfigError(
-                    f"{type(self).__name__}.zero_init_residual is True, but conv_params give no "
-                    f"norm with a gamma. Set batch_norm_tpl of conv_params, or leave it False."
-                )
+            require(
+                gamma is not None,
+                f"{type(self).__name__}.zero_init_residual",
+                True,
+                "False where conv_params make no norm with a gamma",
+                "Or set batch_norm_tpl of conv_params.",
+            )
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Stored less one.
         self.num_convs = len(filters)
-        is_same_shape = input_dim == output_dim and stride == 1
-        self.shortcut = (
-            None
-            if is_same_shape
-            else conv_params(
-                (1, 1, input_dim, output_dim), (stride, stride), activation="identity", rngs=rngs
-            )
-        )
+        shape, strides = (1, 1, input_dim, output_dim), (stride, stride)
+        is_same = input_dim == output_dim and stride == 1
+        make = functools.partial(conv_params, shape, strides, activation="identity", rngs=rngs)
+        self.shortcut = None if is_same else make()
         self.residual_droppath = StochasticResidual(survival_prob=1.0 - residual_droppath_prob)
         self.activation = activation
 
     def _filters(
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
-    ) -> list[tuple[tuple[int, int, int, int], int]]:
+    ) -> list[Filter]:
         """Returns shape and stride of each convolution."""
-        if output_dim < 4:
-            raise ConfigError(
-                f"{type(self).__name__}.output_dim is {output_dim}; wanted are 4 channels or more, "
-                f"for the convolution in the middle has a quarter of them."
-            )
+        name, wanted = f"{type(self).__name__}.output_dim", "4 or more: the middle has a quarter"
+        require(output_dim >= 4, name, output_dim, wanted)
         inner = output_dim // 4
         return [
             ((1, 1, input_dim, inner), 1),
@@ -126,7 +117,7 @@ class ResNetBasicBlock(ResNetBlock):
 
     def _filters(
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
-    ) -> list[tuple[tuple[int, int, int, int], int]]:
+    ) -> list[Filter]:
         return [
             ((kernel_size, kernel_size, input_dim, output_dim), stride),
             ((kernel_size, kernel_size, output_dim, output_dim), 1),
@@ -150,11 +141,8 @@ class ResNet(BaseLayer):
       entryflow_conv_stride: of that, along height and width.
       output_spatial_pooling_params: what ends it, called with (rngs=); None: features are
         [B, H', W', channels[-1]].
-      return_block_features: return a dict of each stage's features, from 2 on, instead.
-      entry_max_pool: whether there is the maximum after the entry convolution.
-
-    Raises:
-      ConfigError: not as many strides as channels, blocks and kernels; a size is not positive.
+      return_block_features: return a dict of each stage's features, its keys from 2 on, instead.
+      entry_max_pool: False leaves out the maximum after the entry convolution.
     """
 
     def __init__(
@@ -173,10 +161,8 @@ class ResNet(BaseLayer):
         entry_max_pool: bool = True,
         rngs: nnx.Rngs,
     ):
-        num_stages = len(strides)
-        check_sizes(
-            self, num_stages, strides=strides, channels=channels, blocks=blocks, kernels=kernels
-        )
+        sizes = {"strides": strides, "channels": channels, "blocks": blocks, "kernels": kernels}
+        check_sizes(self, len(strides), **sizes)
         check_sizes(self, 3, entryflow_conv_kernel=entryflow_conv_kernel)
         # As Pax: the bottleneck's stages begin with a quarter of their channels.
         width = channels[0] // (4 if _class_of(block_params) is ResNetBlock else 1)
@@ -199,9 +185,8 @@ class ResNet(BaseLayer):
                 )
                 setattr(self, name, block)  # Pax's names.
                 width = channel
-        self.output_spatial_pooling = (
-            output_spatial_pooling_params(rngs=rngs) if output_spatial_pooling_params else None
-        )
+        pooling_tpl = output_spatial_pooling_params
+        self.output_spatial_pooling = pooling_tpl(rngs=rngs) if pooling_tpl else None
         self.block_names = tuple(map(tuple, names))
         self.return_block_features = return_block_features
 
@@ -217,13 +202,12 @@ class ResNet(BaseLayer):
             features[2 + stage] = outputs
         if self.return_block_features:
             return features
-        if self.output_spatial_pooling is None:
-            return outputs
-        return self.output_spatial_pooling(outputs)
+        pooling = self.output_spatial_pooling
+        return outputs if pooling is None else pooling(outputs)
 
 
 def _class_of(template: Callable[..., Any]) -> Any:
-    """Returns what a (partial of a partial of a) class is of."""
+    """Returns the class within a partial, however deep; or what is given."""
     while isinstance(template, functools.partial):
         template = template.func
     return template

@@ -46,7 +46,7 @@ def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
 class VitEntryLayers(BaseLayer):
     """Returns tokens of images: [B, H, W, C], or patches [B, N, input_dims], -> [B, N', D].
 
-    A projection of each patch, plus its position's learned vector; class tokens before and after.
+    A projection of each patch plus its position's learned vector; class tokens before and after.
 
     Args:
       pos_emb_shapes: rows and columns of patches that positions are learned for; or one number,
@@ -55,14 +55,14 @@ class VitEntryLayers(BaseLayer):
       input_dims: of a patch, P^2 C.
       output_dims: D.
       prepend_cls_tokens, append_cls_tokens: how many learned tokens to add; they have no position.
-      pos_emb_tpl: called with (number of positions, D, rngs=); None: there is none.
+      pos_emb_tpl: called with (number of positions, D, rngs=); or None.
       input_fc_has_bias: the projection adds a bias.
       weight_split_dims_mapping: of the projection's weight, [input_dims, D].
       activation_split_dims_mapping: of the outputs, [B, N', D].
 
     Raises:
-      ConfigError: a size is not positive; the patch size does not divide the images, or patches
-        have other dims than input_dims, or there are more or fewer of them than positions.
+      ConfigError: when called: the patch size does not divide the images, patches have other dims
+        than input_dims, or there are more or fewer of them than positions.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class VitEntryLayers(BaseLayer):
         activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
-        require_positive(
-            self, patch_size=patch_size, input_dims=input_dims, output_dims=output_dims
-        )
+        sizes = {"input_dims": input_dims, "output_dims": output_dims}
+        require_positive(self, patch_size=patch_size, **sizes)
         check_sizes(self, 1 if len(pos_emb_shapes) == 1 else 2, pos_emb_shapes=pos_emb_shapes)
         self.patch_projection = FeedForward(
             input_dims,
@@ -128,7 +127,7 @@ class VitEntryLayers(BaseLayer):
         def tokens(weight: nnx.Param | None) -> list[jax.Array]:
             if weight is None:
                 return []
-            # Cast after it, as `broadcast_as` does.
+            # Cast afterwards, as `broadcast_as` does.
             w = jnp.broadcast_to(weight[...], (features.shape[0], *weight.shape[1:]))
             return [w.astype(features.dtype)]
 
@@ -176,19 +175,16 @@ class VitExitLayers(BaseLayer):
       hidden_dim: of the tokens.
       output_dim: of the features; 0: as hidden_dim.
       output_dropout_prob: of the features.
-      pooled: whether to pool.
-      pre_ln: whether to begin with a norm.
-      output_fc_tanh: project with tanh. If not, project without where output_dim is another than
-        hidden_dim, and not at all otherwise.
+      pooled: False: features of every token.
+      pre_ln: begin with a norm.
+      output_fc_tanh: project, with tanh. False: project, without, only if output_dim differs from
+        hidden_dim.
       output_fc_has_bias: the projection adds a bias.
       pooling_tpl: called with (rngs=), then with the tokens; ClassTokenPooling takes the class
         token. The default is the mean; Pax's names no dims and cannot run.
       ln_tpl: the norm, called with (hidden_dim, rngs=).
       weight_split_dims_mapping: of the projection's weight, [hidden_dim, output_dim].
       activation_split_dims_mapping: of the outputs.
-
-    Raises:
-      ConfigError: a size is not positive.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from flax import nnx
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.stacking.repeats import StackedTransformer
+from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
 from praxis_lite.sharding import SplitDims, constrain
@@ -27,10 +28,9 @@ class VisionTransformer(BaseLayer):
     all mesh axes.
 
     Args:
-      entry_layers_tpl: called with (rngs=), returns tokens [B, N, D]; None: inputs are tokens.
+      entry_layers_tpl: called with (rngs=), makes tokens [B, N, D]; None: inputs are tokens.
       transformer_layers_tpl: the stack, called with (rngs=); its blocks are not causal.
-      exit_layers_tpl: called with (rngs=), returns features of tokens; None: features are the
-        tokens, [B, N, D].
+      exit_layers_tpl: called with (rngs=), makes features of tokens; None: the tokens themselves.
       activation_split_dims_mapping: of the tokens between entry, stack and exit, [B, N, D].
     """
 
@@ -59,7 +59,7 @@ class VisionTransformer(BaseLayer):
 
         A key means a training pass.
         """
-        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        keys = split_keys(key, 3)
         features = inputs if self.entry_stack is None else self.entry_stack(inputs, key=keys[0])
         features = constrain(features, self.activation_split_dims_mapping)
         features, _ = self.transformers_stack(features, paddings=paddings, key=keys[1])

@@ -203,7 +203,7 @@ def test_dropless_outputs_move_with_the_rows_and_their_tokens(dropless):
 
 
 @pytest.mark.parametrize("given", ["paddings", "segment_ids"])
-def test_padded_tokens_take_no_slot_and_change_nothing(given):
+def test_padded_tokens_take_no_seat_and_change_nothing(given):
     settings = {"unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 3, **LOSSES}
     build = functools.partial(MOE, **settings)
     mask = PADDINGS if given == "paddings" else (PADDINGS == 0).astype(int)
@@ -338,25 +338,25 @@ def test_it_stands_in_a_transformer_block_and_its_losses_are_found():
 
 
 WRONG = {
-    r"TransformerFeedForwardMoe\.num_experts is 2, fewer than the 3 .*num_experts_per_token": {
+    r"TransformerFeedForwardMoe\.num_experts is 2; wanted is 3 .*num_experts_per_token": {
         "num_experts": 2, "gating_func": "top_k", "num_experts_per_token": 3
     },
-    r"num_experts is 1, fewer than the 2": {"num_experts": 1},
+    r"num_experts is 1; wanted is 2 or more": {"num_experts": 1},
     r"num_experts is 0; wanted is a positive": {"num_experts": 0},
-    r"num_experts_per_token is 3, but gating_func 'top2'": {"num_experts_per_token": 3},
+    r"num_experts_per_token is 3; wanted is 2 with .* 'top2'": {"num_experts_per_token": 3},
     r"gating_func is 'top3'.*Did you mean top2": {"gating_func": "top3"},
     r"second_expert_policy is 'al'.*Did you mean all": {"second_expert_policy": "al"},
-    r"second_expert_policy is 'random', but gating_func": {
+    r"second_expert_policy is 'random'; wanted is 'all' with gating_func": {
         "second_expert_policy": "random", "gating_func": "top_k"
     },
     r"capacity_factor is 0\.0 and expert_capacity_dim 0: an expert would take no tokens": {
         "unadjusted_expert_capacity_factor": 0.0
     },
     r"capacity_factor is -1\.0": {"unadjusted_expert_capacity_factor": -1.0},
-    r"dropless is True, but gating_func is 'expert_choice'": {
+    r"dropless is True; wanted is False with gating_func 'expert_choice'": {
         "dropless": True, "gating_func": "expert_choice"
     },
-    r"relu_dropout_prob is 0\.1, which is not there with dropless": {
+    r"relu_dropout_prob is 0\.1; wanted is 0 with dropless": {
         "dropless": True, "relu_dropout_prob": 0.1
     },
     r"moe_router_z_loss_weight is -1": {"moe_router_z_loss_weight": -1},

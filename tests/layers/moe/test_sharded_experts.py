@@ -39,7 +39,7 @@ SIZES = {
 # test_sharded_presets.py has the even sizes.
 RUNS = (((1, 3, 2), BATCH), ((2, 2, 2), ("data",)))
 LAYERS: dict[str, dict[str, Any]] = {
-    # Without slots for all: what is dropped must not depend on the mesh.
+    # Without seats for all: what is dropped must not depend on the mesh.
     "capacity": {
         "unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 3,
         "use_gated_activation": True, "moe_router_z_loss_weight": 0.1,
@@ -173,10 +173,10 @@ def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name):
     assert set(kinds) <= {"all-to-all", "all-gather", "all-reduce", "reduce-scatter"}
 
 
-def test_an_all_to_all_moves_as_many_bytes_as_the_slots_hold():
+def test_an_all_to_all_moves_as_many_bytes_as_the_seats_hold():
     sizes = SIZES["even"]
-    slots = sizes.batch * sizes.experts * 3  # of capacity 3
-    on_a_device = 4 * slots * sizes.model // 4  # float32; split over data and experts.
+    seats = sizes.batch * sizes.experts * 3  # of capacity 3
+    on_a_device = 4 * seats * sizes.model // 4  # float32; split over data and experts.
     for one in collectives_of("capacity"):
         if one.kind == "all-to-all":
             assert one.bytes == on_a_device

@@ -32,17 +32,24 @@ def simulated(num_stages, num_microbatches, num_repeats):
     return ticks
 
 
+def table_of(schedule):
+    """Returns int [ticks, S, 2]: (microbatch, repeat), -1 for an idle stage."""
+    ticks, stages = np.ogrid[: schedule.num_ticks, : schedule.num_stages]
+    microbatch, repeat, is_valid = schedule.work(ticks, stages)
+    return np.where(is_valid[..., None], np.stack([microbatch, repeat], axis=-1), -1)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_schedule_is_that_of_microbatches_moved_by_hand(sizes):
     schedule = Schedule(*sizes)
-    np.testing.assert_array_equal(schedule.table(), simulated(*sizes))
+    np.testing.assert_array_equal(table_of(schedule), simulated(*sizes))
     assert schedule.num_ticks == len(simulated(*sizes))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_bubble_share_is_that_of_the_idle_stage_ticks_counted(sizes):
     schedule = Schedule(*sizes)
-    table = schedule.table()
+    table = table_of(schedule)
     assert schedule.bubble_share == pytest.approx((table[..., 0] < 0).mean())
 
 
@@ -56,7 +63,7 @@ def test_the_bubble_share_is_the_formula(sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_microbatch_goes_through_every_stage_once_per_repeat_in_order(sizes):
     num_stages, num_microbatches, num_repeats = sizes
-    table = Schedule(*sizes).table()
+    table = table_of(Schedule(*sizes))
     for microbatch in range(num_microbatches):
         ticks, stages = np.nonzero(table[..., 0] == microbatch)
         visits = sorted(zip(ticks, table[ticks, stages, 1], stages, strict=True))

@@ -145,9 +145,9 @@ def test_gradients_of_a_convolution_are_the_numeric_ones():
 
 WRONG = {
     r"Conv2D\.filter_shape\[0\] is 0": lambda r: CONV((0, 3, 3, 2), rngs=r),
-    r"Conv2D\.filter_shape is \(3, 3\); wanted are 4": lambda r: CONV((3, 3), rngs=r),
-    r"Conv2D\.filter_stride is 2; wanted are 2": lambda r: CONV((1, 1, 1, 1), 2, rngs=r),
-    r"Conv2D\.padding is 'smae'.*Did you mean SAME": lambda r: CONV(
+    r"Conv2D\.filter_shape is \(3, 3\); wanted is a list of 4": lambda r: CONV((3, 3), rngs=r),
+    r"Conv2D\.filter_stride is 2; wanted is a list of 2": lambda r: CONV((1, 1, 1, 1), 2, rngs=r),
+    r"Conv2D\.padding is 'smae'; wanted is one of SAME, VALID": lambda r: CONV(
         (1, 1, 1, 1), padding="smae", rngs=r
     ),
     r"Conv2D\.is_causal is True .*tf_equivalent_padding=True": lambda r: CONV(

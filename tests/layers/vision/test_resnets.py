@@ -153,14 +153,14 @@ def test_training_a_resnet_moves_every_statistic_and_evaluation_none(mesh_of):
 
 NO_NORM = partial(layers.ConvBNAct, batch_norm_tpl=None)
 WRONG = {
-    r"ResNet\.blocks is \(1, 2\); wanted are 1 positive": lambda r: layers.ResNet(
+    r"ResNet\.blocks is \(1, 2\); wanted is a list of 1 positive": lambda r: layers.ResNet(
         strides=(1,), channels=(8,), blocks=(1, 2), kernels=(3,), rngs=r
     ),
     r"ResNet\.entryflow_conv_kernel is \(7, 7\)": lambda r: layers.ResNet(
         entryflow_conv_kernel=(7, 7), rngs=r
     ),
     r"ResNetBlock\.kernel_size is 0": lambda r: layers.ResNetBlock(3, 8, kernel_size=0, rngs=r),
-    r"ResNetBlock\.output_dim is 3; wanted are 4": lambda r: layers.ResNetBlock(3, 3, rngs=r),
+    r"ResNetBlock\.output_dim is 3; wanted is 4": lambda r: layers.ResNetBlock(3, 3, rngs=r),
     r"ResNetBlock\.zero_init_residual is True": lambda r: layers.ResNetBlock(
         3, 8, conv_params=NO_NORM, zero_init_residual=True, rngs=r
     ),

@@ -1,4 +1,4 @@
-"""Slots: each prompt gets the tokens it would get alone, in the fewest steps."""
+"""Continuous batching: each prompt gets the tokens it would get alone, in the fewest steps."""
 
 import functools
 import heapq
@@ -9,11 +9,11 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Greedy, Sample
+from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.loop import sample_keys
-from praxis_lite.decode.slots import Prompt, Slots
 from tests.decode.toy_models import Recurrent, num_compiled, row_keys
 
-V, P, M, EOS, NUM_PROMPTS, NUM_SLOTS = 23, 4, 20, 0, 17, 3
+V, P, M, EOS, NUM_PROMPTS, NUM_ROWS = 23, 4, 20, 0, 17, 3
 RNG = np.random.default_rng(5)
 LENGTHS = RNG.integers(1, P + 1, NUM_PROMPTS).astype(np.int32)
 PROMPTS = np.where(
@@ -25,9 +25,9 @@ RECURRENT = Recurrent(V, dims=7, seed=1)
 
 
 @functools.cache
-def slots_of(model, decoder):
-    """Returns slots, their programs compiled by whichever test is first."""
-    return Slots(decoder, lambda mdl_vars: model, NUM_SLOTS, P)
+def batching_of(model, decoder):
+    """Returns what decodes, its programs compiled by whichever test is first."""
+    return ContinuousBatching(decoder, lambda mdl_vars: model, NUM_ROWS, P)
 
 
 def queue(decoder, **settings):
@@ -68,8 +68,8 @@ def test_a_prompt_gets_the_tokens_that_a_batch_gives_it(name):
     run = jax.jit(lambda ids, lengths, keys: decoder(RECURRENT, ids, lengths, keys))
     wanted = jax.device_get(run(PROMPTS, LENGTHS, row_keys(NUM_PROMPTS)))
     num_rows = NUM_PROMPTS * decoder.num_hyps
-    slots = slots_of(RECURRENT, decoder)
-    ids, logprobs = gathered(slots.stream(None, queue(decoder)), num_rows)
+    batching = batching_of(RECURRENT, decoder)
+    ids, logprobs = gathered(batching.stream(None, queue(decoder)), num_rows)
     lengths = wanted["decode_lengths"].reshape(-1)
     assert len(set(lengths)) > 2, "all rows are of one length"
     for row in range(num_rows):
@@ -81,28 +81,27 @@ def test_a_prompt_gets_the_tokens_that_a_batch_gives_it(name):
 
 
 def test_whatever_comes_later_compiles_nothing():
-    slots, num_rows = slots_of(RECURRENT, DECODERS["sample"]), 2 * NUM_PROMPTS
-    gathered(slots.stream(None, queue(DECODERS["sample"])), num_rows)
+    batching, num_rows = batching_of(RECURRENT, DECODERS["sample"]), 2 * NUM_PROMPTS
+    gathered(batching.stream(None, queue(DECODERS["sample"])), num_rows)
     before = num_compiled()
     for steps in (None, 1, 3):
-        gathered(slots.stream(None, queue(DECODERS["sample"]), num_steps=steps), num_rows)
+        gathered(batching.stream(None, queue(DECODERS["sample"]), num_steps=steps), num_rows)
     assert num_compiled() == before
 
 
 def test_the_state_is_donated():
-    slots = slots_of(RECURRENT, DECODERS["greedy"])
-    rows = slots._empty(None)
-    insert, advance = slots._compiled(rows)
-    new = insert(None, rows, *slots._inserted(1, next(queue(DECODERS["greedy"]))))
+    batching = batching_of(RECURRENT, DECODERS["greedy"])
+    state = batching.empty(None)
+    new = batching.insert(None, state, 1, next(queue(DECODERS["greedy"])))
     # But for the scalar that all rows share, which nothing reads.
-    assert all(x.is_deleted() for x in jax.tree.leaves(rows) if x.ndim)
-    advance(None, new, np.int32(2), np.bool_(False), np.ones(NUM_SLOTS, bool))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)
+    batching.advance(None, new, 2, False, set(range(NUM_ROWS)))
     assert all(x.is_deleted() for x in jax.tree.leaves(new))
 
 
-def steps_of_slots(lengths, num_slots):
-    """Returns when the last of the jobs ends, if each goes to the slot that is free first."""
-    free_at = [0] * num_slots
+def steps_of_rows(lengths, num_rows):
+    """Returns when the last sequence ends, if each goes to the row that is free first."""
+    free_at = [0] * num_rows
     for length in lengths:
         heapq.heapreplace(free_at, free_at[0] + length)
     return max(free_at)
@@ -110,53 +109,53 @@ def steps_of_slots(lengths, num_slots):
 
 def test_skewed_lengths_take_the_steps_of_list_scheduling_and_fewer_than_batches():
     decoder = DECODERS["greedy"]
-    slots = slots_of(COUNTDOWN, decoder)
-    ids, _ = gathered(slots.stream(None, queue(decoder)), NUM_PROMPTS)
+    batching = batching_of(COUNTDOWN, decoder)
+    ids, _ = gathered(batching.stream(None, queue(decoder)), NUM_PROMPTS)
     wanted = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
     assert [len(row) for row in ids] == wanted.tolist()
     of_batches = sum(
-        wanted[i : i + NUM_SLOTS].max() for i in range(0, NUM_PROMPTS, NUM_SLOTS)
+        wanted[i : i + NUM_ROWS].max() for i in range(0, NUM_PROMPTS, NUM_ROWS)
     )
-    assert slots.num_steps == steps_of_slots(wanted, NUM_SLOTS)
-    assert slots.num_steps < of_batches
-    assert slots.num_prefills == NUM_PROMPTS
+    assert batching.num_steps == steps_of_rows(wanted, NUM_ROWS)
+    assert batching.num_steps < of_batches
+    assert batching.num_prefills == NUM_PROMPTS
 
 
 def test_tokens_come_in_pieces_of_at_most_so_many_steps():
     decoder = DECODERS["greedy"]
-    slots = slots_of(COUNTDOWN, decoder)
-    pieces = list(slots.stream(None, queue(decoder), num_steps=4))
+    batching = batching_of(COUNTDOWN, decoder)
+    pieces = list(batching.stream(None, queue(decoder), num_steps=4))
     assert max(len(piece.ids) for piece in pieces) == 4
     whole, _ = gathered(pieces, NUM_PROMPTS)
-    wanted, _ = gathered(slots.stream(None, queue(decoder)), NUM_PROMPTS)
+    wanted, _ = gathered(batching.stream(None, queue(decoder)), NUM_PROMPTS)
     assert whole == wanted
     # As they come: prompts do not wait for each other.
     first_done = next(i for i, piece in enumerate(pieces) if piece.done)
     assert any(piece.index > pieces[first_done].index for piece in pieces[first_done:])
 
 
-def test_a_prompt_that_is_told_to_stop_leaves_its_slot_to_the_next():
+def test_a_prompt_that_is_told_to_stop_leaves_its_row_to_the_next():
     decoder = DECODERS["greedy"]
-    slots = slots_of(COUNTDOWN, decoder)
+    batching = batching_of(COUNTDOWN, decoder)
 
     def should_stop(index, ids):
         return index % 2 == 0 and len(ids) >= 3
 
-    stream = slots.stream(None, queue(decoder), num_steps=1, should_stop=should_stop)
+    stream = batching.stream(None, queue(decoder), num_steps=1, should_stop=should_stop)
     ids, _ = gathered(stream, NUM_PROMPTS)
     wanted = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
     wanted[::2] = np.minimum(wanted[::2], 3)
     assert [len(row) for row in ids] == wanted.tolist()
-    assert slots.num_steps == steps_of_slots(wanted, NUM_SLOTS)
+    assert batching.num_steps == steps_of_rows(wanted, NUM_ROWS)
 
 
 def test_a_stopped_row_keeps_no_step_going():
-    slots, key = slots_of(COUNTDOWN, DECODERS["greedy"]), row_keys(1)[0]
+    batching, key = batching_of(COUNTDOWN, DECODERS["greedy"]), row_keys(1)[0]
     prompts = [Prompt(np.asarray([token, 9, 9, 9]), 1, key) for token in (20, 6)]
-    stream = slots.stream(None, prompts, num_steps=4, should_stop=lambda index, ids: index == 0)
+    stream = batching.stream(None, prompts, num_steps=4, should_stop=lambda index, ids: index == 0)
     ids, _ = gathered(stream, 2)
     assert [len(row) for row in ids] == [4, 6]
-    assert slots.num_steps == 6
+    assert batching.num_steps == 6
 
 
 def test_each_prompt_has_its_own_temperature_and_limit():
@@ -167,7 +166,7 @@ def test_each_prompt_has_its_own_temperature_and_limit():
     run = jax.jit(lambda ids, lengths, keys: decoder(RECURRENT, ids, lengths, keys, **settings))
     wanted = jax.device_get(run(PROMPTS, LENGTHS, row_keys(NUM_PROMPTS)))
     ids, _ = gathered(
-        slots_of(RECURRENT, decoder).stream(None, queue(decoder, **settings)), NUM_PROMPTS
+        batching_of(RECURRENT, decoder).stream(None, queue(decoder, **settings)), NUM_PROMPTS
     )
     for row, found in enumerate(ids):
         length = wanted["decode_lengths"][row, 0]
@@ -176,11 +175,11 @@ def test_each_prompt_has_its_own_temperature_and_limit():
 
 
 def test_a_prompt_that_is_not_padded_is_an_error():
-    slots = slots_of(COUNTDOWN, DECODERS["greedy"])
-    with pytest.raises(ConfigError, match=r"shape \(3,\), but .* padded to 4 tokens"):
-        next(slots.stream(None, [Prompt(np.asarray([1, 2, 3]), 3, row_keys(1)[0])]))
+    batching = batching_of(COUNTDOWN, DECODERS["greedy"])
+    with pytest.raises(ConfigError, match=r"prompt's ids is \(3,\); wanted is \(4,\)"):
+        next(batching.stream(None, [Prompt(np.asarray([1, 2, 3]), 3, row_keys(1)[0])]))
 
 
-def test_beams_do_not_fit_into_slots():
-    with pytest.raises(ConfigError, match="BeamSearch cannot decode in slots.* Use Greedy"):
-        slots_of(RECURRENT, BeamSearch(eos_id=EOS))
+def test_beams_cannot_be_batched_continuously():
+    with pytest.raises(ConfigError, match="BeamSearch cannot .* continuous .* Use Greedy"):
+        batching_of(RECURRENT, BeamSearch(eos_id=EOS))

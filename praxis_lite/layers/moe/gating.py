@@ -1,0 +1,210 @@
+"""From a router's logits to the outputs of experts, by each of Pax's gating functions."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.layers.moe import routing
+from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_seats
+
+# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C seats of an expert
+# for a group.
+
+# top2 is top_k for two; the expert_choice ones let experts choose tokens; dense_top2 sends every
+# token through every expert, and uses two.
+GATING_FUNCS = ("top2", "top_k", "dense_top2", "expert_choice", "expert_choice_v2")
+SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
+
+# From (x_GSD, experts_GSK, gates_GSK) to outputs [G, S, D], whatever the load of an expert.
+Dropless = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Tokens(NamedTuple):
+    """Tokens to be routed: x_GSD, logits_GSE, and two bool [G, S].
+
+    `is_token` is False for padding, `is_in_row` in rows that are nothing but padding.
+    """
+
+    x: jax.Array
+    logits: jax.Array
+    is_token: jax.Array
+    is_in_row: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gating:
+    """Settings of a TransformerFeedForwardMoe, under its names, that say where tokens go.
+
+    Raises:
+      ConfigError: settings that do not fit one another; says what to change.
+    """
+
+    num_experts: int
+    num_experts_per_token: int = 2
+    gating_func: str = "top2"
+    num_groups: int = 0
+    min_group_size: int | None = None
+    expert_capacity_dim: int = 0
+    unadjusted_expert_capacity_factor: float = 2.0
+    dropless: bool = False
+    second_expert_policy: str = "all"
+    second_expert_threshold: float = 0.0
+    gating_logit_cap: float = 0.0
+    moe_load_balance_loss_weight: float = 1.0
+    moe_router_z_loss_weight: float = 0.0
+
+    def __post_init__(self):
+        layer = "TransformerFeedForwardMoe"
+        require_choice(f"{layer}.gating_func", self.gating_func, GATING_FUNCS)
+        policy = self.second_expert_policy
+        require_choice(f"{layer}.second_expert_policy", policy, SECOND_EXPERT_POLICIES)
+
+        def check(holds: bool, name: str, wanted: str, change: str = "") -> None:
+            require(holds, f"{layer}.{name}", getattr(self, name), wanted, change)
+
+        unset = {"num_groups": 0, "min_group_size": None}
+        for name in ("num_experts", "num_experts_per_token", *unset):
+            value = getattr(self, name)
+            is_positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            is_unset = name in unset and value == unset[name]
+            check(is_positive or is_unset, name, "a positive integer")
+        gating, num_chosen = self.gating_func, self.num_experts_per_token
+        check(
+            gating != "top2" or num_chosen == 2,
+            "num_experts_per_token",
+            "2 with gating_func 'top2'",
+            "Set gating_func='top_k'.",
+        )
+        fewest = num_chosen if self.is_top_k else 2 if gating == "dense_top2" else 1
+        check(
+            self.num_experts >= fewest,
+            "num_experts",
+            f"{fewest} or more, for each token goes to {fewest}",
+            "Add experts, or lower num_experts_per_token (gating_func='top_k').",
+        )
+        factor, capacity_dim = self.unadjusted_expert_capacity_factor, self.expert_capacity_dim
+        has_none = factor <= 0 and (capacity_dim <= 0 or gating == "expert_choice")
+        if factor < 0 or capacity_dim < 0 or (has_none and not self.dropless):
+            raise ConfigError(
+                f"{layer}.unadjusted_expert_capacity_factor is {factor} and expert_capacity_dim "
+                f"{capacity_dim}: an expert would take no tokens. Make one of them positive"
+                f"{' (of expert_choice the factor)' if gating == 'expert_choice' else ''}, or set "
+                "dropless=True."
+            )
+        check(
+            self.is_top_k or not self.dropless,
+            "dropless",
+            f"False with gating_func {gating!r}, whose experts have a number of seats",
+            "Or set gating_func='top2' or 'top_k'.",
+        )
+        check(
+            policy == "all" or gating == "top2",
+            "second_expert_policy",
+            f"'all' with gating_func {gating!r}",
+            "Or set gating_func='top2'.",
+        )
+        for name in ("load_balance_loss_weight", "router_z_loss_weight"):
+            check(getattr(self, f"moe_{name}") >= 0, f"moe_{name}", "0 or more")
+        check(self.gating_logit_cap >= 0, "gating_logit_cap", "0 or more")
+
+    @property
+    def is_top_k(self) -> bool:
+        return self.gating_func in ("top2", "top_k")
+
+    def groups_of(self, batch_size: int, length: int) -> tuple[int, int]:
+        """Returns G and S for a batch of that many rows of that many tokens.
+
+        Raises:
+          ConfigError: the groups do not divide the tokens.
+        """
+        num_tokens, num_groups = batch_size * length, self.num_groups or batch_size
+        smallest = self.min_group_size
+        if smallest is not None and num_tokens < num_groups * smallest:
+            num_groups = -(-num_tokens // smallest)
+        if num_tokens % num_groups:
+            raise ConfigError(
+                f"TransformerFeedForwardMoe: {num_groups} groups do not divide the {num_tokens} "
+                f"tokens of a batch of {batch_size} rows of {length}. Change num_groups "
+                f"({self.num_groups}) or min_group_size ({smallest}); num_groups=0 makes a group "
+                "of each row."
+            )
+        return num_groups, num_tokens // num_groups
+
+    def top_k(
+        self,
+        tokens: Tokens,
+        key: jax.Array | None,
+        dropless: Dropless,
+        at_experts: AtExperts,
+        *,
+        is_capped: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the outputs [G, S, D] where tokens choose experts, and what the layer reports.
+
+        Args:
+          key: of the pass, for `second_expert_policy`.
+          is_capped: False: an expert has a seat for every token of a group.
+        """
+        x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
+        logits_GSE = routing.soft_cap(logits_GSE, self.gating_logit_cap)
+        experts_GSK, gates_GSK, is_routed_GSK = routing.choose_experts(
+            logits_GSE,
+            is_token_GS,
+            key,
+            self.num_experts_per_token,
+            self.second_expert_policy,
+            self.second_expert_threshold,
+        )
+        probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        balance = routing.load_balance_loss(
+            probs_GSE, experts_GSK[..., 0], is_token_GS, is_in_row_GS
+        )
+        z_loss = routing.router_z_loss(logits_GSE, is_token_GS)
+        load_E = routing.expert_load(experts_GSK, is_routed_GSK, self.num_experts)
+        report = {
+            "aux_moe_load_balance_loss": self.moe_load_balance_loss_weight * balance,
+            "aux_moe_router_z_loss": self.moe_router_z_loss_weight * z_loss,
+            "max_expert_load": jnp.max(load_E),
+            "min_expert_load": jnp.min(load_E),
+        }
+        if self.dropless:
+            gates_GSK = jnp.where(is_routed_GSK, gates_GSK, 0.0)
+            return dropless(x_GSD, experts_GSK, gates_GSK), report
+        capacity = self._capacity(x_GSD.shape[1]) if is_capped else x_GSD.shape[1]
+        seats = (self.num_experts, capacity)
+        outputs, report["over_capacity_ratio"] = through_seats(
+            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, seats, at_experts
+        )
+        return outputs, report
+
+    def dense_top2(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
+        """Returns the outputs [G, S, D] of the two best of all experts."""
+        num_groups, *rest = tokens.x.shape
+        gates_GSE = routing.top_two_gates(jax.nn.softmax(tokens.logits, axis=-1))
+        shape_GESD = (num_groups, self.num_experts, *rest)
+        y_GESD = at_experts(jnp.broadcast_to(tokens.x[:, None], shape_GESD))
+        return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
+
+    def expert_choice(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
+        """Returns the outputs [G, S, D] where experts choose tokens."""
+        group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
+        probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
+        if self.gating_func == "expert_choice":
+            # As Pax's: padding is chosen too, and left out of the outputs only.
+            capacity = int(group_size // self.num_experts * factor)
+            capacity = min(max(capacity, 1), group_size)
+        else:
+            probs_GSE *= tokens.is_token[..., None].astype(probs_GSE.dtype)
+            capacity = self._capacity(group_size)
+        chosen = routing.tokens_by_expert_choice(probs_GSE, capacity)
+        return through_choosers(tokens.x, *chosen, at_experts)
+
+    def _capacity(self, group_size: int) -> int:
+        factor = self.unadjusted_expert_capacity_factor
+        return routing.expert_capacity(
+            group_size, self.num_experts, factor, self.expert_capacity_dim
+        )
