@@ -38,6 +38,7 @@ ORDERS = {
         {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "regularization",
          "schedules"},
         {"optimizer_groups"},
+        {"weight_groups"},
         {"slots"},
         {"learner"},
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 PyTree = Any
 
@@ -28,7 +28,7 @@ class VariationalNoise:
       start_step: the first step with noise.
 
     Raises:
-      ConfigError: a setting is out of range, or `regex` is none.
+      ConfigError: a setting is out of range, or `regex` is not a regular expression.
     """
 
     scale: float
@@ -36,15 +36,12 @@ class VariationalNoise:
     start_step: int = 0
 
     def __post_init__(self):
-        if not self.scale > 0:
-            raise ConfigError(
-                f"VariationalNoise.scale is {self.scale}; wanted is a positive standard "
-                "deviation. For no noise, leave variational_noise None."
-            )
-        if self.start_step < 0:
-            raise ConfigError(
-                f"VariationalNoise.start_step is {self.start_step}; wanted is 0 or a later step."
-            )
+        require(
+            self.scale > 0, "VariationalNoise.scale", self.scale, "a positive standard deviation",
+            "For no noise, leave variational_noise None.",
+        )
+        step = self.start_step
+        require(step >= 0, "VariationalNoise.start_step", step, "0 or a later step")
         try:
             re.compile(self.regex)
         except re.error as error:
@@ -61,7 +58,7 @@ class VariationalNoise:
         Raises:
           ConfigError: the pattern matches no weight; names some of those there are.
         """
-        paths = [path for path, _ in _leaves(weights)]
+        paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return
         hint = " Leave out params/." if self.regex.startswith("params/") else ""
@@ -74,8 +71,8 @@ class VariationalNoise:
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
         """Returns `params`, those that match with noise from `start_step` on.
 
-        A weight's noise depends on the key, its path and its true shape alone: not on the mesh, nor
-        on what other weights there are.
+        A weight's noise depends on the key, its path and its logical shape alone: not on the mesh,
+        nor on what other weights there are.
 
         Args:
           params: nested dict of the weights that are trained.
@@ -101,10 +98,6 @@ class VariationalNoise:
 
     def _matches(self, path: str) -> bool:
         return re.match(self.regex, path) is not None
-
-
-def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _name(path: tuple) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.models.axis_rules import flax_axis_rules
 from praxis_lite.models.layer_paths import naming_the_layer
-from praxis_lite.partitioner import steps
+from praxis_lite.partitioner import accumulation, steps
 from praxis_lite.partitioner.train_state import TrainState, state_layout
 from praxis_lite.sharding import global_batch, reshard_by_rank
 from praxis_lite.sharding.inputs import (
@@ -30,12 +30,16 @@ PyTree = Any
 class Partitioner:
     """Compiles a task's steps for a mesh; any mesh, an unattached topology's included.
 
-    Every compiled step slices the state and the batch to their true shapes, reshards the inputs
-    by rank, runs the pure step, and (train) pads the new state.
+    Every compiled step slices the padding off the state and the batch, reshards the inputs by
+    rank, runs the pure step, and (train) pads the new state.
 
-    Attributes:
+    Args:
       task: the single-device view.
       mesh: with Auto axes.
+      value_and_grad: how a train step's gradients are made and summed; as `accumulation`'s.
+      evaluate: a pure eval step; as `steps.eval_step`.
+
+    Attributes:
       layout: StateLayout of the TrainState.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
@@ -45,8 +49,16 @@ class Partitioner:
       ConfigError: a weight's split does not fit; before anything compiles.
     """
 
-    def __init__(self, task: Task, mesh: Mesh):
+    def __init__(
+        self,
+        task: Task,
+        mesh: Mesh,
+        *,
+        value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
+        evaluate: Callable[..., Any] = steps.eval_step,
+    ):
         self.task, self.mesh = task, mesh
+        self._value_and_grad, self._evaluate = value_and_grad, evaluate
         with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout = state_layout(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
@@ -180,7 +192,7 @@ class Partitioner:
     def with_mdl_vars(
         self, function: Callable[..., Any], static_argnums: int | Sequence[int] = ()
     ) -> Callable[..., Any]:
-        """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
+        """Returns `function(mdl_vars, ...)`, of unpadded arrays, as one of a state's mdl_vars.
 
         To be compiled by `jax.jit`, for loops that need another step than the three here. A
         GlobalBatch among the arguments reaches `function` as its inputs.
@@ -213,7 +225,7 @@ class Partitioner:
 
     def _init(self, key: jax.Array) -> TrainState:
         with self._tracing():
-            state = steps.init_state(self.task, key, self.layout.weight_specs)
+            state = steps.init_state(self.task, key, self.layout.groups)
             return self.layout.pad(state)
 
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
@@ -221,14 +233,9 @@ class Partitioner:
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(
                 self.task, state, self._inputs(batch), key,
-                weight_specs=self.layout.weight_specs, value_and_grad=self._value_and_grad,
+                groups=self.layout.groups, value_and_grad=self._value_and_grad,
             )
             return self.layout.pad(state), outputs
-
-    def _value_and_grad(
-        self, *args: Any, **settings: Any
-    ) -> tuple[WeightedScalars, PyTree, PyTree]:
-        return steps.value_and_grad(*args, **settings)
 
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
         with self._tracing():
@@ -236,8 +243,7 @@ class Partitioner:
             opt_layout = self.layout.select("opt_states")
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
             params = self.task.learner.eval_params(
-                layout.unpad(params), opt_states,
-                self.layout.weight_specs, use_ema=use_ema,
+                layout.unpad(params), opt_states, self.layout.groups, use_ema=use_ema
             )
             return layout.pad(params)
 
@@ -246,13 +252,9 @@ class Partitioner:
     ) -> PyTree:
         with self._tracing():
             inputs = self._inputs(batch)
-            metrics, examples = self._evaluated(self._mdl_layout.unpad(mdl_vars), inputs, key)
+            mdl_vars = self._mdl_layout.unpad(mdl_vars)
+            metrics, examples = self._evaluate(self.task, mdl_vars, inputs, key)
             return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
-
-    def _evaluated(
-        self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
-    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
-        return steps.eval_step(self.task, mdl_vars, inputs, key)
 
     def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):
         with self._tracing():

@@ -29,7 +29,7 @@ PyTree = Any
 
 
 def has_averages(opt_state: PyTree) -> bool:
-    """Returns whether `evaluation_params` finds averaged weights in an optax state, or shapes."""
+    """Returns True if `evaluation_params` finds averaged weights in an optax state, or shapes."""
     return any(map(_is_schedule_free, jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)))
 
 

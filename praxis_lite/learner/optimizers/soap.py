@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.learner.optimizers.settings import require_decay_rates, require_not_negative
 
 PyTree = Any
@@ -103,11 +103,10 @@ def scale_by_soap(
     """
     require_decay_rates("soap", b1=b1, b2=b2)
     require_not_negative("soap", eps=eps)
-    for name, value in {
-        "precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim,
-    }.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"soap: {name} is {value!r}; wanted is a positive integer.")
+    counts = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
+    for name, count in counts.items():
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count > 0
+        require(is_count, f"soap: {name}", count, "a positive integer")
 
     def squares(w: jax.Array) -> tuple[jax.Array, ...]:
         # One entry per dim whatever the sizes: the tree of slots depends on ranks alone.
@@ -162,7 +161,7 @@ def scale_by_soap(
 
 
 def _is_basis(square: jax.Array) -> bool:
-    """Returns whether a slot is a dim's own; [1, 1] stands for no rotation."""
+    """Returns True if a dim is rotated; [1, 1] stands for no rotation."""
     return square.shape[0] > 1
 
 

@@ -7,13 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.learner.schedules.shapes import (
-    Count,
-    Schedule,
-    constant,
-    require,
-    require_positive,
-)
+from praxis_lite.errors import require
+from praxis_lite.learner.schedules.shapes import Count, Schedule, constant, require_positive
 
 
 def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
@@ -49,10 +44,8 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
       ConfigError: not as many steps as schedules, or one is not positive.
     """
     name = "cycle_schedule"
-    require(
-        len(schedules) == len(steps) > 0,
-        f"{name}: {len(schedules)} schedules and {len(steps)} steps; wanted are as many of each.",
-    )
+    wanted = f"as many as schedules ({len(schedules)}), and at least one of each"
+    require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, wanted)
     require_positive(name, **{f"steps[{i}]": n for i, n in enumerate(steps)})
     ends = [sum(steps[: i + 1]) for i in range(len(steps))]
 
@@ -74,12 +67,7 @@ def check_pieces(
     Raises:
       ConfigError: they are not; names the schedule.
     """
-    require(
-        len(pieces) == wanted,
-        f"{name}: {len(boundaries)} boundaries and {len(pieces)} {what}; wanted are {wanted} "
-        f"{what} for these boundaries.",
-    )
-    require(
-        list(boundaries) == sorted(boundaries) and all(b >= 0 for b in boundaries),
-        f"{name}: boundaries are {list(boundaries)}; wanted are steps in ascending order.",
-    )
+    number, boundaries = f"{name}: the number of {what}", list(boundaries)
+    require(len(pieces) == wanted, number, len(pieces), f"{wanted}, for boundaries {boundaries}")
+    is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
+    require(is_ordered, f"{name}: boundaries", boundaries, "steps in ascending order")

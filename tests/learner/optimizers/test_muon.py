@@ -111,8 +111,9 @@ def config(**settings):
 def test_five_steps_equal_numpy(consistent_rms):
     specs = jax.tree.map(lambda s: WeightSpec(s, jnp.float32), SHAPES, is_leaf=is_shape)
     learner = Learner(fdl.build(config(consistent_rms=consistent_rms)), schedule)
-    params, opt_states = tree(0), learner.init(tree(0), specs)
-    update = jax.jit(lambda g, o, p: learner.update(g, o, p, specs, jnp.float32(1))[:2])
+    groups = learner.groups(specs)
+    params, opt_states = tree(0), learner.init(tree(0), groups)
+    update = jax.jit(lambda g, o, p: learner.update(g, o, p, groups, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
     for grad in grads:
         params, opt_states = update(grad, opt_states, params)
