@@ -29,7 +29,8 @@ from praxis_lite.learner.optimizers.schedule_free import has_averages
 from praxis_lite.learner.optimizers.weight_averages import moving_average
 from praxis_lite.learner.regularization import VariationalNoise
 from praxis_lite.learner.slots import extended_specs
-from praxis_lite.learner.weight_groups import WeightGroups, grouped, merged, spec_items
+from praxis_lite.learner.weight_groups import WeightGroups, grouped, merged
+from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
 Patterns = str | Sequence[str]

@@ -17,9 +17,8 @@ PyTree = Any
 class VariationalNoise:
     """Gradients are taken at weights with Gaussian noise; the update is of those without.
 
-    Pax's `task.train.variational_noise` (`vn_scale`, `vn_regex`, `vn_start_step`); Graves 2011,
-    "Practical variational inference for neural networks". Pax's patterns start with `params/`,
-    these do not.
+    Pax's `task.train.variational_noise`, whose patterns start with `params/`; Graves 2011,
+    "Practical variational inference for neural networks".
 
     Attributes:
       scale: standard deviation of the noise.

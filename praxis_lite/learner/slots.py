@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.learner.weight_groups import Group, spec_items
+from praxis_lite.learner.weight_groups import Group
 from praxis_lite.sharding import WeightSpec, padded_shape, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
+from praxis_lite.sharding.logical_axes import axes_of, entry_of
+from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
 Shape = tuple[int, ...]
@@ -73,7 +74,7 @@ def _extended(
         axes = entries[dim] + added
         if size < math.prod(axis_sizes[axis] for axis in axes):
             continue
-        candidate = PartitionSpec(*spec[:dim], axes if len(axes) > 1 else axes[0], *spec[dim + 1 :])
+        candidate = PartitionSpec(*spec[:dim], entry_of(axes), *spec[dim + 1 :])
         stored = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
         candidates.append(((dim < stack_rank, stored, -size, dim), candidate))
     return min(candidates)[1] if candidates else spec

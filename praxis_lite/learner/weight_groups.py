@@ -7,14 +7,14 @@ does the same with its vectorized variable prefixes.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import optax
 
 from praxis_lite.learner.optimizer_groups import some_of
-from praxis_lite.sharding import WeightSpec
+from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
 Path = tuple[str, ...]
@@ -137,15 +137,6 @@ def grouped(
         group = Group(optimizers[name], stack_shape, tuple(paths), name)
         groups[f"{name}.{stack}" if name else stack] = group
     return groups
-
-
-def spec_items(weight_specs: PyTree, prefix: Path = ()) -> Iterator[tuple[Path, WeightSpec]]:
-    """Yields (path, spec) of every weight."""
-    for name, child in weight_specs.items():
-        if isinstance(child, WeightSpec):
-            yield (*prefix, name), child
-        else:
-            yield from spec_items(child, (*prefix, name))
 
 
 def select(tree: PyTree, paths: Iterable[Path]) -> dict[str, Any]:

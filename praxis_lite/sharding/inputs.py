@@ -31,15 +31,15 @@ class GlobalBatch:
 
 
 def batch_spec(rank: int, axis_names: Sequence[str]) -> PartitionSpec:
-    """Returns the entry spec of a batch leaf: dim 0 over the whole mesh, the rest whole.
+    """Returns the entry spec of a batch leaf: dim 0 over the whole mesh; of a scalar, replicated.
 
-    Pax's `shard_on_batch_dim_partition_spec`, which has no answer for a scalar: it is replicated.
+    Pax's `shard_on_batch_dim_partition_spec`.
     """
     return PartitionSpec(tuple(axis_names), *[None] * (rank - 1)) if rank else PartitionSpec()
 
 
 def num_rows_of(inputs: PyTree) -> int:
-    """Returns the rows (dim 0) that all leaves of a batch agree on; 0 where all are scalars.
+    """Returns the rows (dim 0) that all leaves of a batch agree on; 0 if all are scalars.
 
     Raises:
       ConfigError: the leaves disagree; names each with its shape.
@@ -56,7 +56,7 @@ def num_rows_of(inputs: PyTree) -> int:
 
 
 def is_true_row(inputs: Mapping[str, Any]) -> Any:
-    """Returns bool [B]: True for rows that have a weight in `inputs["weights"]`, filler has none.
+    """Returns bool [B]: True for rows with a weight above zero, False for filler.
 
     Args:
       inputs: arrays of NumPy or JAX; without "weights" every row is true.
@@ -71,7 +71,7 @@ def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) ->
     """Returns which rows of a batch of `num_rows` a process feeds: those that its devices hold.
 
     The batch is padded to a multiple of the devices and split over all of them in the mesh's
-    order, so a process may hold fewer true rows than another, or none. Where its devices do not
+    order, so a process may hold fewer rows than another, or nothing. Where its devices do not
     follow each other in that order, the rows in between are in the slice too.
 
     Args:

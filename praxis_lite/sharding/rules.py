@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.sharding.logical_axes import (
     LogicalAxes,
     LogicalAxisRules,
@@ -25,7 +25,7 @@ Spec = tuple[MeshAxes, ...]
 
 
 class UnknownName(ConfigError, KeyError):
-    """A rule that is not registered, or an axis that the mesh has not."""
+    """A rule that is not registered, or an axis that the mesh does not have."""
 
     __str__ = Exception.__str__  # KeyError's is the repr of the message.
 
@@ -36,11 +36,11 @@ class Leaf:
 
     Attributes:
       path: what patterns are matched with, whole.
-      shape: true shape.
+      shape: without padding.
       dtype: anything that `numpy.dtype` takes.
       logical_axes: a name, a tuple of names or None per dim; None: it has no names.
       logical_axis_rules: (name, mesh axes) pairs of this leaf alone, before the job's.
-      spec: where rules start: mesh axes per dim; (): none is split.
+      spec: where rules start: mesh axes per dim; (): nothing is split.
       num_stacked: how many leading dims count layers rather than a tensor's own elements.
     """
 
@@ -97,7 +97,7 @@ def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Ru
     """Returns a decorator of a Rule's class, or of what returns a Rule: strings may then name it.
 
     Raises:
-      ConfigError: the name is taken, or no identifier.
+      ConfigError: the name is taken, or not an identifier.
     """
 
     def register(factory: Callable[..., Rule]) -> Callable[..., Rule]:
@@ -150,8 +150,8 @@ class Fsdp:
     def __post_init__(self):
         _check_axes(self.axis, self)
         for size in (self.min_size_to_shard_mb, self.min_weight_size or 0):
-            if isinstance(size, bool) or not isinstance(size, int | float):
-                raise ConfigError(f"{rule_text(self)}: the size is {size!r}; wanted is a number.")
+            is_number = isinstance(size, int | float) and not isinstance(size, bool)
+            require(is_number, f"{rule_text(self)}: the size", size, "a number")
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         axes = axes_of(self.axis)
@@ -163,7 +163,11 @@ class Fsdp:
                     f"{names}.{did_you_mean(axis, names)} Fix the rule or mesh.axis_names."
                 )
         num_shards = math.prod(job_mesh.axis_sizes[axis] for axis in axes)
-        if self._is_small(leaf):
+        size, most = math.prod(leaf.shape), self.min_weight_size
+        if most is None:
+            size *= np.dtype(leaf.dtype).itemsize
+            most = self.min_size_to_shard_mb * 2**20
+        if size <= most:
             elements = self.min_weight_size
             limit = f"{self.min_size_to_shard_mb} MiB" if elements is None else f"{elements:,}"
             return Outcome(spec, skipped=f"size at most {limit}")
@@ -179,12 +183,6 @@ class Fsdp:
                 return Outcome((*spec[: fit[0]], axes, *spec[fit[0] + 1 :]))
         wanted = "has as many elements as" if job_mesh.allow_padding else "divides by"
         return Outcome(spec, note=f"no free dim {wanted} the {num_shards} devices")
-
-    def _is_small(self, leaf: Leaf) -> bool:
-        size = math.prod(leaf.shape)
-        if self.min_weight_size is not None:
-            return size <= self.min_weight_size
-        return size * np.dtype(leaf.dtype).itemsize <= self.min_size_to_shard_mb * 2**20
 
 
 @register_rule("shard_dim")
@@ -204,17 +202,16 @@ class ShardDim:
 
     def __post_init__(self):
         _check_axes(self.axis, self)
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
-            raise ConfigError(f"{rule_text(self)}: the dim is {self.dim!r}; wanted is an integer.")
+        is_integer = isinstance(self.dim, int) and not isinstance(self.dim, bool)
+        require(is_integer, f"{rule_text(self)}: the dim", self.dim, "an integer")
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         if abs(self.dim) >= len(spec):
             if self.ignore_ndim_error:
                 return Outcome(spec, skipped=f"no dim {self.dim}")
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: wanted is a "
-                f"dim of absolute value below {len(spec)}. Let the pattern match fewer leaves, or "
-                "say ignore_ndim_error=True."
+                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}. Let the "
+                "pattern match fewer leaves, or say ignore_ndim_error=True."
             )
         dim = self.dim % len(spec)
         if spec[dim] is not None:
@@ -255,7 +252,7 @@ class LogicalPartitioning:
             name, known = split.unmapped[0], dict(rules)
             raise ConfigError(
                 f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule, and is "
-                f"none of the mesh's axes {', '.join(job_mesh.axis_sizes)}. There are rules for "
+                f"not a mesh axis ({', '.join(job_mesh.axis_sizes)}). There are rules for "
                 f"{', '.join(known) or 'no name'}."
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 "WeightSharding.logical_axis_rules, with None for AXES where it is not split."

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.sharding.rules import (
     REGISTERED,
     JobMesh,
@@ -28,7 +28,7 @@ Strategy = Sequence[tuple[str, Any]]
 
 
 class BadPattern(ConfigError, re.error):
-    """A pattern that is no regular expression."""
+    """A pattern that is not a regular expression."""
 
     __init__ = Exception.__init__  # re.error's wants the position.
 
@@ -41,7 +41,7 @@ def parsed_rules(rules: Any) -> tuple[Rule, ...]:
 
     Raises:
       UnknownName: a name that is not registered; a KeyError too.
-      ConfigError: no such call, a call that its rule does not take, or what is no rule.
+      ConfigError: what cannot be read, arguments that a rule does not take, or not a rule.
     """
     if isinstance(rules, str):
         try:
@@ -98,15 +98,13 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
     """Returns (pattern, rules) pairs, the patterns checked and the rules parsed.
 
     Raises:
-      BadPattern: a pattern is no regular expression; a re.error too.
-      ConfigError: see `parsed_rules`; or an entry is no pair.
+      BadPattern: a pattern is not a regular expression; a re.error too.
+      ConfigError: see `parsed_rules`; or an entry is not a pair.
     """
     pairs = []
     for entry in strategy:
-        if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) != 2:
-            raise ConfigError(
-                f"strategy: found the entry {entry!r}; wanted is a pair (pattern, rules)."
-            )
+        is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
+        require(is_pair, "strategy: an entry", entry, "a pair (pattern, rules)")
         pattern, rules = entry
         try:
             re.compile(pattern)
@@ -130,9 +128,9 @@ class RuledSplit:
 
     Attributes:
       spec: mesh axes per dim.
-      decided_by: the rules that changed the spec, as a strategy has them; "": none did.
+      decided_by: the rules that changed the spec, as a strategy has them; "": nothing changed it.
       notes: what is to be reported: why it is whole, or was not split further.
-      pattern: whose rules they are; one that no leaf has matched nothing, or came too late.
+      pattern: whose rules they are.
     """
 
     spec: Spec

@@ -19,10 +19,10 @@ from praxis_lite.layers.base_layer import stacked
 from praxis_lite.learner import AuxiliaryOptimizer, DynamicLossScale, Learner
 from praxis_lite.learner.optimizers import regularized
 from praxis_lite.learner.slots import slot_specs
-from praxis_lite.learner.weight_groups import spec_items
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.steps import init_state, train_step
 from praxis_lite.sharding import MeshConfig, WeightSpec, make_mesh
+from praxis_lite.sharding.weight_spec import spec_items
 from praxis_lite.trainer.metrics import WeightedMean
 
 F32 = jnp.dtype("float32")

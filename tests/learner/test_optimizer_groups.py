@@ -13,8 +13,9 @@ from praxis_lite import ConfigError
 from praxis_lite.learner import AuxiliaryOptimizer, Learner
 from praxis_lite.learner.optimizer_groups import optimizer_names
 from praxis_lite.learner.optimizers import path_mask
-from praxis_lite.learner.weight_groups import Group, grouped, merged, select, spec_items
+from praxis_lite.learner.weight_groups import Group, grouped, merged, select
 from praxis_lite.sharding import WeightSpec
+from praxis_lite.sharding.weight_spec import spec_items
 
 F32 = jnp.dtype("float32")
 SPECS = {

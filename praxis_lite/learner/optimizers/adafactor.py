@@ -69,9 +69,9 @@ def adafactor(
     learning rate.
 
     Pax adds 1e-30 mean(gradient^2) to the decay rate and to the step size, to keep XLA from one
-    fusion; that is left out, and shows with gradients of 1e9 and more. With sorted dims, and the
-    second largest of three or more not the last but for the largest, Pax normalizes the row
-    statistics along another dim than the paper; here it is always along the second largest.
+    fusion; that is left out, and shows with gradients of 1e9 and more. With sorted dims Pax
+    normalizes the row statistics of some weights of three or more dims along another dim than the
+    paper; here it is always along the second largest.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.

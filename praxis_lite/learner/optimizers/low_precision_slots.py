@@ -1,9 +1,9 @@
 """Slots of any optimizer in bfloat16, rounded up or down at random so that none gets stuck.
 
-Steps between bfloat16 numbers are a 256th of them or more, so an average that decays by 0.999 moves
-by less than half a step: rounded to the nearest it never would. Rounded up with the probability of
-its place between two numbers, it moves as far on average as in float32. JAX rounds so inside of TPU
-kernels only (`pallas.tpu.stochastic_round`), and optax does not.
+bfloat16 numbers lie a 256th apart or more, so an average that decays by 0.999 moves by less than
+half of that: rounded to the nearest it never would. Rounded up with the probability of its place
+between two numbers, it moves as far on average as in float32. JAX rounds so inside of TPU kernels
+only (`pallas.tpu.stochastic_round`).
 """
 
 import zlib

@@ -56,7 +56,7 @@ def muon_matrices(
 
     Weights of attentions are matrices of model dims by all heads; each of a combined query, key and
     value, each expert, each block of a gate is a matrix of its own. Embeddings, softmaxes, biases,
-    scales, low-rank adapters and whatever has one dim are AdamW's.
+    scales, low-rank adapters and weights of one dim are AdamW's.
 
     Args:
       equations: patterns, matched from the start of a weight's path under params (`re.match`), to
@@ -68,13 +68,10 @@ def muon_matrices(
            ".*/post/w": "nk,nkd->d",                # use_nhd_shape
            ".*/router/w": None}
 
-    The function raises:
-      ConfigError: a weight of three dims or more has no equation, or an equation has another number
-        of dims than a weight it is for; names the path. A pattern that matches no weight of the
-        model is an error of the learner's (`collected_patterns`).
-
     Raises:
-      ConfigError: a pattern is no regular expression, or an equation makes no matrix.
+      ConfigError: a pattern is not a regular expression, or an equation makes no matrix. Later, on
+        a weight: one of three dims or more has no equation, or an equation of another number of
+        dims; names the path.
     """
     own = [
         (pattern, path_mask(include=pattern), equation, equation and _dims(equation))

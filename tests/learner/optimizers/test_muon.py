@@ -243,4 +243,4 @@ def test_a_pattern_that_matches_no_weight_is_an_error_of_the_learner():
         functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=matrices), 0.1
     )
     with pytest.raises(ConfigError, match="'wq' matches no weight"):
-        learner.init({"w": jnp.ones((5, 3))}, specs)
+        learner.init({"w": jnp.ones((5, 3))}, learner.groups(specs))
