@@ -123,7 +123,7 @@ class Task(abc.ABC):
     def compute_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> LossOutputs:
-        """Returns metrics, among them "loss": what training minimises and how much it weighs.
+        """Returns metrics, among them "loss": what training minimises, and its weight.
 
         A pair (metrics, per-example outputs) may be returned as well: `--mode=eval` writes the
         outputs, arrays [B, ...] by name, a line for each row that is not filler. Training drops

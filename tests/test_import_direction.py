@@ -35,8 +35,8 @@ ORDERS = {
         {"whole_model"},
     ),
     "praxis_lite/learner": (
-        {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "regularization",
-         "schedules"},
+        {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "schedules"},
+        {"regularization"},
         {"optimizer_groups"},
         {"weight_groups"},
         {"slots"},

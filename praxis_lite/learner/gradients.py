@@ -22,7 +22,7 @@ class GradientLimits:
         of each layer's in a stack.
       clip_gradient_to_value: the most that an element of a gradient may be, in magnitude.
       skip_step_gradient_norm_value: a step whose norm before clipping is this or more is skipped.
-      owner: whose settings these are, for errors.
+      owner: the class that has these settings, for errors.
 
     Raises:
       ConfigError: a limit is negative or not a number, or two kinds of clipping are set.
@@ -49,7 +49,7 @@ class GradientLimits:
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns whether a step with this finite norm is made."""
+        """Returns True if a step with this finite norm is made."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 

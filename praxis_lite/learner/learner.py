@@ -280,7 +280,7 @@ class Learner:
         """Returns the weights to evaluate and decode with, of what `eval_opt_states` returns.
 
         With `use_ema` the moving average; else the averages of a schedule-free optimizer, or
-        `params`. Raises what `eval_opt_states` raises.
+        `params`.
         """
         read = self.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:

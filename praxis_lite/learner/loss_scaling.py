@@ -11,11 +11,11 @@ from praxis_lite.errors import require
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor of the loss that halves when a gradient overflows and grows while none does.
+    """A factor of the loss that halves when a gradient overflows and else grows now and then.
 
     The step multiplies the loss by it and divides the float32 gradients by it: what float16 would
     round to zero on the way back (less than 6e-8) survives. Powers of two change no other digit.
-    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 has the range of float32 and needs none.
+    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 has the range of float32, without it.
 
     Attributes:
       initial_scale: of the first step.
@@ -62,7 +62,7 @@ class DynamicLossScale:
     def update(
         self, state: dict[str, jax.Array], is_finite: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the state after a step whose loss and gradients were all finite, or were not."""
+        """Returns the state after a step; is_finite: its loss and all its gradients were."""
         num_good_steps = state["num_good_steps"] + 1
         grows = is_finite & (num_good_steps >= self.growth_interval)
         factor = jnp.where(is_finite, 1.0, self.backoff_factor)

@@ -32,9 +32,9 @@ def made(
     checked_rate(f"{owner}.learning_rate", learning_rate)
     if isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
-            f"{setting} is an optimizer that is built already; wanted is what builds it, for it is "
-            f"called with learning_rate. Write {example} in place of optax.adamw(1e-3, b2=0.98), "
-            f"and give the rate as {owner}.learning_rate."
+            f"{setting} is an optimizer that is built already. It has to be a function that builds "
+            f"one: write {example} in place of optax.adamw(1e-3, b2=0.98), and give the rate as "
+            f"{owner}.learning_rate."
         )
     wanted = "a function that builds an optimizer"
     require(callable(optimizer), setting, optimizer, f"{wanted}, such as {example}")
@@ -54,7 +54,7 @@ def made(
     transformation = optimizer(learning_rate=learning_rate)
     if not isinstance(transformation, optax.GradientTransformation):
         raise ConfigError(
-            f"{setting}: {name} returns a {type(transformation).__name__}; wanted is an "
+            f"{setting}: {name} returns a {type(transformation).__name__}, which is not an "
             "optax.GradientTransformation."
         )
     return transformation
@@ -91,8 +91,8 @@ def _check_schedule(setting: str, schedule: Schedule, wanted: str) -> None:
     if getattr(rate, "shape", None) != ():
         name = _last(callable_name(getattr(schedule, "func", schedule)))
         raise ConfigError(
-            f"{setting}: {name}, called with the number of updates: {found}; wanted is {wanted}. "
-            f"Configure a schedule as fdl.Config({name}, ...), for it is built before it is called."
+            f"{setting} has to be {wanted}. {name}, called with that number: {found}. Configure a "
+            f"schedule as fdl.Config({name}, ...): it is built before it is called."
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.learner.optimizer_factories import OptimizerFactory, Schedule, checked_rate
+from praxis_lite.learner.optimizers.path_masks import compiled_patterns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class AuxiliaryOptimizer:
             isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", self.name),
             "AuxiliaryOptimizer.name", self.name, "letters, digits, '_' and '-'",
         )
-        _check_patterns((self.regex,), f"AuxiliaryOptimizer.regex of '{self.name}'")
+        compiled_patterns(f"AuxiliaryOptimizer.regex of '{self.name}'", (self.regex,))
         checked_rate("AuxiliaryOptimizer.learning_rate", self.learning_rate)
 
 
@@ -58,24 +59,14 @@ def check_choices(
             "Learner.bprop_variable_exclusion and bprop_variable_inclusion are both set. Remove "
             "one of them: name the weights to freeze, or the weights to train."
         )
-    _check_patterns(exclusion, "Learner.bprop_variable_exclusion")
-    _check_patterns(inclusion, "Learner.bprop_variable_inclusion")
+    compiled_patterns("Learner.bprop_variable_exclusion", exclusion)
+    compiled_patterns("Learner.bprop_variable_inclusion", inclusion)
     names = [aux.name for aux in auxiliary]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f"Learner.auxiliary_optimizers has two with the name '{name}'. Rename one."
             )
-
-
-def _check_patterns(patterns: Iterable[str], setting: str) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"{setting}: {pattern!r} is no regular expression: {error}. Mend the pattern."
-            ) from error
 
 
 def optimizer_names(
@@ -88,7 +79,7 @@ def optimizer_names(
 
     Args:
       paths: of all weights, such as "softmax/w".
-      auxiliary: whose patterns choose weights; the others have the main optimizer.
+      auxiliary: optimizers of the weights that their patterns match; others have the main one.
       exclusion: patterns of the weights that are not trained; each matches whole paths.
       inclusion: such patterns of the weights that are; (): all.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import ConfigError, require
+from praxis_lite.learner.optimizers.path_masks import compiled_patterns
 
 PyTree = Any
 
@@ -41,12 +42,7 @@ class VariationalNoise:
         )
         step = self.start_step
         require(step >= 0, "VariationalNoise.start_step", step, "0 or a later step")
-        try:
-            re.compile(self.regex)
-        except re.error as error:
-            raise ConfigError(
-                f"VariationalNoise.regex {self.regex!r} is no regular expression: {error}."
-            ) from error
+        compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:
         """Checks that some weight will have noise.

@@ -98,7 +98,7 @@ def slot_specs(
 
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
     stack_rank = len(group.stack_shape)
-    split = dict(_leaves(partition_specs, _is_partition_spec))
+    split = dict(_leaves(partition_specs))
     weights = {
         path: (weight.shape[stack_rank:], tuple(split[path]))
         for path, weight in spec_items(weight_specs)
@@ -168,17 +168,13 @@ def _distinct_below(shape: Shape) -> Shape:
     return tuple(sizes) if min(sizes, default=2) > 1 else _distinct_above(shape)
 
 
-def _leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
     """Returns the leaves with the names that dicts give on the way to them."""
     return [
         (tuple(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+        for path, leaf in jax.tree.leaves_with_path(tree)
     ]
 
 
 def _is_weight_spec(x: Any) -> bool:
     return isinstance(x, WeightSpec)
-
-
-def _is_partition_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

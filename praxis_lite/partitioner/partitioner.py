@@ -97,12 +97,10 @@ class Partitioner:
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
-        """Returns the key to evaluate or decode a batch with, on every device.
+        """Returns the key to evaluate or decode with, on every device.
 
         Args:
-          seed: of the run.
-          step: of the weights.
-          batch: the batch's index in its dataset.
+          seed, step, batch: the run's, that of the weights, and the batch's index in its dataset.
         """
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
         return replicated_key(key, self.mesh)
@@ -110,26 +108,21 @@ class Partitioner:
     def eval_step(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> WeightedScalars:
-        """Returns the metrics of a batch, on every device.
-
-        Args:
-          key: see `batch_key`; None: one that is always the same.
-        """
+        """Returns the metrics of a batch, on every device; without a key, with a fixed one."""
         return self._eval(mdl_vars, batch, key, False)
 
     def eval_examples(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> tuple[WeightedScalars, dict[str, jax.Array], jax.Array]:
-        """Returns as `eval_step` the metrics; besides the per-example outputs, on every device.
+        """Returns the metrics and per-example outputs of a batch, on every device.
 
         Returns:
-          metrics; outputs by name, [B, ...] for the B rows that are no padding; and bool [B], False
-          for the pipeline's rows of filler.
+          metrics; outputs by name, [B, ...]; and bool [B], False for the pipeline's rows of filler.
         """
         return self._eval(mdl_vars, batch, key, True)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
-        """Returns a process's NumPy rows as global arrays; see `sharding.inputs.global_batch`."""
+        """Returns a process's NumPy rows as global arrays; see `sharding.global_batch`."""
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:
@@ -137,11 +130,7 @@ class Partitioner:
         return process_rows(num_rows, self.mesh)
 
     def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
-        """Checks the rows and ranks of a batch for a step before anything compiles.
-
-        Raises:
-          ConfigError: leaves disagree on their rows, or a rank has no entry in the mapping.
-        """
+        """Raises a ConfigError if a batch's leaves disagree on rows, or a rank has no mapping."""
         abstract_global_batch(element_spec, self.mesh)
         check_inputs_split_mapping(
             element_spec, self.task.inputs_split_mapping, self.mesh.axis_names
@@ -159,7 +148,7 @@ class Partitioner:
 
         Raises:
           ConfigError: what a layer or the task refuses only when it is called, such as an
-            activation's mapping; before anything compiles.
+            activation's mapping.
         """
         batch = abstract_global_batch(element_spec, self.mesh)
         state = self.layout.abstract(self.mesh)
@@ -176,11 +165,11 @@ class Partitioner:
         """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
 
         Args:
-          state: of whose opt_states only `Learner.eval_opt_states` are read.
+          state: only `Learner.eval_opt_states` of its opt_states are read.
           use_ema: take the moving averages that the learner keeps.
 
         Raises:
-          ConfigError: `use_ema`, and the learner keeps none.
+          ConfigError: `use_ema`, but the learner keeps no averages.
         """
         names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
         if not names:
@@ -194,17 +183,14 @@ class Partitioner:
     ) -> Callable[..., Any]:
         """Returns `function(mdl_vars, ...)`, of unpadded arrays, as one of a state's mdl_vars.
 
-        To be compiled by `jax.jit`, for loops that need another step than the three here. A
-        GlobalBatch among the arguments reaches `function` as its inputs.
-
-        Args:
-          static_argnums: as of `jax.jit`; to be given to that as well.
+        To be compiled by `jax.jit` with the same `static_argnums`, for other steps than the three
+        here. A GlobalBatch among the arguments reaches `function` as its inputs.
         """
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             with self._tracing():
-                true_args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
-                return function(self._mdl_layout.unpad(mdl_vars), *true_args)
+                args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
+                return function(self._mdl_layout.unpad(mdl_vars), *args)
 
         return without_xla_errors(on_the_mesh, static_argnums)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.partitioner import accumulation, steps
 from praxis_lite.partitioner.partitioner import Partitioner
 from praxis_lite.partitioner.per_device import on_each_device
@@ -30,7 +30,7 @@ WHOLE = PartitionSpec()
 
 
 class ShardMapPartitioner(Partitioner):
-    """A Partitioner whose train and eval steps send what they send along some axes by hand.
+    """A Partitioner with explicit collectives along some axes in train and eval steps.
 
     Same interface, same state: a checkpoint of the one restores in the other. Along `data_axes`
     each device has its rows of a batch and runs the model on them as if it were alone:
@@ -49,7 +49,7 @@ class ShardMapPartitioner(Partitioner):
     takes a device's own statistics, and the running ones become the mean of the devices', weighted
     as the loss; a router balances the load of a device. Each device has a key of its own.
 
-    Rows that do not divide are filled up with copies of the first, whose `weights` are 0. JAX
+    Rows that do not divide are filled up with copies of the first, of which `weights` are 0. JAX
     tracks in the model what differs between devices (`check_vma`).
 
     Args:
@@ -86,11 +86,7 @@ class ShardMapPartitioner(Partitioner):
         return mapped_weight(name, true.shape, num_layers, spec, self.data_axes, sizes)
 
     def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
-        """As Partitioner's; also, whether rows that do not divide can be told from true ones.
-
-        Raises:
-          ConfigError: they cannot, for the batch has no `weights`.
-        """
+        """As Partitioner's; also refuses rows that do not divide in a batch without `weights`."""
         super().check_batch(element_spec, step)
         if step != "decode":
             num_micro_batches = self.task.learner.gradient_accumulation_steps
@@ -164,7 +160,7 @@ class ShardMapPartitioner(Partitioner):
                 metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # A sum over rows, which devices and micro-batches add to: each weighs 1.
+                # A sum over rows, which devices and micro-batches add to: each has the weight 1.
                 one = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
                 # Devices are summed over, so each has a term of its own, even of equal numbers.
@@ -242,10 +238,9 @@ class ShardMapPartitioner(Partitioner):
 def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
-    if unknown or not axes or len(set(axes)) != len(axes):
-        hint = did_you_mean(str(unknown[0]), mesh.axis_names) if unknown else ""
-        raise ConfigError(
-            f"ShardMapPartitioner.data_axes is {axes}; wanted is one axis or more of the mesh's "
-            f"{mesh.axis_names}, each once.{hint}"
-        )
+    require(
+        not unknown and axes and len(set(axes)) == len(axes), "ShardMapPartitioner.data_axes", axes,
+        f"one axis or more of the mesh's {mesh.axis_names}, each once",
+        did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
+    )
     return axes

@@ -81,25 +81,20 @@ class StateLayout:
     @property
     def padded_shapes(self) -> PyTree:
         """The tree of ShapeDtypeStruct that arrays have wherever they cross a jit boundary."""
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                padded_shape(x.shape, spec, self.axis_sizes), x.dtype
-            ),
-            self.shapes,
-            self.specs,
-        )
+
+        def padded(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(padded_shape(x.shape, spec, self.axis_sizes), x.dtype)
+
+        return jax.tree.map(padded, self.shapes, self.specs)
 
     def shardings(self, mesh: Mesh) -> PyTree:
-        return jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=_is_partition_spec
-        )
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs)
 
     def abstract(self, mesh: Mesh) -> PyTree:
         """Returns padded ShapeDtypeStructs with their shardings: what to lower or restore for."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            self.padded_shapes,
-            self.shardings(mesh),
+            self.padded_shapes, self.shardings(mesh),
         )
 
     def pad(self, tree: PyTree) -> PyTree:
@@ -118,10 +113,8 @@ class StateLayout:
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
-        specs = jax.tree.leaves(self.specs, is_leaf=_is_partition_spec)
-        for (path, x), spec in zip(
-            jax.tree_util.tree_flatten_with_path(self.shapes)[0], specs, strict=True
-        ):
+        leaves = jax.tree.leaves_with_path(self.shapes)
+        for (path, x), spec in zip(leaves, jax.tree.leaves(self.specs), strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
             path = jax.tree_util.keystr(path, simple=True, separator="/")
             yield LeafLayout(
@@ -139,7 +132,7 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
     """Returns the layout of a task's TrainState on a mesh; no array is made.
 
     Args:
-      task: whose model declares splits and whose learner has slots.
+      task: its model declares splits, its learner has slots.
       axis_sizes: devices along each mesh axis, in the mesh's order.
 
     Raises:
@@ -173,7 +166,3 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
     )
-
-
-def _is_partition_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

@@ -29,7 +29,7 @@ class ShardedWeight:
     path: str = "weights"
 
     def whole(self) -> jax.Array:
-        """Returns the weight, gathered here and not where a layer reads it."""
+        """Returns the weight, gathered here rather than where a layer reads it."""
         with jax.named_scope(self.path):
             return self.gather(self.block)
 
@@ -52,7 +52,7 @@ def gather_of(
       axis_sizes: devices along each mesh axis.
 
     Raises:
-      ConfigError: when called with a layer's part of a weight whose stacked dim is split by hand,
+      ConfigError: when called with a layer's part of a weight, if the stacked dim is split by hand
         or padded.
     """
     shape, rank = tuple(shape), len(shape)

@@ -68,7 +68,7 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
 
 
 def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
-    """Returns which rows of a batch of `num_rows` a process feeds: those that its devices hold.
+    """Returns which rows of a batch a process feeds: those that its devices hold.
 
     The batch is padded to a multiple of the devices and split over all of them in the mesh's
     order, so a process may hold fewer rows than another, or nothing. Where its devices do not
@@ -91,8 +91,8 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
 
     Args:
       inputs: NumPy arrays: the rows `process_rows(num_rows, mesh)`.
-      mesh: all of whose axes split the rows.
-      num_rows: of the global batch; None: this one process holds them all.
+      mesh: all its axes split the rows.
+      num_rows: of the global batch; None: this process holds all of them.
 
     Raises:
       ConfigError: the leaves disagree on their rows.
@@ -192,12 +192,10 @@ def check_inputs_split_mapping(
 
     Raises:
       ConfigError: a rank has no entry (names the leaf, its shape, the key to add), or an entry is
-        no valid split-dims mapping for it.
+        not a split-dims mapping for it.
     """
-    if inputs_split_mapping is None:
-        return
     for path, x in jax.tree_util.tree_flatten_with_path(inputs)[0]:
-        if x.ndim == 0:
+        if x.ndim == 0 or inputs_split_mapping is None:
             continue
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
@@ -207,12 +205,8 @@ def check_inputs_split_mapping(
                 "mapping of that rank, or None to leave it as it comes."
             )
         if inputs_split_mapping[key] is not None:
-            to_partition_spec(
-                inputs_split_mapping[key],
-                axis_names,
-                rank=x.ndim,
-                path=f"inputs_split_mapping['{key}']",
-            )
+            setting = f"inputs_split_mapping['{key}']"
+            to_partition_spec(inputs_split_mapping[key], axis_names, rank=x.ndim, path=setting)
 
 
 def _name(path: tuple) -> str:

@@ -23,7 +23,7 @@ class MeshConfig:
 
     Attributes:
       ici_mesh_shape: devices along each axis within a slice (fast interconnect).
-      dcn_mesh_shape: slices along each axis (data-centre network); None where there is one slice.
+      dcn_mesh_shape: slices along each axis (data-centre network); None: there is one slice.
       axis_names: the names that split-dims mappings use, outermost axis first.
       allow_unused_devices: accept a mesh smaller than the accelerators there are.
       allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do

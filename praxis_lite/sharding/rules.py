@@ -1,117 +1,28 @@
-"""Rules: each takes how an array is split so far, and says how it is split then.
+"""The four rules of Big Vision's `infer_sharding`, with its answers where it has one.
 
-The four here are those of Big Vision's `infer_sharding`, with its answers where it has one
-(https://github.com/google-research/big_vision). `strategies` says which array has which rules.
+A rule takes how an array is split so far, and says how it is split then. `strategies` says which
+array has which rules (https://github.com/google-research/big_vision).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from praxis_lite.errors import ConfigError, did_you_mean, require
-from praxis_lite.sharding.logical_axes import (
-    LogicalAxes,
-    LogicalAxisRules,
-    MeshAxes,
-    axes_of,
-    logical_to_mesh_axes,
+from praxis_lite.sharding.logical_axes import axes_of, logical_to_mesh_axes
+from praxis_lite.sharding.rule_names import (
+    JobMesh,
+    Leaf,
+    Outcome,
+    Rule,
+    Spec,
+    UnknownName,
+    register_rule,
+    rule_text,
 )
-
-Spec = tuple[MeshAxes, ...]
-
-
-class UnknownName(ConfigError, KeyError):
-    """A rule that is not registered, or an axis that the mesh does not have."""
-
-    __str__ = Exception.__str__  # KeyError's is the repr of the message.
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An array as rules see it.
-
-    Attributes:
-      path: what patterns are matched with, whole.
-      shape: without padding.
-      dtype: anything that `numpy.dtype` takes.
-      logical_axes: a name, a tuple of names or None per dim; None: it has no names.
-      logical_axis_rules: (name, mesh axes) pairs of this leaf alone, before the job's.
-      spec: where rules start: mesh axes per dim; (): nothing is split.
-      num_stacked: how many leading dims count layers rather than a tensor's own elements.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    logical_axes: LogicalAxes | None = None
-    logical_axis_rules: LogicalAxisRules = ()
-    spec: Spec = ()
-    num_stacked: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class JobMesh:
-    """What rules know beside the leaf.
-
-    Attributes:
-      axis_sizes: devices along each mesh axis, in the mesh's order.
-      logical_axis_rules: (name, mesh axes) pairs, first match wins.
-      allow_padding: whether `Fsdp` may split a dim that does not divide.
-      unmapped_is_error: whether a logical axis without a rule is an error, or is not split.
-    """
-
-    axis_sizes: Mapping[str, int]
-    logical_axis_rules: LogicalAxisRules = ()
-    allow_padding: bool = False
-    unmapped_is_error: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a rule made of a leaf's spec.
-
-    Attributes:
-      spec: mesh axes per dim.
-      note: what deserves to be reported.
-      skipped: why the rule left the leaf; reported only if no other rule splits it.
-      by: what decided, where the rule's name does not say it.
-    """
-
-    spec: Spec
-    note: str = ""
-    skipped: str = ""
-    by: str = ""
-
-
-# (spec so far, leaf, job_mesh) -> the new spec, or an Outcome; `spec` has an entry per dim.
-Rule = Callable[[Spec, Leaf, JobMesh], Spec | Outcome]
-
-REGISTERED: dict[str, Callable[..., Rule]] = {}
-
-
-def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
-    """Returns a decorator of a Rule's class, or of what returns a Rule: strings may then name it.
-
-    Raises:
-      ConfigError: the name is taken, or not an identifier.
-    """
-
-    def register(factory: Callable[..., Rule]) -> Callable[..., Rule]:
-        there = REGISTERED.get(name)
-        # A module that is loaded anew, or a notebook's cell, registers its own again.
-        is_same = there is None or (there.__module__, there.__qualname__) == (
-            factory.__module__, factory.__qualname__
-        )
-        if not name.isidentifier() or not is_same:
-            raise ConfigError(f"register_rule: {name!r} is taken, or no identifier. Rename it.")
-        REGISTERED[name] = factory
-        return factory
-
-    return register
 
 
 @register_rule("replicate")
@@ -133,8 +44,8 @@ class Replicate:
 class Fsdp:
     """Splits the largest free dim that the devices divide; equal sizes: the last of them.
 
-    With `allow_padding`, where none divides, the largest free one that has an element per device:
-    so no leaf is padded that need not be. A dim that counts layers is taken where no other will do.
+    With `allow_padding`, if the devices divide no free dim, it splits the largest free one that has
+    an element for each device. A dim that counts layers is taken where no other will do.
 
     Attributes:
       axis: a mesh axis, or several, over which the one dim is split.
@@ -225,7 +136,7 @@ class ShardDim:
 @register_rule("logical_partitioning")
 @dataclasses.dataclass(frozen=True)
 class LogicalPartitioning:
-    """Splits the dims whose logical names stand for mesh axes; see `logical_to_mesh_axes`.
+    """Splits the dims with logical names that stand for mesh axes; see `logical_to_mesh_axes`.
 
     The rules are the leaf's own, then the job's; a name without a rule that is a mesh axis stands
     for it. A name whose mesh axes are taken is dropped, and reported.
@@ -276,23 +187,3 @@ def _check_axes(axis: Any, rule: Rule) -> None:
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
     if not is_list or not names:
         raise ConfigError(f"{rule_text(rule)}: wanted is a mesh axis's name or a tuple of names.")
-
-
-def rule_text(rule: Rule) -> str:
-    """Returns a rule as a strategy's string would have it."""
-    if isinstance(rule, functools.partial):
-        settings = [*map(repr, rule.args), *(f"{k}={v!r}" for k, v in rule.keywords.items())]
-        return f"{rule_text(rule.func)}({', '.join(settings)})"
-    if not dataclasses.is_dataclass(rule):
-        # What a registered function returns has that function's name in its own.
-        return getattr(rule, "__qualname__", type(rule).__name__).partition(".<locals>")[0]
-    settings = []
-    for field in dataclasses.fields(rule):
-        value = getattr(rule, field.name)
-        if field.default is dataclasses.MISSING:
-            settings.append(repr(value))
-        elif value != field.default:
-            settings.append(f"{field.name}={value!r}")
-    known = {factory: name for name, factory in REGISTERED.items()}
-    name = known.get(type(rule), type(rule).__name__)
-    return f"{name}({', '.join(settings)})" if settings else name

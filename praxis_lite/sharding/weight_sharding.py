@@ -8,14 +8,8 @@ from typing import Any, Literal
 
 from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.sharding.logical_axes import MeshAxes, axes_of, checked_rules
-from praxis_lite.sharding.rules import (
-    JobMesh,
-    Leaf,
-    LogicalPartitioning,
-    Rule,
-    Spec,
-    rule_text,
-)
+from praxis_lite.sharding.rule_names import JobMesh, Leaf, Rule, Spec, rule_text
+from praxis_lite.sharding.rules import LogicalPartitioning
 from praxis_lite.sharding.strategies import apply_rules, first_match, parsed_strategy
 from praxis_lite.sharding.weight_spec import WeightSpec, spec_items
 
@@ -25,7 +19,7 @@ AxisRules = Sequence[tuple[str, MeshAxes | Sequence[str]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSharding:
-    """What a job says of weights whose layers declare no mesh axes.
+    """What a job says of weights that their layers declare no mesh axes for.
 
     Attributes:
       strategy: (pattern, rules) pairs. A weight has the rules of the first pattern that matches
@@ -37,7 +31,7 @@ class WeightSharding:
       logical_axis_rules: (name, mesh axes) pairs, of which the first that fits wins; or several
         such lists by name.
       logical_axis_rules_name: which of several.
-      allow_padding: whether `fsdp` splits a dim that its devices do not divide.
+      allow_padding: `fsdp` may split a dim that its devices do not divide.
       unmapped_logical_axes: what a name is that has no rule and is not a mesh axis: an "error",
         or not split and reported ("replicate").
       stack_axis_names: names of leading dims that count layers: an optimizer that looks at whole
@@ -119,7 +113,7 @@ def decide_shardings(
     Args:
       weight_specs: {"params", "non_trainable"}: nested dicts of WeightSpec, as the model declares
         them. Patterns see the first only.
-      declared: the job's rules; None: it has none.
+      declared: the job's rules; None: it has no rules.
       axis_sizes: devices along each mesh axis, in the mesh's order.
 
     Raises:

@@ -92,14 +92,14 @@ def adafactor(
       epsilon1_grad_sq_reg: added to the squared gradients.
       epsilon2_param_scale_reg: the least scale of a weight.
       weight_decay: decoupled, times the learning rate; of all weights, or by pattern, of which the
-        last one that matches from the start of a weight's path counts; None: none.
+        last one that matches from the start of a weight's path counts; None: no decay.
       layerwise_adaptation: scales each weight's step to the root mean square of the weight (LAMB,
         https://arxiv.org/abs/1904.00962).
       exclude_from_layerwise_adaptation: patterns, matched from the start of a weight's path.
       maybe_inf_to_nan: turns infinities into NaN, so that a division cannot hide them.
 
     Raises:
-      ConfigError: a setting is out of its range, or a pattern is no regular expression.
+      ConfigError: a setting is out of its range, or a pattern is not a regular expression.
     """
     _require_choice("decay_method", decay_method, ("adam", "pow"))
     _require_choice("quantized_dtype", quantized_dtype, MOMENTUM_DTYPES)
@@ -125,7 +125,7 @@ def adafactor(
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
     def choices_of(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns, per weight, its weight decay and whether its step is adapted."""
+        """Returns the weight decay of each weight, and True for each with an adapted step."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(

@@ -1,4 +1,4 @@
-"""Slots of any optimizer in bfloat16, rounded up or down at random so that none gets stuck.
+"""Slots of any optimizer in bfloat16, rounded up or down at random so that they do not get stuck.
 
 bfloat16 numbers lie a 256th apart or more, so an average that decays by 0.999 moves by less than
 half of that: rounded to the nearest it never would. Rounded up with the probability of its place

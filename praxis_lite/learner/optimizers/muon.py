@@ -28,7 +28,7 @@ from praxis_lite.learner.optimizers.path_masks import path_mask
 
 PyTree = Any
 
-# Ends of the paths of embeddings, softmaxes and what is no matrix, such as a bias per head.
+# Ends of the paths of embeddings, softmaxes and weights that are not matrices, such as biases.
 _ADAMW = re.compile(
     r"(.*/)?((softmax|logits)/.+|emb_var|(pre|ap)pend_cls_embs|wrb|lora_[ab]|conv/w"
     r"|b|bias|beta|gamma|scale|a_param|(input|a)_gate_b)"
@@ -120,8 +120,8 @@ def _letters(equation: str) -> tuple[str, str, str]:
     found = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
     if not found:
         raise ConfigError(
-            f"muon_matrices: {equation!r} is no einsum of inputs and a weight; wanted is one such "
-            "as 'd,dnk->nk', or None for AdamW."
+            f"muon_matrices: {equation!r} is not an einsum of inputs and a weight, such as "
+            "'d,dnk->nk'. Write one, or None for AdamW."
         )
     return found.groups()
 
@@ -133,7 +133,7 @@ def _dims(equation: str) -> MuonDimensionNumbers:
     unused = set(weight) - set(inputs) - set(outputs)
     if not summed or not made or unused or len(set(weight)) < len(weight):
         raise ConfigError(
-            f"muon_matrices: {equation!r} makes no matrix of the weight; wanted are a dim that the "
+            f"muon_matrices: {equation!r} makes no matrix of the weight. It needs a dim that the "
             "inputs share with it, a dim that the outputs share with it, and each dim once."
         )
     return MuonDimensionNumbers(summed, made)

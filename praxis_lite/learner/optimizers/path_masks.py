@@ -38,7 +38,8 @@ def path_mask(
     Raises:
       ConfigError: a pattern is not a regular expression.
     """
-    include, exclude = _compiled(include), _compiled(exclude)
+    setting = "A mask of weights"
+    include, exclude = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
 
     def is_masked_in(path: tuple, weight: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -73,12 +74,18 @@ def collected_patterns() -> Iterator[set[str]]:
         _collected.reset(token)
 
 
-def _compiled(patterns: Patterns) -> tuple[re.Pattern, ...]:
-    """Returns the regular expressions that a setting names: one, or several."""
-    try:
-        return tuple(map(re.compile, (patterns,) if isinstance(patterns, str) else patterns))
-    except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"A mask of weights: {patterns!r} is no regular expression, nor a sequence of them: "
-            f"{error}."
-        ) from error
+def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...]:
+    """Returns the regular expressions that a setting names: one, or several.
+
+    Raises:
+      ConfigError: one is not a regular expression; names the setting.
+    """
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"{setting}: {pattern!r} is no regular expression: {error}. Mend the pattern."
+            ) from error
+    return tuple(map(re.compile, patterns))

@@ -39,7 +39,7 @@ def regularized(
       decoupled_weight_decay: times the learning rate and the weights, taken from the weights.
       skip_lp_1d_vectors: scalars and vectors have no L1 and L2; the decoupled decay they have, in
         Pax too.
-      skip_lp_regularization: a pattern, or several, of the weights that have none of the three:
+      skip_lp_regularization: a pattern, or several, of the weights that are left out of all three:
         those of Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path
         under params (`re.match`).
       ewc_regularizer_weight: elastic weight consolidation (Kirkpatrick et al. 2017,
@@ -49,7 +49,7 @@ def regularized(
         AuxiliaryOptimizer.
 
     Raises:
-      ConfigError: two regularisations are set, a weight is negative, or a pattern is no regular
+      ConfigError: two regularisations are set, a weight is negative, or a pattern is not a regular
         expression.
     """
     weights = {

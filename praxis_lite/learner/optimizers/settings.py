@@ -24,7 +24,7 @@ def require_not_negative(optimizer: str, **settings: float) -> None:
     """
     for name, value in settings.items():
         is_right = _is_number(value) and value >= 0
-        require(is_right, f"{optimizer}: {name}", value, "a positive number, or 0 for none")
+        require(is_right, f"{optimizer}: {name}", value, "a positive number, or 0 to leave it out")
 
 
 def require_positive(optimizer: str, **settings: float) -> None:

@@ -213,7 +213,7 @@ def test_biases_per_head_and_gates_of_a_recurrence():
     "equations, message",
     [
         ({"ff(": None}, r"'ff\(' is no regular expression"),
-        ({"ff": "de->d->e"}, r"'de->d->e' is no einsum of inputs and a weight"),
+        ({"ff": "de->d->e"}, r"'de->d->e' is not an einsum of inputs and a weight"),
         ({"ff": "d,df->d"}, r"'d,df->d' makes no matrix"),
         ({"ff": "d,dff->f"}, r"'d,dff->f' makes no matrix"),
         ({"ff": "d,def->f"}, r"'d,def->f' makes no matrix"),
