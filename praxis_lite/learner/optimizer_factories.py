@@ -33,7 +33,7 @@ def made(
     if isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"{setting} is an optimizer that is built already. It has to be a function that builds "
-            f"one: write {example} in place of optax.adamw(1e-3, b2=0.98), and give the rate as "
+            f"one. Write {example} in place of optax.adamw(1e-3, b2=0.98), and give the rate as "
             f"{owner}.learning_rate."
         )
     wanted = "a function that builds an optimizer"

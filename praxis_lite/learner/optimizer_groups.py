@@ -48,12 +48,7 @@ class AuxiliaryOptimizer:
 def check_choices(
     auxiliary: Sequence[AuxiliaryOptimizer], exclusion: Sequence[str], inclusion: Sequence[str]
 ) -> None:
-    """Checks what can be checked of a learner's patterns before there are weights.
-
-    Raises:
-      ConfigError: both exclusion and inclusion are given, a pattern is not a regular expression,
-        or two optimizers have the same name.
-    """
+    """Checks a learner's patterns and names before there are weights; raises ConfigErrors."""
     if exclusion and inclusion:
         raise ConfigError(
             "Learner.bprop_variable_exclusion and bprop_variable_inclusion are both set. Remove "
@@ -117,11 +112,7 @@ def optimizer_names(
 
 
 def check_mask_patterns(paths: Collection[str], patterns: Iterable[str]) -> None:
-    """Checks that the patterns of optimizers' masks match something.
-
-    Raises:
-      ConfigError: one matches no weight of the whole model.
-    """
+    """Raises a ConfigError if a pattern of an optimizer's mask matches no weight of the model."""
     _matched(paths, sorted(patterns), "A mask of an optimizer of the Learner")
 
 

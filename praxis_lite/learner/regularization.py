@@ -45,14 +45,7 @@ class VariationalNoise:
         compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:
-        """Checks that some weight will have noise.
-
-        Args:
-          weights: nested dict of what is trained, with any leaves: arrays, WeightSpecs.
-
-        Raises:
-          ConfigError: the pattern matches no weight; names some of those there are.
-        """
+        """Raises a ConfigError if the pattern matches no weight of a nested dict."""
         paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return
@@ -64,18 +57,15 @@ class VariationalNoise:
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
-        """Returns `params`, those that match with noise from `start_step` on.
+        """Returns `params`, with noise from `start_step` on where the pattern matches.
 
         A weight's noise depends on the key, its path and its logical shape alone: not on the mesh,
         nor on what other weights there are.
 
         Args:
-          params: nested dict of the weights that are trained.
+          params: nested dict of the weights that are trained; see `check`.
           key: of this step; other draws may be made with it.
           step: int32 scalar.
-
-        Raises:
-          ConfigError: as `check`.
         """
         self.check(params)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)

@@ -1,8 +1,7 @@
 """Which weights an optimizer updates together, worked out once for a model on a mesh.
 
-Stacked weights are updated one layer at a time (`jax.vmap` over the stack), so an optimizer that
-looks at whole tensors, such as Adafactor or LAMB, trains a scanned stack as an unrolled one. Pax
-does the same with its vectorized variable prefixes.
+Stacked weights are updated one layer at a time (`jax.vmap` over the stack), as with Pax's
+vectorized variable prefixes, so that every optimizer trains a scanned stack as an unrolled one.
 """
 
 import dataclasses
@@ -123,7 +122,7 @@ def grouped(
     """Returns the groups of `WeightGroups` by their names.
 
     Args:
-      names: an optimizer's name for each trained weight's path, of `optimizer_names`.
+      names: of `optimizer_names`.
       optimizers: by these names.
       by_stack: False: a stack is one array, and belongs to "unstacked".
     """

@@ -16,7 +16,6 @@ def init_state(task: Task, key: jax.Array, groups: WeightGroups | None = None) -
     """Returns a fresh state: variables drawn at their logical shapes, empty slots, step 0.
 
     Args:
-      key: of the draws.
       groups: of the layout; None: of what the model declares, without a mesh.
     """
     mdl_vars = task.model.init(key)

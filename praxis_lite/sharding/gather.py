@@ -51,9 +51,7 @@ def gather_of(
       manual_axes: those of the `jax.shard_map`.
       axis_sizes: devices along each mesh axis.
 
-    Raises:
-      ConfigError: when called with a layer's part of a weight, if the stacked dim is split by hand
-        or padded.
+    The function raises a ConfigError if it gets one layer of a dim that is split by hand or padded.
     """
     shape, rank = tuple(shape), len(shape)
     by_hand = {

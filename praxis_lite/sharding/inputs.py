@@ -127,7 +127,7 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
 
 
 def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:
-    """Returns the entry sharding of a batch leaf; see `batch_spec`."""
+    """Returns `batch_spec` on a mesh."""
     return NamedSharding(mesh, batch_spec(rank, mesh.axis_names))
 
 
@@ -142,7 +142,7 @@ def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns what `global_batch` returns for batches of `element_spec`, without any array."""
+    """Returns what `global_batch` returns for batches of `element_spec`, as shapes."""
     num_rows = num_rows_of(element_spec)
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
 
@@ -155,7 +155,7 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
 
 @jax.named_scope("inputs")
 def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
-    """Returns the batch's inputs without the padding rows; runs inside a compiled step."""
+    """Returns the batch's inputs without the padding rows, in a compiled step."""
 
     def cut(x: jax.Array) -> jax.Array:
         if x.ndim == 0 or x.shape[0] == batch.num_rows:
@@ -169,13 +169,9 @@ def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Returns the inputs, each constrained by the entry `map_<rank>d` of the mapping.
+    """Returns the inputs, each constrained by the entry `map_<rank>d` of the mapping, if any.
 
-    Pax's `reshard_input_based_on_rank_fn`. A mapping of None leaves everything as it came, an
-    entry of None its rank; scalars stay replicated.
-
-    Raises:
-      ConfigError: see `check_inputs_split_mapping`.
+    Pax's `reshard_input_based_on_rank_fn`. Raises as `check_inputs_split_mapping`.
     """
     check_inputs_split_mapping(inputs, inputs_split_mapping, axis_names)
     if inputs_split_mapping is None:

@@ -102,11 +102,7 @@ def logical_to_mesh_axes(
 
 
 def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], ...]:
-    """Returns logical axis rules as tuples.
-
-    Raises:
-      ConfigError: one is not a pair of a name and mesh axes; names `setting`.
-    """
+    """Returns logical axis rules as tuples; a ConfigError names what is not a pair."""
     checked = []
     for rule in rules:
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
@@ -137,11 +133,7 @@ class MeshRules:
         object.__setattr__(self, "pairs", checked_rules(sorted(mesh_axes.items()), "MeshRules"))
 
     def __call__(self, *names: str | None) -> tuple[MeshAxes, ...]:
-        """Returns the mesh axes of each name; of None, None.
-
-        Raises:
-          ConfigError: a name that was not given; names those that were.
-        """
+        """Returns the mesh axes of each name; of None, None. Raises ConfigErrors on others."""
         mesh_axes = dict(self.pairs)
         for name in names:
             if name is not None and name not in mesh_axes:

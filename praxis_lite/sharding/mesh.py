@@ -73,9 +73,8 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
 
     On jax 0.10 and few cores a step with independent collectives may hang, and aborts after 40 s:
     each device starts those that are ready in an order of its own and waits in one for peers that
-    wait in another. Two things are needed. NPROC enlarges XLA's pool of threads, else as large as
-    the number of devices. And XLA must not schedule for concurrency: lm.PyDocs hung within 253
-    steps with 4 to 64 threads per device, and without that scheduler not in 700, a fifth faster.
+    wait in another. So NPROC enlarges XLA's pool of threads, and XLA must not schedule for
+    concurrency: with that scheduler lm.PyDocs hung within 253 steps, without it not in 700.
     """
     # Where it does not divide, `make_mesh` says so: an accelerator may be there.
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
@@ -99,12 +98,12 @@ def _is_chosen_by_user() -> bool:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of `config` with Auto axes, over `devices` or all devices there are.
 
-    On CPU, where devices are only simulated, a mesh takes the first of them in order; on
-    accelerators `mesh_utils` orders them by their interconnect (and slices by the DCN shape).
+    On CPU, where devices are simulated, they are taken in order; on accelerators `mesh_utils`
+    orders them by their interconnect (and slices by the DCN shape).
 
     Raises:
-      ConfigError: more devices are wanted than there are; or fewer than the accelerators there
-        are without `allow_unused_devices`.
+      ConfigError: there are too few devices, or accelerators are left over without
+        `allow_unused_devices`.
     """
     devices = list(jax.devices() if devices is None else devices)
     wanted, platform = config.num_devices, devices[0].platform

@@ -80,7 +80,8 @@ def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...
     Raises:
       ConfigError: one is not a regular expression; names the setting.
     """
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    is_one = isinstance(patterns, str) or not isinstance(patterns, Sequence)
+    patterns = (patterns,) if is_one else tuple(patterns)
     for pattern in patterns:
         try:
             re.compile(pattern)

@@ -6,22 +6,14 @@ from praxis_lite.errors import require
 
 
 def require_decay_rates(optimizer: str, **rates: float) -> None:
-    """Checks the rates at which moments decay.
-
-    Raises:
-      ConfigError: one is not in [0, 1); names the optimizer and the setting.
-    """
+    """Raises a ConfigError if a rate at which moments decay is not in [0, 1)."""
     for name, rate in rates.items():
         is_right = _is_number(rate) and 0 <= rate < 1
         require(is_right, f"{optimizer}: {name}", rate, "a number in [0, 1)")
 
 
 def require_not_negative(optimizer: str, **settings: float) -> None:
-    """Checks settings that are off at 0.
-
-    Raises:
-      ConfigError: one is negative, or not a number; names the optimizer and the setting.
-    """
+    """Raises a ConfigError if a setting that is off at 0 is negative or not a number."""
     for name, value in settings.items():
         is_right = _is_number(value) and value >= 0
         require(is_right, f"{optimizer}: {name}", value, "a positive number, or 0 to leave it out")

@@ -67,8 +67,7 @@ def linear_rampup_exponential_decay(
 ) -> Schedule:
     """Returns `linear_rampup_polynomial_decay` with an exponential that leads down.
 
-    Raises:
-      ConfigError: min_ratio is 0, which no exponential reaches; or as there.
+    `min_ratio` must be above 0.
     """
     name, steps = "linear_rampup_exponential_decay", (warmup_steps, decay_start, decay_end)
     return _up_and_down(name, exponential, *steps, max, min_ratio)
