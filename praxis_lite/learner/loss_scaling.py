@@ -15,7 +15,7 @@ class DynamicLossScale:
 
     The step multiplies the loss by it and divides the float32 gradients by it: what float16 would
     round to zero on the way back (less than 6e-8) survives. Powers of two change no other digit.
-    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 has the range of float32, without it.
+    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 does not need it.
 
     Attributes:
       initial_scale: of the first step.

@@ -100,7 +100,9 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
     held = num_rows_of(inputs)
     num_rows = held if num_rows is None else num_rows
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
-    shardings = jax.tree.map(lambda x: batch_sharding(x.ndim, mesh), inputs)
+    shardings = jax.tree.map(
+        lambda x: NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names)), inputs
+    )
     if jax.process_count() == 1:
 
         def pad(x: np.ndarray) -> np.ndarray:
@@ -126,11 +128,6 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
     return GlobalBatch(jax.tree.map(place, inputs, shardings), num_rows)
 
 
-def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:
-    """Returns `batch_spec` on a mesh."""
-    return NamedSharding(mesh, batch_spec(rank, mesh.axis_names))
-
-
 def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
     """Returns a JAX key on every device of the mesh; the same key is given in every process."""
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -148,7 +145,8 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
 
     def struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = (padded_rows, *x.shape[1:]) if x.ndim else ()
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=batch_sharding(x.ndim, mesh))
+        sharding = NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     return GlobalBatch(jax.tree.map(struct, element_spec), num_rows)
 
