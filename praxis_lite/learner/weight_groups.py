@@ -68,9 +68,11 @@ class WeightGroups:
         Args:
           tree: of the weights' structure, with any leaves: arrays, specs.
         """
-        trained = [path for group in self.by_name.values() for path in group.paths]
-        frozen = [path for path, _ in spec_items(self.weight_specs) if path not in set(trained)]
-        return select(tree, trained), select(tree, frozen)
+        trained = {path for group in self.by_name.values() for path in group.paths}
+        # In the weights' order: that of a set differs between processes.
+        paths = [path for path, _ in spec_items(self.weight_specs)]
+        frozen = select(tree, [path for path in paths if path not in trained])
+        return select(tree, [path for path in paths if path in trained]), frozen
 
     def by_optimizer(self, tree: PyTree) -> dict[str, list[PyTree]]:
         """Returns the trained weights' leaves of a tree by the name of their optimizer."""
