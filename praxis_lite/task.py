@@ -55,25 +55,24 @@ class Task(abc.ABC):
         inputs_split_mapping: InputsSplitMapping = None,
         fprop_dtype: jnp.dtype | None = None,
     ):
+        name = type(self).__name__
         if fprop_dtype is not None and not jnp.issubdtype(fprop_dtype, jnp.floating):
             raise ConfigError(
-                f"{type(self).__name__}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; wanted is a "
-                "float, such as bfloat16, or None to cast nothing."
+                f"{name}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; wanted is a float, such as "
+                "bfloat16, or None to cast nothing."
             )
         self.fprop_dtype = fprop_dtype
         if not isinstance(learner, Learner):
             raise ConfigError(
-                f"{type(self).__name__}.learner is a {type(learner).__name__}; wanted is a Learner:"
-                " fdl.Config(Learner, optimizer=..., learning_rate=...)."
+                f"{name}.learner is a {type(learner).__name__}; wanted is a Learner: "
+                "fdl.Config(Learner, optimizer=..., learning_rate=...)."
             )
         for setting, found, kind, example in (
             ("weight_sharding", weight_sharding, WeightSharding, "fdl.Config(WeightSharding, ...)"),
             ("inputs_split_mapping", inputs_split_mapping, Mapping, '{"map_2d": ("data", None)}'),
         ):
-            require(
-                found is None or isinstance(found, kind), f"{type(self).__name__}.{setting}", found,
-                f"None, or a {kind.__name__}, such as {example}",
-            )
+            wanted = f"None, or a {kind.__name__}, such as {example}"
+            require(found is None or isinstance(found, kind), f"{name}.{setting}", found, wanted)
         self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
         self.weight_sharding = weight_sharding

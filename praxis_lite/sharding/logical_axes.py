@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 
 MeshAxes = None | str | tuple[str, ...]
 LogicalAxes = Sequence[None | str | tuple[str, ...]]
@@ -108,11 +108,11 @@ def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], 
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
         name, axes = rule if is_pair else (None, None)
         is_list = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
-        if not isinstance(name, str) or not (axes is None or is_list):
-            raise ConfigError(
-                f"{setting}: found {rule!r}; wanted is a pair of a logical axis's name and a mesh "
-                "axis, a tuple of mesh axes, or None, such as ('mlp', 'mdl')."
-            )
+        require(
+            isinstance(name, str) and (axes is None or is_list), f"{setting}: a rule", rule,
+            "a pair of a logical axis's name and a mesh axis, a tuple of them, or None",
+            "Write ('mlp', 'mdl'), for instance.",
+        )
         checked.append((name, axes if axes is None or isinstance(axes, str) else tuple(axes)))
     return tuple(checked)
 

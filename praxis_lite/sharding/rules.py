@@ -185,5 +185,5 @@ class LogicalPartitioning:
 def _check_axes(axis: Any, rule: Rule) -> None:
     names = (axis,) if isinstance(axis, str) else axis
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
-    if not is_list or not names:
-        raise ConfigError(f"{rule_text(rule)}: wanted is a mesh axis's name or a tuple of names.")
+    wanted = "a mesh axis's name or a tuple of names"
+    require(is_list and len(names) > 0, f"{rule_text(rule)}: the axis", axis, wanted)

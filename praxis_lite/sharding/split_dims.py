@@ -84,7 +84,7 @@ def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], said: str) -> tupl
     if isinstance(entry, Sequence):
         return tuple(axis for part in entry for axis in _axes_named(part, axis_names, said))
     raise ConfigError(
-        f"{said} have the entry {entry!r}; wanted is an axis name of {axis_names}, an index, a "
+        f"{said} have the entry {entry!r}. An entry is an axis name of {axis_names}, an index, a "
         "tuple of them, or None."
     )
 

@@ -253,8 +253,8 @@ def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> N
         if pattern.startswith("params/"):
             hint = " A path does not begin with params/."
         raise ConfigError(
-            f"WeightSharding.strategy: {pattern!r} matches no weight; wanted is a pattern of whole "
-            f"paths.{hint} There are {_some(paths) or 'no weights'}."
+            f"WeightSharding.strategy: {pattern!r} matches no weight. A pattern is of whole paths."
+            f"{hint} There are {_some(paths) or 'no weights'}."
         )
 
 
