@@ -121,9 +121,9 @@ class ShardDim:
             if self.ignore_ndim_error:
                 return Outcome(spec, skipped=f"no dim {self.dim}")
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: its dim has to "
-                f"be below {len(spec)} in absolute value. Let the pattern match fewer leaves, or say "
-                "ignore_ndim_error=True."
+                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: the dim has "
+                f"to be below {len(spec)} in absolute value. Let the pattern match fewer leaves, "
+                "or say ignore_ndim_error=True."
             )
         dim = self.dim % len(spec)
         if spec[dim] is not None:
