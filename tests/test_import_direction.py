@@ -37,8 +37,7 @@ ORDERS = {
     "praxis_lite/learner": (
         {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "schedules"},
         {"regularization"},
-        {"optimizer_groups"},
-        {"weight_groups"},
+        {"optimizer_groups", "weight_groups"},
         {"slots"},
         {"learner"},
     ),

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.errors import ConfigError, did_you_mean, few, require
 from praxis_lite.learner.optimizer_factories import OptimizerFactory, Schedule, checked_rate
 from praxis_lite.learner.optimizers.path_masks import compiled_patterns
 
@@ -98,7 +98,7 @@ def optimizer_names(
         if found <= frozen:
             raise ConfigError(
                 f"{setting}, {aux.regex!r}, matches frozen weights only: "
-                f"{some_of(sorted(found))}. Remove the optimizer, or train these weights "
+                f"{few(sorted(found), 5)}. Remove the optimizer, or train these weights "
                 "(bprop_variable_exclusion, bprop_variable_inclusion)."
             )
         for path in sorted(found - frozen):
@@ -136,10 +136,4 @@ def _matched(
 
 
 def _paths_there(paths: Collection[str]) -> str:
-    return f"The paths of the model's {len(paths)} weights are {some_of(list(paths))}."
-
-
-def some_of(paths: Sequence[str], limit: int = 5) -> str:
-    """Returns the first paths, and how many more there are."""
-    more = f" and {len(paths) - limit} more" if len(paths) > limit else ""
-    return ", ".join(paths[:limit]) + more
+    return f"The paths of the model's {len(paths)} weights are {few(list(paths), 5)}."

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.errors import ConfigError, few, require
 from praxis_lite.learner.optimizers.path_masks import compiled_patterns
 
 PyTree = Any
@@ -50,10 +50,10 @@ class VariationalNoise:
         if any(self._matches(path) for path in paths):
             return
         hint = " Leave out params/." if self.regex.startswith("params/") else ""
-        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
         raise ConfigError(
-            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: {shown}. "
-            f"It is matched from the start of a path.{hint} Mend it, or take the noise out."
+            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
+            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Mend it, or take the "
+            "noise out."
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:

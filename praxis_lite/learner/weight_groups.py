@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from praxis_lite.learner.optimizer_groups import some_of
+from praxis_lite.errors import few
 from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -109,7 +109,7 @@ class WeightGroups:
         return [
             f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
             f"{sum(size for _, size in weights):,} parameters: "
-            f"{some_of([path for path, _ in weights])}"
+            f"{few([path for path, _ in weights], 5)}"
             for label, weights in members.items()
         ]
 
