@@ -22,8 +22,8 @@ import optax  # noqa: E402
 
 from praxis_lite.explain import hlo  # noqa: E402
 from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.learner.optimizer_groups import spec_items  # noqa: E402
 from praxis_lite.sharding import WeightSpec  # noqa: E402
+from praxis_lite.sharding.weight_spec import spec_items  # noqa: E402
 
 VOCAB, MODEL, HIDDEN, HEADS, LAYERS = 8_192, 384, 1_536, 6, 6  # 13.8 M weights
 GOAL = 1.0
@@ -88,9 +88,10 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
     specs = weight_specs(is_stacked)
     params, grads = random_tree(specs, 1), jax.tree.map(jnp.asarray, random_tree(specs, 2))
     learner = Learner(optax.adamw, LEARNING_RATE, clip_gradient_norm_to_value=MAX_NORM)
+    groups = learner.groups(specs)
 
     def learner_update(params: PyTree, opt_states: PyTree, grads: PyTree) -> tuple:
-        return learner.update(grads, opt_states, params, specs, jnp.float32(1.0))[:2]
+        return learner.update(grads, opt_states, params, groups, jnp.float32(1.0))[:2]
 
     bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
 
@@ -98,7 +99,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
         updates, opt_state = bare.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    ours = Update(learner_update, params, learner.init(params, specs), grads)
+    ours = Update(learner_update, params, learner.init(params, groups), grads)
     theirs = Update(bare_update, params, bare.init(params), grads)
     for index in range(num_steps):
         # Turns swap, so that neither always runs behind the other.

@@ -3,13 +3,13 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.learner import Learner
 from praxis_lite.models import Model, NnxModel
 from praxis_lite.models.function_model import check_takes
@@ -31,7 +31,7 @@ class Task(abc.ABC):
     Args:
       model: a `Model`; or called with `rngs`, it returns an NNX module.
       learner: how its parameters are updated.
-      weight_sharding: rules for weights whose layers name no mesh axes. None: there are none.
+      weight_sharding: rules for weights whose layers name no mesh axes; None: no rules.
       inputs_split_mapping: how batches are resharded by rank inside every step: `map_1d`,
         `map_2d`, ... to split dims. None: they stay split over the whole mesh.
       fprop_dtype: float32 weights and float32 arrays of a batch, but for its `weights`, are cast to
@@ -39,7 +39,7 @@ class Task(abc.ABC):
         None: nothing is cast.
 
     Raises:
-      ConfigError: `fprop_dtype` is no float; while a step is traced, the model has its own.
+      ConfigError: `fprop_dtype` is not a float; while a step is traced, the model has its own.
     """
 
     weight_unit = "examples"  # What the weight of "loss" counts; names the metric of speed.
@@ -55,26 +55,24 @@ class Task(abc.ABC):
         inputs_split_mapping: InputsSplitMapping = None,
         fprop_dtype: jnp.dtype | None = None,
     ):
+        name = type(self).__name__
         if fprop_dtype is not None and not jnp.issubdtype(fprop_dtype, jnp.floating):
             raise ConfigError(
-                f"{type(self).__name__}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; wanted is a "
-                "float, such as bfloat16, or None to cast nothing."
+                f"{name}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; wanted is a float, such as "
+                "bfloat16, or None to cast nothing."
             )
         self.fprop_dtype = fprop_dtype
         if not isinstance(learner, Learner):
             raise ConfigError(
-                f"{type(self).__name__}.learner is a {type(learner).__name__}; wanted is a Learner:"
-                " fdl.Config(Learner, optimizer=..., learning_rate=...)."
+                f"{name}.learner is a {type(learner).__name__}; wanted is a Learner: "
+                "fdl.Config(Learner, optimizer=..., learning_rate=...)."
             )
-        for setting, found, wanted, example in (
+        for setting, found, kind, example in (
             ("weight_sharding", weight_sharding, WeightSharding, "fdl.Config(WeightSharding, ...)"),
             ("inputs_split_mapping", inputs_split_mapping, Mapping, '{"map_2d": ("data", None)}'),
         ):
-            if found is not None and not isinstance(found, wanted):
-                raise ConfigError(
-                    f"{type(self).__name__}.{setting} is {found!r}; wanted is None, or a "
-                    f"{wanted.__name__}, such as {example}."
-                )
+            wanted = f"None, or a {kind.__name__}, such as {example}"
+            require(found is None or isinstance(found, kind), f"{name}.{setting}", found, wanted)
         self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
         self.weight_sharding = weight_sharding
@@ -124,14 +122,15 @@ class Task(abc.ABC):
     def compute_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> LossOutputs:
-        """Returns metrics, among them "loss": what training minimises and how much it weighs.
+        """Returns metrics, among them "loss": what training minimises, and its weight.
 
         A pair (metrics, per-example outputs) may be returned as well: `--mode=eval` writes the
-        outputs, arrays [B, ...] by name, a line for each true row. Training drops them.
+        outputs, arrays [B, ...] by name, a line for each row that is not filler. Training drops
+        them.
 
         Args:
           model: the module with its weights: of `Model.module`.
-          inputs: a batch of true shapes.
+          inputs: a batch without rows of padding.
           key: for dropout and the like; None in evaluation.
         """
 
@@ -144,35 +143,27 @@ class Task(abc.ABC):
 
         Args:
           key: of the run's seed, the step of the weights and the batch, so that evaluating the
-            same weights again draws the same numbers. `model` is in evaluation all the same:
-            without dropout, with the moving averages.
+            same weights again draws the same numbers. Dropout is off in spite of it.
         """
         return self.compute_loss(model, inputs, None)
 
-    def loss_outputs(
-        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    def outputs(
+        self,
+        method: Literal["compute_loss", "compute_eval_loss"],
+        model: Any,
+        inputs: Mapping[str, jax.Array],
+        key: jax.Array | None,
     ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-        """Returns what `compute_loss` does, once it is what a step needs, as two dicts.
+        """Returns what a method above does, once it is what a step needs, as two dicts.
 
         Returns:
           metrics, name -> (value, weight); per-example outputs, name -> [B, ...].
 
         Raises:
-          ConfigError: `compute_loss` takes other arguments, or returns something else than pairs
-            of scalars (value, weight), "loss" among them, and outputs with the batch's rows; names
+          ConfigError: the method takes other arguments, or returns something else than pairs of
+            scalars (value, weight), "loss" among them, and outputs with the batch's rows; names
             what was found.
         """
-        return self._checked_outputs("compute_loss", model, inputs, key)
-
-    def eval_outputs(
-        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
-    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-        """Returns what `compute_eval_loss` does; as `loss_outputs`."""
-        return self._checked_outputs("compute_eval_loss", model, inputs, key)
-
-    def _checked_outputs(
-        self, method: str, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
-    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
         name = f"{type(self).__name__}.{method}"
         check_takes(name, getattr(self, method), "model", "inputs", "key")
         found, examples = getattr(self, method)(model, inputs, key), {}
@@ -197,7 +188,7 @@ class Task(abc.ABC):
     def decode_to_records(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Returns a JSON-able record per true example of a decoded batch (NumPy arrays)."""
+        """Returns a JSON-able record for each example of a decoded batch, without filler."""
         raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
 
     def num_ids(self) -> Mapping[str, int]:

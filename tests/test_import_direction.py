@@ -35,9 +35,9 @@ ORDERS = {
         {"whole_model"},
     ),
     "praxis_lite/learner": (
-        {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "regularization",
-         "schedules"},
-        {"optimizer_groups"},
+        {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "schedules"},
+        {"regularization"},
+        {"optimizer_groups", "weight_groups"},
         {"slots"},
         {"learner"},
     ),

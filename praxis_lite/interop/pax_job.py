@@ -89,7 +89,7 @@ def _first_state(partitioner: Partitioner, mdl_vars: MdlVars) -> TrainState:
     learner, layout = partitioner.task.learner, partitioner.layout
 
     def state_of(mdl_vars: MdlVars) -> TrainState:
-        slots = learner.init(mdl_vars["params"], layout.weight_specs)
+        slots = learner.init(mdl_vars["params"], layout.groups)
         return layout.pad(TrainState(jnp.zeros((), jnp.int32), mdl_vars, slots))
 
     return jax.jit(state_of, out_shardings=layout.shardings(partitioner.mesh))(mdl_vars)

@@ -1,13 +1,13 @@
 """What is done to gradients before an optimizer sees them: norms, clipping, steps to skip."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 PyTree = Any
 
@@ -22,10 +22,10 @@ class GradientLimits:
         of each layer's in a stack.
       clip_gradient_to_value: the most that an element of a gradient may be, in magnitude.
       skip_step_gradient_norm_value: a step whose norm before clipping is this or more is skipped.
-      owner: whose settings these are, for errors.
+      owner: the class that has these settings, for errors.
 
     Raises:
-      ConfigError: a limit is negative or no number, or two kinds of clipping are set.
+      ConfigError: a limit is negative or not a number, or two kinds of clipping are set.
     """
 
     clip_gradient_norm_to_value: float = 0.0
@@ -38,20 +38,18 @@ class GradientLimits:
         limits = dataclasses.asdict(self)
         del limits["owner"]
         for name, limit in limits.items():
-            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
-                raise ConfigError(
-                    f"{self.owner}.{name} is {limit!r}; wanted is a positive number, or 0 for no "
-                    "limit."
-                )
+            require(
+                isinstance(limit, int | float) and not isinstance(limit, bool) and limit >= 0,
+                f"{self.owner}.{name}", limit, "a positive number, or 0 for no limit",
+            )
         clips = [name for name, limit in limits.items() if limit and name.startswith("clip")]
         if len(clips) > 1:
             raise ConfigError(
-                f"{self.owner}.{clips[0]} and {clips[1]} are both set; wanted is one kind of "
-                "clipping. Set one of them to 0."
+                f"{self.owner}.{clips[0]} and {clips[1]} are both set. Set one of them to 0."
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns whether a step with this finite norm is made."""
+        """Returns True if a step with this finite norm is made."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 
@@ -82,13 +80,13 @@ def limits_by_optimizer(
       auxiliary: AuxiliaryOptimizers.
 
     Raises:
-      ConfigError: a limit of an auxiliary optimizer is wrong or would not be heeded, or there is
-        none whose gradients could be scaled separately.
+      ConfigError: a limit of an auxiliary optimizer is wrong or would not be heeded, or gradients
+        are to be scaled separately without auxiliary optimizers.
     """
     if apply_separate_scaling and not auxiliary:
         raise ConfigError(
-            "Learner.apply_separate_scaling clips the gradients of each optimizer by their own "
-            "norm, but there are no auxiliary_optimizers. Leave it out."
+            "Learner.apply_separate_scaling clips each optimizer's gradients by their own norm, "
+            "but there are no auxiliary_optimizers. Leave it out."
         )
     limits = {"": main}
     for aux in auxiliary:
@@ -107,16 +105,8 @@ def limits_by_optimizer(
     return limits
 
 
-def norms_by_optimizer(groups: Iterable[Any]) -> dict[str, jax.Array]:
-    """Returns the norm of each optimizer's gradients by its name, of the learner's groups."""
-    own: dict[str, list[PyTree]] = {}
-    for group in groups:
-        own.setdefault(group.optimizer_name, []).append(group.weights)
-    return {name: global_norm(trees) for name, trees in own.items()}
-
-
 def global_norm(grads: PyTree) -> jax.Array:
-    """Returns the float32 norm of all gradients together; 0 where there are none."""
+    """Returns the float32 norm of all gradients together; 0 if there are no gradients."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 

@@ -1,41 +1,36 @@
 """How parameters are updated: what is trained, by which optimizer, which steps are skipped."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.learner.gradients import (
-    GradientLimits,
-    global_norm,
-    limits_by_optimizer,
-    norms_by_optimizer,
-)
+from praxis_lite.errors import ConfigError, require
+from praxis_lite.learner.gradients import GradientLimits, global_norm, limits_by_optimizer
 from praxis_lite.learner.loss_scaling import DynamicLossScale
-from praxis_lite.learner.optimizer_factories import OptimizerFactory, Schedule, made
+from praxis_lite.learner.optimizer_factories import (
+    OptimizerFactory,
+    Schedule,
+    checked_rate,
+    made,
+    rate_at,
+)
 from praxis_lite.learner.optimizer_groups import (
     AuxiliaryOptimizer,
-    Group,
     check_choices,
     check_mask_patterns,
-    checked_rate,
-    grouped,
-    merged,
     optimizer_names,
-    rate_at,
-    report_lines,
-    select,
-    spec_items,
 )
 from praxis_lite.learner.optimizers import collected_patterns, evaluation_params
 from praxis_lite.learner.optimizers.schedule_free import has_averages
 from praxis_lite.learner.optimizers.weight_averages import moving_average
 from praxis_lite.learner.regularization import VariationalNoise
-from praxis_lite.learner.slots import split_as_slots
+from praxis_lite.learner.slots import extended_specs
+from praxis_lite.learner.weight_groups import WeightGroups, grouped, merged
+from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
 Patterns = str | Sequence[str]
@@ -62,7 +57,7 @@ class Learner:
       bprop_variable_inclusion: such patterns of the weights to train; the rest is frozen.
       clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
         skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
-      ema_decay: of an average of the trained weights that the state keeps; 0: none.
+      ema_decay: of an average of the trained weights that the state keeps; 0: there is no average.
       gradient_accumulation_steps: micro-batches that a step's batch is worked on in.
       loss_scale: for float16; None: no scaling.
       variational_noise: added to weights while gradients are taken; None: nothing.
@@ -104,27 +99,21 @@ class Learner:
         )
         self.apply_separate_scaling = apply_separate_scaling
         self.vectorize_on_repeat_prefix = vectorize_on_repeat_prefix
-        self._optimizer_names = functools.partial(
-            optimizer_names,
-            auxiliary=self.auxiliary_optimizers,
-            exclusion=_patterns(bprop_variable_exclusion),
-            inclusion=_patterns(bprop_variable_inclusion),
+        choices = {
+            "auxiliary": self.auxiliary_optimizers,
+            "exclusion": _patterns(bprop_variable_exclusion),
+            "inclusion": _patterns(bprop_variable_inclusion),
+        }
+        check_choices(**choices)
+        self._optimizer_names = functools.partial(optimizer_names, **choices)
+        require(0 <= ema_decay < 1, "Learner.ema_decay", ema_decay, "a number of [0, 1), 0 for off")
+        steps, axes = gradient_accumulation_steps, slot_mesh_axes
+        require(
+            isinstance(steps, int) and not isinstance(steps, bool) and steps > 0,
+            "Learner.gradient_accumulation_steps", steps, "a positive integer",
         )
-        check_choices(**self._optimizer_names.keywords)
-        if not 0 <= ema_decay < 1:
-            raise ConfigError(
-                f"Learner.ema_decay is {ema_decay}; wanted is a number of [0, 1), 0 for none."
-            )
-        steps = gradient_accumulation_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(
-                f"Learner.gradient_accumulation_steps is {steps!r}; wanted is a positive integer."
-            )
-        if isinstance(slot_mesh_axes, str):
-            raise ConfigError(
-                f"Learner.slot_mesh_axes is {slot_mesh_axes!r}; wanted is a sequence of mesh "
-                f"axes, such as ({slot_mesh_axes!r},)."
-            )
+        wanted = f"a sequence of mesh axes, such as ({axes!r},)"
+        require(not isinstance(axes, str), "Learner.slot_mesh_axes", axes, wanted)
         self.ema_decay = ema_decay
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.loss_scale, self.variational_noise = loss_scale, variational_noise
@@ -137,54 +126,43 @@ class Learner:
             for aux in self.auxiliary_optimizers
         }
 
-    def split_trainable(
-        self, params: PyTree, weight_specs: PyTree
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns (trainable, frozen): nested dicts without each other's leaves.
+    def groups(
+        self, weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
+    ) -> WeightGroups:
+        """Returns what is done with each weight: the other methods' argument, made once.
 
         Args:
-          params: any tree of the params' structure: arrays, specs.
           weight_specs: nested dict of WeightSpec.
+          axis_sizes: devices along each mesh axis, in the mesh's order; None: there is no mesh.
 
         Raises:
-          ConfigError: as `optimizer_names`.
+          ConfigError: as `optimizer_names`, or `slot_mesh_axes` does not fit the mesh.
         """
-        trainable = self._optimizer_names(weight_specs)
-        frozen = [path for path, _ in spec_items(weight_specs) if path not in trainable]
-        return select(params, trainable), select(params, frozen)
+        paths = ["/".join(path) for path, _ in spec_items(weight_specs)]
+        by_name = grouped(
+            weight_specs, self._optimizer_names(paths), self._optimizers,
+            by_stack=self.vectorize_on_repeat_prefix,
+        )
+        specs = None
+        if self.slot_mesh_axes and axis_sizes is not None:
+            specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
+        return WeightGroups(weight_specs, by_name, specs)
 
-    def groups(self, tree: PyTree, weight_specs: PyTree) -> dict[str, Group]:
-        """Returns the trained weights by optimizer and stack shape.
-
-        Args:
-          tree: of the params' structure; it may lack the frozen leaves.
-
-        Returns:
-          "unstacked", "stack_4", ... with the main optimizer, "NAME.stack_4" with another; of a
-          stack that is not vectorized "unstacked" too.
-        """
-        names = self._optimizer_names(weight_specs)
-        by_stack = self.vectorize_on_repeat_prefix
-        return grouped(tree, weight_specs, names, self._optimizers, by_stack=by_stack)
-
-    def report(self, weight_specs: PyTree) -> list[str]:
-        """Returns lines: what each optimizer has and what is frozen; [] where one trains all."""
-        return report_lines(weight_specs, self._optimizer_names(weight_specs))
-
-    def init(self, params: PyTree, weight_specs: PyTree) -> dict[str, PyTree]:
+    def init(self, params: PyTree, groups: WeightGroups) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
 
         Where they are set, "ema" (the average of the trained weights) and "loss_scale" too.
 
         Raises:
-          ConfigError: as `optimizer_names`; or a mask's pattern matches no weight.
+          ConfigError: a mask's pattern matches no weight.
         """
         with collected_patterns() as patterns:
             slots = {
-                name: group.per_layer(group.optimizer.init)(group.weights)
-                for name, group in self.groups(params, weight_specs).items()
+                name: group.per_layer(group.optimizer.init)(group.of(params))
+                for name, group in groups.by_name.items()
             }
-        check_mask_patterns(weight_specs, patterns)
+        paths = ["/".join(path) for path, _ in spec_items(groups.weight_specs)]
+        check_mask_patterns(paths, patterns)
         opt_states: dict[str, PyTree] = {
             "num_updates": jnp.zeros((), jnp.int32),
             "num_skipped_steps": jnp.zeros((), jnp.int32),
@@ -193,18 +171,17 @@ class Learner:
         }
         if self.ema_decay:
             # A copy: an array that is in the state twice could not be donated.
-            trainable, _ = self.split_trainable(params, weight_specs)
-            opt_states["ema"] = jax.tree.map(jnp.copy, trainable)
+            opt_states["ema"] = jax.tree.map(jnp.copy, groups.split(params)[0])
         if self.loss_scale is not None:
             opt_states["loss_scale"] = self.loss_scale.init()
         return opt_states
 
     @jax.named_scope("learner")
     def update(
-        self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, weight_specs: PyTree,
+        self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, groups: WeightGroups,
         loss: jax.Array,
-    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array]]:
-        """Returns (params, opt_states, scalars) after one step.
+    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
+        """Returns (params, opt_states, scalars, is_skipped) after one step.
 
         A step whose loss, gradient or rate is not finite, or whose gradient is too large, changes
         neither parameters, slots nor average, and is counted; schedules do not advance with it.
@@ -214,17 +191,17 @@ class Learner:
           params: of all weights.
 
         Returns:
-          The scalars grad_norm (before clipping), learning_rate, learning_rate/NAME of each
+          The scalars are grad_norm (before clipping), learning_rate, learning_rate/NAME of each
           auxiliary optimizer, num_skipped_steps, num_skipped_in_a_row, and of what is set
           is_gradient_too_large (0 or 1) and loss_scale (the one this step was made with).
         """
-        trainable, frozen = self.split_trainable(params, weight_specs)
-        grads = split_as_slots(grads, weight_specs, self.slot_mesh_axes)
+        trainable, frozen = groups.split(params)
+        grads = groups.lay_out(grads)
         grad_norm = global_norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         norms = dict.fromkeys(self._limits, grad_norm)
         if self.apply_separate_scaling:
-            norms = norms_by_optimizer(self.groups(grads, weight_specs).values())
+            norms = {name: global_norm(own) for name, own in groups.by_optimizer(grads).items()}
         is_small = jnp.stack([self.limits.keeps(norm) for norm in norms.values()]).all()
         num_updates = opt_states["num_updates"]
         rates = {"learning_rate": rate_at(self.learning_rate, num_updates)}
@@ -233,20 +210,18 @@ class Learner:
         is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
         def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
-            updates, slots = self._updates(grads, norms, old["slots"], weights, weight_specs)
+            updates, slots = self._updates(grads, norms, old["slots"], weights, groups)
             new = {"slots": slots}
             if self.ema_decay:
                 new["ema"] = moving_average(old["ema"], weights, self.ema_decay, num_updates)
-            new_weights = optax.apply_updates(weights, updates)
+            new = optax.apply_updates(weights, updates), new
             # Some optimizers return slots of another dtype than their init made.
-            return jax.tree.map(
-                lambda n, o: n.astype(o.dtype), (new_weights, new), (weights, old)
-            )
+            return jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
         # One condition, not a choice for each element, for which XLA:CPU writes both out.
         trainable, new = jax.lax.cond(is_kept, made, lambda *old: old, trainable, old)
-        trainable = split_as_slots(trainable, weight_specs, self.slot_mesh_axes)
+        trainable = groups.lay_out(trainable)
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
             "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
@@ -262,17 +237,16 @@ class Learner:
         if self.loss_scale is not None:
             new["loss_scale"] = self.loss_scale.update(opt_states["loss_scale"], is_finite)
             scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
-        return merged(trainable, frozen), new, scalars
+        return merged(trainable, frozen), new, scalars, ~is_kept
 
     def _updates(
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
-        weight_specs: PyTree,
+        groups: WeightGroups,
     ) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns what to add to the weights, and the new slots; one layer of a stack at a time."""
         updates: dict[str, Any] = {}
         new_slots = {}
-        grad_groups = self.groups(grads, weight_specs)
-        for name, group in self.groups(weights, weight_specs).items():
+        for name, group in groups.by_name.items():
 
             def update(grads: PyTree, slots: PyTree, weights: PyTree, group=group) -> tuple:
                 name = group.optimizer_name
@@ -280,7 +254,7 @@ class Learner:
                 return group.optimizer.update(grads, slots, weights)
 
             group_updates, new_slots[name] = group.per_layer(update)(
-                grad_groups[name].weights, slots[name], group.weights
+                group.of(grads), slots[name], group.of(weights)
             )
             updates = merged(updates, group_updates)
         return updates, new_slots
@@ -301,21 +275,21 @@ class Learner:
         return {"slots": opt_states["slots"]} if has_averages(opt_states["slots"]) else {}
 
     def eval_params(
-        self, params: PyTree, opt_states: dict[str, PyTree], weight_specs: PyTree, use_ema: bool
+        self, params: PyTree, opt_states: dict[str, PyTree], groups: WeightGroups, use_ema: bool
     ) -> PyTree:
         """Returns the weights to evaluate and decode with, of what `eval_opt_states` returns.
 
         With `use_ema` the moving average; else the averages of a schedule-free optimizer, or
-        `params`. Raises what `eval_opt_states` raises.
+        `params`.
         """
         read = self.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:
             return params
-        _, frozen = self.split_trainable(params, weight_specs)
+        _, frozen = groups.split(params)
         if use_ema:
             return merged(read["ema"], frozen)
-        for name, group in self.groups(params, weight_specs).items():
-            frozen = merged(frozen, evaluation_params(read["slots"][name], group.weights))
+        for name, group in groups.by_name.items():
+            frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
         return frozen
 
 

@@ -6,16 +6,16 @@ import math
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor of the loss that halves when a gradient overflows and grows while none does.
+    """A factor of the loss that halves when a gradient overflows and else grows now and then.
 
     The step multiplies the loss by it and divides the float32 gradients by it: what float16 would
     round to zero on the way back (less than 6e-8) survives. Powers of two change no other digit.
-    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 has the range of float32 and needs none.
+    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 does not need it.
 
     Attributes:
       initial_scale: of the first step.
@@ -37,27 +37,20 @@ class DynamicLossScale:
     max_scale: float = 2.0**24
 
     def __post_init__(self):
-        interval = self.growth_interval
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            self._refuse("growth_interval", "a number of steps, 1 or more")
-        if not 1.0 < self.growth_factor < math.inf:
-            self._refuse("growth_factor", "a number above 1")
-        if not 0.0 < self.backoff_factor < 1.0:
-            self._refuse("backoff_factor", "a number between 0 and 1")
-        if not 0.0 < self.min_scale < math.inf:
-            self._refuse("min_scale", "a number above 0")
-        if not self.min_scale <= self.max_scale < math.inf:
-            self._refuse("max_scale", f"a number of min_scale ({self.min_scale}) or more")
-        if not self.min_scale <= self.initial_scale <= self.max_scale:
-            self._refuse(
-                "initial_scale",
-                f"a number from min_scale ({self.min_scale}) to max_scale ({self.max_scale})",
-            )
-
-    def _refuse(self, setting: str, wanted: str) -> None:
-        raise ConfigError(
-            f"DynamicLossScale.{setting} is {getattr(self, setting)!r}; wanted is {wanted}."
-        )
+        lowest, highest = self.min_scale, self.max_scale
+        is_integer = isinstance(self.growth_interval, int) and self.growth_interval is not True
+        for setting, is_right, wanted in (
+            ("growth_interval", is_integer and self.growth_interval > 0, "a number of steps"),
+            ("growth_factor", 1.0 < self.growth_factor < math.inf, "a number above 1"),
+            ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "a number between 0 and 1"),
+            ("min_scale", 0.0 < lowest < math.inf, "a number above 0"),
+            ("max_scale", lowest <= highest < math.inf, f"a number of min_scale ({lowest}) on"),
+            (
+                "initial_scale", lowest <= self.initial_scale <= highest,
+                f"a number from min_scale ({lowest}) to max_scale ({highest})",
+            ),
+        ):
+            require(is_right, f"DynamicLossScale.{setting}", getattr(self, setting), wanted)
 
     def init(self) -> dict[str, jax.Array]:
         """Returns scalars: scale (float32), and num_good_steps (int32) since it last changed."""
@@ -69,7 +62,7 @@ class DynamicLossScale:
     def update(
         self, state: dict[str, jax.Array], is_finite: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the state after a step whose loss and gradients were all finite, or were not."""
+        """Returns the state after a step; is_finite: its loss and all its gradients were."""
         num_good_steps = state["num_good_steps"] + 1
         grows = is_finite & (num_good_steps >= self.growth_interval)
         factor = jnp.where(is_finite, 1.0, self.backoff_factor)

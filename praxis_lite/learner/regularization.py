@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few, require
+from praxis_lite.learner.optimizers.path_masks import compiled_patterns
 
 PyTree = Any
 
@@ -17,9 +18,8 @@ PyTree = Any
 class VariationalNoise:
     """Gradients are taken at weights with Gaussian noise; the update is of those without.
 
-    Pax's `task.train.variational_noise` (`vn_scale`, `vn_regex`, `vn_start_step`); Graves 2011,
-    "Practical variational inference for neural networks". Pax's patterns start with `params/`,
-    these do not.
+    Pax's `task.train.variational_noise`, whose patterns start with `params/`; Graves 2011,
+    "Practical variational inference for neural networks".
 
     Attributes:
       scale: standard deviation of the noise.
@@ -28,7 +28,7 @@ class VariationalNoise:
       start_step: the first step with noise.
 
     Raises:
-      ConfigError: a setting is out of range, or `regex` is none.
+      ConfigError: a setting is out of range, or `regex` is not a regular expression.
     """
 
     scale: float
@@ -36,54 +36,36 @@ class VariationalNoise:
     start_step: int = 0
 
     def __post_init__(self):
-        if not self.scale > 0:
-            raise ConfigError(
-                f"VariationalNoise.scale is {self.scale}; wanted is a positive standard "
-                "deviation. For no noise, leave variational_noise None."
-            )
-        if self.start_step < 0:
-            raise ConfigError(
-                f"VariationalNoise.start_step is {self.start_step}; wanted is 0 or a later step."
-            )
-        try:
-            re.compile(self.regex)
-        except re.error as error:
-            raise ConfigError(
-                f"VariationalNoise.regex {self.regex!r} is no regular expression: {error}."
-            ) from error
+        require(
+            self.scale > 0, "VariationalNoise.scale", self.scale, "a positive standard deviation",
+            "For no noise, leave variational_noise None.",
+        )
+        step = self.start_step
+        require(step >= 0, "VariationalNoise.start_step", step, "0 or a later step")
+        compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:
-        """Checks that some weight will have noise.
-
-        Args:
-          weights: nested dict of what is trained, with any leaves: arrays, WeightSpecs.
-
-        Raises:
-          ConfigError: the pattern matches no weight; names some of those there are.
-        """
-        paths = [path for path, _ in _leaves(weights)]
+        """Raises a ConfigError if the pattern matches no weight of a nested dict."""
+        paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return
         hint = " Leave out params/." if self.regex.startswith("params/") else ""
-        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
         raise ConfigError(
-            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: {shown}. "
-            f"It is matched from the start of a path.{hint} Mend it, or take the noise out."
+            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
+            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Mend it, or take the "
+            "noise out."
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
-        """Returns `params`, those that match with noise from `start_step` on.
+        """Returns `params`, with noise from `start_step` on where the pattern matches.
 
-        A weight's noise depends on the key, its path and its true shape alone: not on the mesh, nor
-        on what other weights there are.
+        A weight's noise depends on the key, its path and its logical shape alone: not on the mesh,
+        nor on what other weights there are.
 
         Args:
-          params: nested dict of the weights that are trained.
+          params: nested dict of the weights that are trained; see `check`.
           key: of this step; other draws may be made with it.
           step: int32 scalar.
-
-        Raises:
-          ConfigError: as `check`.
         """
         self.check(params)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
@@ -101,10 +83,6 @@ class VariationalNoise:
 
     def _matches(self, path: str) -> bool:
         return re.match(self.regex, path) is not None
-
-
-def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _name(path: tuple) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.learner.optimizer_groups import Group, spec_items
+from praxis_lite.learner.weight_groups import Group
 from praxis_lite.sharding import WeightSpec, padded_shape, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
+from praxis_lite.sharding.logical_axes import axes_of, entry_of
+from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
 Shape = tuple[int, ...]
@@ -40,24 +41,23 @@ def extended_specs(
 
     Args:
       weight_specs: nested dict of WeightSpec.
-      slot_mesh_axes: names of mesh axes; (): the weights' own specs.
+      slot_mesh_axes: names of mesh axes.
       axis_sizes: devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: an axis that the mesh has not, or one named twice.
+      ConfigError: an axis that the mesh does not have, or one named twice.
     """
     # Checked as the mapping of one dim that splits over all of them.
     (entry,) = to_partition_spec(
         [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
     )
-    specs: dict[str, Any] = {}
-    for path, weight in spec_items(weight_specs):
-        node = specs
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        spec = weight.partition_spec(tuple(axis_sizes), "/".join(path))
-        node[path[-1]] = _extended(spec, weight, axes_of(entry), axis_sizes)
-    return specs
+
+    def extended(path: tuple, weight: WeightSpec) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = weight.partition_spec(tuple(axis_sizes), name)
+        return _extended(spec, weight, axes_of(entry), axis_sizes)
+
+    return jax.tree_util.tree_map_with_path(extended, weight_specs, is_leaf=_is_weight_spec)
 
 
 def _extended(
@@ -74,79 +74,57 @@ def _extended(
         axes = entries[dim] + added
         if size < math.prod(axis_sizes[axis] for axis in axes):
             continue
-        candidate = PartitionSpec(*spec[:dim], axes if len(axes) > 1 else axes[0], *spec[dim + 1 :])
+        candidate = PartitionSpec(*spec[:dim], entry_of(axes), *spec[dim + 1 :])
         stored = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
         candidates.append(((dim < stack_rank, stored, -size, dim), candidate))
     return min(candidates)[1] if candidates else spec
 
 
-def split_as_slots(tree: PyTree, weight_specs: PyTree, slot_mesh_axes: Sequence[str]) -> PyTree:
-    """Returns `tree` with the layout of `extended_specs` stated to XLA, or as it is.
-
-    Nothing is stated without `slot_mesh_axes`, nor where no mesh is set.
-
-    Args:
-      tree: a value of the true shape per weight: gradients, weights.
-      weight_specs: nested dict of WeightSpec; it may have weights that `tree` lacks.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not slot_mesh_axes or mesh.empty:
-        return tree
-    specs = extended_specs(weight_specs, slot_mesh_axes, mesh.shape)
-
-    def constrain(node: Any, spec: Any) -> Any:
-        if isinstance(spec, PartitionSpec):
-            return jax.lax.with_sharding_constraint(node, spec)
-        return {name: constrain(child, spec[name]) for name, child in node.items()}
-
-    return constrain(tree, specs)
-
-
 def slot_specs(
-    weights: Mapping[str, Group], partition_specs: Mapping[str, Group]
+    groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
 ) -> dict[str, PyTree]:
     """Returns the PartitionSpec of every slot, by group as `Learner.init` makes them.
 
     Args:
-      weights: the learner's groups of WeightSpecs.
-      partition_specs: the same groups of specs, extended to the weights' ranks.
+      groups: of WeightGroups.
+      weight_specs: nested dict of WeightSpec.
+      partition_specs: the same tree of specs, extended to the weights' ranks.
     """
     return {
-        name: _group_slot_specs(group, partition_specs[name].weights)
-        for name, group in weights.items()
+        name: _group_slot_specs(group, group.of(weight_specs), group.of(partition_specs))
+        for name, group in groups.items()
     }
 
 
-def _group_slot_specs(group: Group, partition_specs: PyTree) -> PyTree:
+def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
     stack_rank = len(group.stack_shape)
+    split = dict(_leaves(partition_specs))
     weights = {
-        _dict_path(path): (weight.shape[stack_rank:], tuple(spec))
-        for (path, weight), spec in zip(
-            jax.tree_util.tree_flatten_with_path(group.weights, is_leaf=_is_weight_spec)[0],
-            jax.tree.leaves(partition_specs, is_leaf=_is_partition_spec),
-            strict=True,
-        )
+        path: (weight.shape[stack_rank:], tuple(split[path]))
+        for path, weight in spec_items(weight_specs)
     }
 
-    def slots_if(resize: Callable[[Shape], Shape]) -> tuple[list[tuple[tuple, Any]], Any]:
+    def slots_if(resize: Callable[[Shape], Shape]) -> PyTree:
         structs = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype),
-            group.weights,
+            weight_specs,
             is_leaf=_is_weight_spec,
         )
-        slots = jax.eval_shape(group.optimizer.init, structs)
-        return jax.tree_util.tree_flatten_with_path(slots)
+        return jax.eval_shape(group.optimizer.init, structs)
 
-    slots, treedef = slots_if(lambda shape: shape)
-    probes = [(slots_if(resize)[0], resize) for resize in (_distinct_above, _distinct_below)]
+    slots = slots_if(lambda shape: shape)
+    probes = [(jax.tree.leaves(slots_if(resize)), resize)
+              for resize in (_distinct_above, _distinct_below)]
     specs = []
-    for i, (path, slot) in enumerate(slots):
-        weight = _weight_of(_dict_path(path), weights)
+    for i, (path, slot) in enumerate(_leaves(slots)):
+        # A slot's path ends with its weight's, unless it is of the optimizer as a whole.
+        ends = (path[start:] for start in range(len(path)))
+        weight = next((weights[end] for end in ends if end in weights), None)
         if weight is None:
             specs.append(PartitionSpec(*(None,) * (stack_rank + slot.ndim)))
             continue
         shape, spec = weight
-        candidates = [(probe[i][1].shape, resize(shape)) for probe, resize in probes]
+        candidates = [(probe[i].shape, resize(shape)) for probe, resize in probes]
         dims = _recognise(slot.shape, shape, candidates)
         # A dim that comes twice, as in a preconditioner [d, d], splits once: an axis cannot split
         # two dims.
@@ -155,7 +133,7 @@ def _group_slot_specs(group: Group, partition_specs: PyTree) -> PyTree:
             for position, dim in enumerate(dims)
         ]
         specs.append(PartitionSpec(*spec[:stack_rank], *own))
-    return jax.tree.unflatten(treedef, specs)
+    return jax.tree.unflatten(jax.tree.structure(slots), specs)
 
 
 def _recognise(
@@ -170,8 +148,10 @@ def _recognise(
         if wanted == list(slot_shape):
             return dims
     return range(len(shape)) if slot_shape == shape else [None] * len(slot_shape)
+
+
 def _distinct_above(shape: Shape) -> Shape:
-    """Returns the sizes, raised as little as makes them differ, in the same order, none 1."""
+    """Returns the sizes, raised as little as makes them differ, in the same order, and above 1."""
     sizes, floor = list(shape), 2
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d)):
         sizes[dim] = max(shape[dim], floor)
@@ -188,21 +168,13 @@ def _distinct_below(shape: Shape) -> Shape:
     return tuple(sizes) if min(sizes, default=2) > 1 else _distinct_above(shape)
 
 
-def _weight_of(path: Path, weights: dict[Path, tuple[Shape, tuple]]) -> tuple[Shape, tuple] | None:
-    """Returns the weight whose path a slot's path ends with; None for the optimizer's own state."""
-    for start in range(len(path)):
-        if path[start:] in weights:
-            return weights[path[start:]]
-    return None
-
-
-def _dict_path(path: tuple) -> Path:
-    return tuple(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
+def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
+    """Returns the leaves with the names that dicts give on the way to them."""
+    return [
+        (tuple(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
 
 
 def _is_weight_spec(x: Any) -> bool:
     return isinstance(x, WeightSpec)
-
-
-def _is_partition_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

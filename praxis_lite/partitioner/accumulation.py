@@ -13,14 +13,18 @@ from praxis_lite.task import WeightedScalars
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
-# (params, non_trainable, inputs, key) -> (what is differentiated, (metrics, new non_trainable))
+# (fixed, params, non_trainable, inputs, key) -> (what is differentiated, (metrics, new
+# non_trainable))
 LossFn = Callable[
-    [PyTree, PyTree, Batch, jax.Array], tuple[jax.Array, tuple[WeightedScalars, PyTree]]
+    [PyTree, PyTree, PyTree, Batch, jax.Array], tuple[jax.Array, tuple[WeightedScalars, PyTree]]
 ]
+# `value_and_grad` below, or another function of the same arguments.
+ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
 
 
 def value_and_grad(
     loss_fn: LossFn,
+    fixed: PyTree,
     params: PyTree,
     non_trainable: PyTree,
     inputs: Batch,
@@ -34,15 +38,16 @@ def value_and_grad(
 
     Where the loss is a weighted mean over rows, any number of micro-batches gives what one batch
     does, to rounding: gradients are summed in float32, each times the "loss" metric's weight, and
-    divided by the sum of the weights once; metrics are weighted means likewise. A micro-batch that
-    weighs 0 counts for nothing, be its values NaN. What is no sum over rows is another number than
-    that of the whole batch: a router's load-balancing loss is the weighted mean of those of the
-    micro-batches, batch norm takes the statistics of each.
+    divided by the sum of the weights once; metrics are weighted means likewise. A micro-batch of
+    weight 0 counts for nothing, even if its values are NaN. A loss that is not a sum over rows is
+    another number than that of the whole batch: a router's load-balancing loss is the weighted
+    mean of those of the micro-batches, batch norm takes the statistics of each.
 
     Activations are those of one micro-batch at a time; besides there is a float32 sum of gradients.
 
     Args:
-      loss_fn: of the weights, the other variables, a (micro-)batch and its key.
+      loss_fn: of what follows, in this order, for the whole batch or a micro-batch.
+      fixed: what no gradient is taken of: `{"frozen": weights, "loss_scale": scalar}`.
       params: the weights to differentiate by.
       non_trainable: handed from micro-batch to micro-batch, in order.
       inputs: arrays [B, ...], cut so that row r is in micro-batch r % N; scalars go to each whole.
@@ -54,15 +59,16 @@ def value_and_grad(
     Raises:
       ConfigError: N does not divide B; while tracing, before anything compiles.
     """
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     if num_micro_batches == 1:
-        (_, (metrics, non_trainable)), grads = grad_fn(params, non_trainable, inputs, key)
+        (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
         return metrics, non_trainable, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
         grad_sums, non_trainable = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
+            fixed,
             params,
             non_trainable,
             _spread(micro_batch, inputs_split_mapping),
@@ -90,7 +96,7 @@ def value_and_grad(
 
 
 def _weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean of [N] values, and its weight; where all weigh 0, their plain mean."""
+    """Returns the mean of [N] values, and its weight; if all weights are 0, their plain mean."""
     weights = weights.astype(jnp.float32)
     total = jnp.sum(weights)
     weighted_sum = jnp.sum(jnp.where(weights != 0, values * weights, 0.0))
@@ -125,7 +131,7 @@ def _cut(inputs: Batch, num_micro_batches: int) -> Batch:
 def _spread(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
     """Returns a micro-batch with its layout stated: rows split as those of a whole batch.
 
-    Where they are uneven XLA would else keep them on every device, and compute everything there.
+    Without it XLA would keep uneven rows on every device, and compute everything there.
     """
     axis_names = jax.sharding.get_abstract_mesh().axis_names
     mapping = inputs_split_mapping or {}

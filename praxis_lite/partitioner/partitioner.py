@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.models.axis_rules import flax_axis_rules
 from praxis_lite.models.layer_paths import naming_the_layer
-from praxis_lite.partitioner import steps
+from praxis_lite.partitioner import accumulation, steps
 from praxis_lite.partitioner.train_state import TrainState, state_layout
 from praxis_lite.sharding import global_batch, reshard_by_rank
 from praxis_lite.sharding.inputs import (
@@ -30,12 +30,16 @@ PyTree = Any
 class Partitioner:
     """Compiles a task's steps for a mesh; any mesh, an unattached topology's included.
 
-    Every compiled step slices the state and the batch to their true shapes, reshards the inputs
-    by rank, runs the pure step, and (train) pads the new state.
+    Every compiled step slices the padding off the state and the batch, reshards the inputs by
+    rank, runs the pure step, and (train) pads the new state.
 
-    Attributes:
+    Args:
       task: the single-device view.
       mesh: with Auto axes.
+      value_and_grad: how a train step's gradients are made and summed; as `accumulation`'s.
+      evaluate: a pure eval step; as `steps.eval_step`.
+
+    Attributes:
       layout: StateLayout of the TrainState.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
@@ -45,8 +49,16 @@ class Partitioner:
       ConfigError: a weight's split does not fit; before anything compiles.
     """
 
-    def __init__(self, task: Task, mesh: Mesh):
+    def __init__(
+        self,
+        task: Task,
+        mesh: Mesh,
+        *,
+        value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
+        evaluate: Callable[..., Any] = steps.eval_step,
+    ):
         self.task, self.mesh = task, mesh
+        self._value_and_grad, self._evaluate = value_and_grad, evaluate
         with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout = state_layout(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
@@ -85,12 +97,10 @@ class Partitioner:
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
-        """Returns the key to evaluate or decode a batch with, on every device.
+        """Returns the key to evaluate or decode with, on every device.
 
         Args:
-          seed: of the run.
-          step: of the weights.
-          batch: the batch's index in its dataset.
+          seed, step, batch: the run's, that of the weights, and the batch's index in its dataset.
         """
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
         return replicated_key(key, self.mesh)
@@ -98,26 +108,21 @@ class Partitioner:
     def eval_step(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> WeightedScalars:
-        """Returns the metrics of a batch, on every device.
-
-        Args:
-          key: see `batch_key`; None: one that is always the same.
-        """
+        """Returns the metrics of a batch, on every device; without a key, with a fixed one."""
         return self._eval(mdl_vars, batch, key, False)
 
     def eval_examples(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> tuple[WeightedScalars, dict[str, jax.Array], jax.Array]:
-        """Returns as `eval_step` the metrics; besides the per-example outputs, on every device.
+        """Returns the metrics and per-example outputs of a batch, on every device.
 
         Returns:
-          metrics; outputs by name, [B, ...] for the B rows that are no padding; and bool [B], False
-          for the pipeline's rows of filler.
+          metrics; outputs by name, [B, ...]; and bool [B], False for the pipeline's rows of filler.
         """
         return self._eval(mdl_vars, batch, key, True)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
-        """Returns a process's NumPy rows as global arrays; see `sharding.inputs.global_batch`."""
+        """Returns a process's NumPy rows as global arrays; see `sharding.global_batch`."""
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:
@@ -125,11 +130,7 @@ class Partitioner:
         return process_rows(num_rows, self.mesh)
 
     def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
-        """Checks the rows and ranks of a batch for a step before anything compiles.
-
-        Raises:
-          ConfigError: leaves disagree on their rows, or a rank has no entry in the mapping.
-        """
+        """Raises a ConfigError if a batch's leaves disagree on rows, or a rank has no mapping."""
         abstract_global_batch(element_spec, self.mesh)
         check_inputs_split_mapping(
             element_spec, self.task.inputs_split_mapping, self.mesh.axis_names
@@ -147,7 +148,7 @@ class Partitioner:
 
         Raises:
           ConfigError: what a layer or the task refuses only when it is called, such as an
-            activation's mapping; before anything compiles.
+            activation's mapping.
         """
         batch = abstract_global_batch(element_spec, self.mesh)
         state = self.layout.abstract(self.mesh)
@@ -164,11 +165,11 @@ class Partitioner:
         """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
 
         Args:
-          state: of whose opt_states only `Learner.eval_opt_states` are read.
+          state: only `Learner.eval_opt_states` of its opt_states are read.
           use_ema: take the moving averages that the learner keeps.
 
         Raises:
-          ConfigError: `use_ema`, and the learner keeps none.
+          ConfigError: `use_ema`, but the learner keeps no averages.
         """
         names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
         if not names:
@@ -180,19 +181,16 @@ class Partitioner:
     def with_mdl_vars(
         self, function: Callable[..., Any], static_argnums: int | Sequence[int] = ()
     ) -> Callable[..., Any]:
-        """Returns `function(mdl_vars, ...)`, of true shapes, as one of the mdl_vars of a state.
+        """Returns `function(mdl_vars, ...)`, of unpadded arrays, as one of a state's mdl_vars.
 
-        To be compiled by `jax.jit`, for loops that need another step than the three here. A
-        GlobalBatch among the arguments reaches `function` as its inputs.
-
-        Args:
-          static_argnums: as of `jax.jit`; to be given to that as well.
+        To be compiled by `jax.jit` with the same `static_argnums`, for other steps than the three
+        here. A GlobalBatch among the arguments reaches `function` as its inputs.
         """
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             with self._tracing():
-                true_args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
-                return function(self._mdl_layout.unpad(mdl_vars), *true_args)
+                args = (self._inputs(x) if isinstance(x, GlobalBatch) else x for x in args)
+                return function(self._mdl_layout.unpad(mdl_vars), *args)
 
         return without_xla_errors(on_the_mesh, static_argnums)
 
@@ -213,7 +211,7 @@ class Partitioner:
 
     def _init(self, key: jax.Array) -> TrainState:
         with self._tracing():
-            state = steps.init_state(self.task, key, self.layout.weight_specs)
+            state = steps.init_state(self.task, key, self.layout.groups)
             return self.layout.pad(state)
 
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
@@ -221,14 +219,9 @@ class Partitioner:
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(
                 self.task, state, self._inputs(batch), key,
-                weight_specs=self.layout.weight_specs, value_and_grad=self._value_and_grad,
+                groups=self.layout.groups, value_and_grad=self._value_and_grad,
             )
             return self.layout.pad(state), outputs
-
-    def _value_and_grad(
-        self, *args: Any, **settings: Any
-    ) -> tuple[WeightedScalars, PyTree, PyTree]:
-        return steps.value_and_grad(*args, **settings)
 
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
         with self._tracing():
@@ -236,8 +229,7 @@ class Partitioner:
             opt_layout = self.layout.select("opt_states")
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
             params = self.task.learner.eval_params(
-                layout.unpad(params), opt_states,
-                self.layout.weight_specs, use_ema=use_ema,
+                layout.unpad(params), opt_states, self.layout.groups, use_ema=use_ema
             )
             return layout.pad(params)
 
@@ -246,13 +238,9 @@ class Partitioner:
     ) -> PyTree:
         with self._tracing():
             inputs = self._inputs(batch)
-            metrics, examples = self._evaluated(self._mdl_layout.unpad(mdl_vars), inputs, key)
+            mdl_vars = self._mdl_layout.unpad(mdl_vars)
+            metrics, examples = self._evaluate(self.task, mdl_vars, inputs, key)
             return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
-
-    def _evaluated(
-        self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
-    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
-        return steps.eval_step(self.task, mdl_vars, inputs, key)
 
     def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):
         with self._tracing():

@@ -1,23 +1,28 @@
 """Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
 
-import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core import spmd
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.partitioner import accumulation, steps
 from praxis_lite.partitioner.partitioner import Partitioner
+from praxis_lite.partitioner.per_device import on_each_device
+from praxis_lite.partitioner.sums_over_devices import (
+    counting,
+    mean_change,
+    summed,
+    weighted_means,
+)
 from praxis_lite.sharding import WeightSpec, constrain, pad_tree, unpad_tree
 from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
 from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.varying import loop_refused, varying_over
+from praxis_lite.sharding.varying import varying_over
 from praxis_lite.task import Task, WeightedScalars
 
 PyTree = Any
@@ -25,7 +30,7 @@ WHOLE = PartitionSpec()
 
 
 class ShardMapPartitioner(Partitioner):
-    """A Partitioner whose train and eval steps send what they send along some axes by hand.
+    """A Partitioner with explicit collectives along some axes in train and eval steps.
 
     Same interface, same state: a checkpoint of the one restores in the other. Along `data_axes`
     each device has its rows of a batch and runs the model on them as if it were alone:
@@ -40,16 +45,15 @@ class ShardMapPartitioner(Partitioner):
     learner's update, decoding and checkpoints are those of `Partitioner`.
 
     Means over devices are weighted by the metrics' weights, so that losses and gradients are those
-    of one device. What is no sum over rows is another number, as with micro-batches: batch norm
+    of one device. What is not a sum over rows is another number, as with micro-batches: batch norm
     takes a device's own statistics, and the running ones become the mean of the devices', weighted
     as the loss; a router balances the load of a device. Each device has a key of its own.
 
-    Rows that do not divide are filled up with copies of the first, whose `weights` are 0. JAX
+    Rows that do not divide are filled up with copies of the first, of which `weights` are 0. JAX
     tracks in the model what differs between devices (`check_vma`).
 
     Args:
-      task: see Partitioner.
-      mesh: see Partitioner.
+      task, mesh: see Partitioner.
       data_axes: the axes that are taken out of the compiler's hands.
 
     Raises:
@@ -59,11 +63,19 @@ class ShardMapPartitioner(Partitioner):
 
     def __init__(self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",)):
         self.data_axes = _checked_axes(data_axes, mesh)
-        super().__init__(task, mesh)
+        super().__init__(
+            task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand
+        )
         self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
-        layout = self._mdl_layout.select("params")
+        layout, groups = self._mdl_layout.select("params"), self.layout.groups
         self._weights = jax.tree_util.tree_map_with_path(
-            self._mapped_weight, layout.shapes, layout.specs, self.layout.weight_specs
+            self._mapped_weight, layout.shapes, layout.specs, groups.weight_specs
+        )
+        self._trained, self._frozen = groups.split(self._weights)
+        declared = task.weight_sharding
+        self._on_each_device = functools.partial(
+            on_each_device, data_axes=self.data_axes,
+            axis_rules=declared.rules_in_use if declared else (),
         )
 
     def _mapped_weight(
@@ -74,11 +86,7 @@ class ShardMapPartitioner(Partitioner):
         return mapped_weight(name, true.shape, num_layers, spec, self.data_axes, sizes)
 
     def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
-        """As Partitioner's; also, whether rows that do not divide can be told from true ones.
-
-        Raises:
-          ConfigError: they cannot, for the batch has no `weights`.
-        """
+        """As Partitioner's; also refuses rows that do not divide in a batch without `weights`."""
         super().check_batch(element_spec, step)
         if step != "decode":
             num_micro_batches = self.task.learner.gradient_accumulation_steps
@@ -113,47 +121,9 @@ class ShardMapPartitioner(Partitioner):
         no_weights = [(0, num_missing)] + [(0, 0)] * (weights.ndim - 1)
         return jax.tree.map(filled_up, dict(inputs)) | {"weights": jnp.pad(weights, no_weights)}
 
-    def _on_devices(
-        self, function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any
-    ) -> Any:
-        """Returns `function(inputs, *others)`, run by each device on its rows.
-
-        Args:
-          inputs: arrays whose rows the devices divide; scalars go to each.
-          others: (tree, its PartitionSpecs or one for all).
-          out: the specs of what is returned.
-        """
-        rows = jax.tree.map(lambda x: PartitionSpec(self.data_axes) if x.ndim else WHOLE, inputs)
-        mapped = jax.shard_map(
-            function,
-            in_specs=(rows, *(specs for _, specs in others)),
-            out_specs=out,
-            axis_names=set(self.data_axes),
-        )
-        declared = self.task.weight_sharding
-        # No constraint inside may name a data axis.
-        rules = [
-            (name, tuple(axis for axis in axes_of(axes) if axis not in self.data_axes) or None)
-            for name, axes in (declared.rules_in_use if declared else ())
-        ]
-        try:
-            with spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext():
-                return mapped(inputs, *(tree for tree, _ in others))
-        except (TypeError, ValueError) as error:
-            if "manual axis types do not match" in str(error):
-                raise loop_refused(error, self.data_axes) from error
-            if "sharding_constraint" not in str(error) or "Manual" not in str(error):
-                raise
-            raise ConfigError(
-                f"The model constrains an activation over one of data_axes {self.data_axes}, along "
-                "which ShardMapPartitioner gives each device its own rows and nothing else. Leave "
-                "the axis out of jax.lax.with_sharding_constraint (praxis_lite.sharding.constrain "
-                f"does), or use Partitioner. JAX says: {error}"
-            ) from error
-
-    def _value_and_grad(
+    def _value_and_grad_by_hand(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: accumulation.LossFn,
         fixed: Mapping[str, Any],
         trainable: PyTree,
         non_trainable: PyTree,
@@ -165,7 +135,6 @@ class ShardMapPartitioner(Partitioner):
         lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
         del lay_out  # The slots' layout names data axes too: sums lie here as the weights do.
-        weights, frozen = self.task.learner.split_trainable(self._weights, self.layout.weight_specs)
         inputs = self._padded(inputs, num_micro_batches)
         # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
         # the loss: float16 does not hold much more.
@@ -180,42 +149,47 @@ class ShardMapPartitioner(Partitioner):
             fixed, blocks, old, key = varying_over(
                 (fixed, blocks, non_trainable, key), self.data_axes
             )
-            fixed = {**fixed, "frozen": sharded(fixed["frozen"], frozen)}
+            fixed = {**fixed, "frozen": sharded(fixed["frozen"], self._frozen)}
 
-            def local_loss(blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array) -> Any:
-                inputs, counts = _counting(inputs)
-                loss, (metrics, new) = loss_fn(fixed, sharded(blocks, weights), old, inputs, key)
+            def local_loss(
+                fixed: Any, blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array
+            ) -> Any:
+                inputs, counts = counting(inputs)
+                params = sharded(blocks, self._trained)
+                loss, (metrics, new) = loss_fn(fixed, params, old, inputs, key)
                 metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # A sum over rows, which devices and micro-batches add to: each weighs 1.
+                # A sum over rows, which devices and micro-batches add to: each has the weight 1.
                 one = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
                 # Devices are summed over, so each has a term of its own, even of equal numbers.
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
-                local_loss, blocks, old, inputs,
+                local_loss, fixed, blocks, old, inputs,
                 jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
                 num_micro_batches=num_micro_batches,
                 inputs_split_mapping=inputs_split_mapping,
                 lay_out=lambda grads: jax.tree.map(
-                    lambda g, weight: constrain(g, tuple(weight.spec)), grads, weights
+                    lambda g, weight: constrain(g, tuple(weight.spec)), grads, self._trained
                 ),
             )
             del metrics["loss"]
             metrics = {name.removeprefix("mean/"): pair for name, pair in metrics.items()}
             with jax.named_scope("sum_over_devices"):
-                grads = jax.tree.map(self._summed, grads, weights)
-                new = self._mean_change(non_trainable, new, metrics["loss"][1])
-            metrics = self._weighted_means(metrics)
+                grads = jax.tree.map(
+                    lambda g, weight: summed(g, weight, self.data_axes), grads, self._trained
+                )
+                new = mean_change(non_trainable, new, metrics["loss"][1], self.data_axes)
+            metrics = weighted_means(metrics, self.data_axes)
             total = metrics["loss"][1] / (size * num_micro_batches)
             factor = jnp.where(total == 0, 0.0, 1.0 / total)
             return metrics, new, jax.tree.map(lambda g: g * factor, grads)
 
-        blocks, specs = self._blocks(trainable, weights)
-        frozen_blocks, frozen_specs = self._blocks(fixed["frozen"], frozen)
-        metrics, non_trainable, grads = self._on_devices(
+        blocks, specs = self._blocks(trainable, self._trained)
+        frozen_blocks, frozen_specs = self._blocks(fixed["frozen"], self._frozen)
+        metrics, non_trainable, grads = self._on_each_device(
             on_a_device,
             inputs,
             (
@@ -227,23 +201,23 @@ class ShardMapPartitioner(Partitioner):
             (key, WHOLE),
             out=(WHOLE, WHOLE, specs),
         )
-        whole_specs = jax.tree.map(lambda weight: weight.spec, weights)
+        whole_specs = jax.tree.map(lambda weight: weight.spec, self._trained)
         return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
 
-    def _evaluated(
-        self, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
+    def _eval_by_hand(
+        self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
     ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
         def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
-            inputs, counts = _counting(inputs)
+            inputs, counts = counting(inputs)
             blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
             key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
-            metrics, examples = steps.eval_step(self.task, mdl_vars, inputs, key)
+            metrics, examples = steps.eval_step(task, mdl_vars, inputs, key)
             metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
-            return self._weighted_means(metrics), examples
+            return weighted_means(metrics, self.data_axes), examples
 
-        metrics, examples = self._on_devices(
+        metrics, examples = self._on_each_device(
             on_a_device,
             self._padded(inputs, 1),
             self._blocks(mdl_vars["params"], self._weights),
@@ -255,68 +229,18 @@ class ShardMapPartitioner(Partitioner):
         return metrics, {name: x[:num_rows] for name, x in examples.items()}
 
     def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns weights of true shape as they enter the devices' programs, padded; and specs."""
+        """Returns unpadded weights as they enter the devices' programs, padded; and their specs."""
         specs = jax.tree.map(lambda weight: weight.spec, weights)
         mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
         return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
-
-    def _summed(self, grad: jax.Array, weight: MappedWeight) -> jax.Array:
-        """Returns the sum over devices; over those of its axes, a gather's gradient is one."""
-        summed = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
-        axes = tuple(axis for axis in self.data_axes if axis not in summed)
-        return jax.lax.psum(grad, axes) if axes else grad
-
-    @jax.named_scope("sum_over_devices")
-    def _weighted_means(self, metrics: WeightedScalars) -> WeightedScalars:
-        def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-            weight = jnp.asarray(weight, jnp.float32)
-            weighted = jnp.where(weight != 0, value * weight, 0.0)
-            weighted_sum, total = jax.lax.psum((weighted, weight), self.data_axes)
-            return weighted_sum / jnp.where(total == 0, 1.0, total), total
-
-        return {name: mean(*pair) for name, pair in metrics.items()}
-
-    def _mean_change(self, old: PyTree, new: PyTree, weight: jax.Array) -> PyTree:
-        """Returns variables changed by the weighted mean of what devices changed them by."""
-
-        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(new.dtype, jnp.inexact):
-                return self._greatest(new)  # A counter, a key: every device has the same.
-            # Exactly what it was where nothing changed, an infinity too.
-            change = jnp.where(new == old, 0.0, new - old) * weight
-            change, total = jax.lax.psum((change, weight), self.data_axes)
-            return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
-
-        return jax.tree.map(mean, old, new)
-
-    def _greatest(self, x: jax.Array) -> jax.Array:
-        """Returns the greatest of the devices' numbers, by element; of keys that of their bits."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = jax.lax.pmax(jax.random.key_data(x), self.data_axes)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.lax.pmax(x, self.data_axes)
-
-
-def _counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns a device's inputs, and whether any of its rows weighs.
-
-    Where none does, it computes on weights of 1 and what it finds is multiplied by 0: a mean over
-    nothing may be NaN, and one device's NaN would be in everybody's sums.
-    """
-    if "weights" not in inputs:
-        return dict(inputs), jnp.ones((), bool)
-    weights = inputs["weights"]
-    counts = jnp.any(weights != 0)
-    return {**inputs, "weights": jnp.where(counts, weights, jnp.ones_like(weights))}, counts
 
 
 def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
-    if unknown or not axes or len(set(axes)) != len(axes):
-        hint = did_you_mean(str(unknown[0]), mesh.axis_names) if unknown else ""
-        raise ConfigError(
-            f"ShardMapPartitioner.data_axes is {axes}; wanted is one axis or more of the mesh's "
-            f"{mesh.axis_names}, each once.{hint}"
-        )
+    require(
+        not unknown and axes and len(set(axes)) == len(axes), "ShardMapPartitioner.data_axes", axes,
+        f"one axis or more of the mesh's {mesh.axis_names}, each once",
+        did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
+    )
     return axes

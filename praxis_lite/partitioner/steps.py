@@ -1,51 +1,30 @@
 """Pure train, eval and decode steps, as if there were one device."""
 
-import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.learner.optimizer_groups import merged
-from praxis_lite.learner.slots import split_as_slots
+from praxis_lite.learner.weight_groups import WeightGroups, merged
 from praxis_lite.partitioner import accumulation
+from praxis_lite.partitioner.accumulation import Batch
 from praxis_lite.partitioner.train_state import TrainState
-from praxis_lite.task import Task, WeightedScalars
-
-Batch = Mapping[str, jax.Array]
+from praxis_lite.task import Task
 
 
-# As `value_and_grad` below.
-ValueAndGrad = Callable[..., tuple[WeightedScalars, Any, Any]]
-
-
-def init_state(task: Task, key: jax.Array, weight_specs: Any = None) -> TrainState:
-    """Returns a fresh state: variables drawn at their true shapes, empty slots, step 0.
+def init_state(task: Task, key: jax.Array, groups: WeightGroups | None = None) -> TrainState:
+    """Returns a fresh state: variables drawn at their logical shapes, empty slots, step 0.
 
     Args:
-      key: of the draws.
-      weight_specs: of the "params", their splits decided; None: as the model declares them.
+      groups: of the layout; None: of what the model declares, without a mesh.
     """
     mdl_vars = task.model.init(key)
-    weight_specs = weight_specs or task.model.weight_specs()["params"]
-    opt_states = task.learner.init(mdl_vars["params"], weight_specs)
+    opt_states = task.learner.init(mdl_vars["params"], groups or _declared_groups(task))
     return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states)
 
 
-def value_and_grad(
-    loss_fn: Callable[..., Any], fixed: Any, trainable: Any, non_trainable: Any, inputs: Batch,
-    key: jax.Array, **settings: Any,
-) -> tuple[WeightedScalars, Any, Any]:
-    """Returns what `accumulation.value_and_grad` does: the compiler sums over devices.
-
-    Args:
-      loss_fn: of what follows, in this order.
-      fixed: what a gradient is not taken of: `{"frozen": weights, "loss_scale": scalar}`.
-    """
-    return accumulation.value_and_grad(
-        functools.partial(loss_fn, fixed), trainable, non_trainable, inputs, key, **settings
-    )
+def _declared_groups(task: Task) -> WeightGroups:
+    return task.learner.groups(task.model.weight_specs()["params"])
 
 
 def train_step(
@@ -54,14 +33,14 @@ def train_step(
     inputs: Batch,
     key: jax.Array,
     *,
-    weight_specs: Any = None,
-    value_and_grad: ValueAndGrad = value_and_grad,
+    groups: WeightGroups | None = None,
+    value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after one update, and metrics.
 
     Args:
       key: of the whole run; the step is folded into it.
-      weight_specs: of the "params", their splits decided; None: as the model declares them.
+      groups: as of `init_state`.
       value_and_grad: how gradients are made and summed.
 
     Returns:
@@ -69,9 +48,9 @@ def train_step(
     """
     key = jax.random.fold_in(key, state.step)
     learner = task.learner
-    weight_specs = weight_specs or task.model.weight_specs()["params"]
+    groups = groups or _declared_groups(task)
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
-    trainable, frozen = learner.split_trainable(params, weight_specs)
+    trainable, frozen = groups.split(params)
     if learner.variational_noise is not None:  # Of the weights that are differentiated only.
         trainable = learner.variational_noise.apply(trainable, key, state.step)
     is_scaled = learner.loss_scale is not None
@@ -82,7 +61,7 @@ def train_step(
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
         module = task.module({"params": params, "non_trainable": non_trainable}, key)
-        metrics, _ = task.loss_outputs(module, task.cast_inputs(inputs), key)
+        metrics, _ = task.outputs("compute_loss", module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
         return scaled_loss, (metrics, task.model.non_trainable(module))
@@ -91,15 +70,14 @@ def train_step(
         loss_fn, {"frozen": frozen, "loss_scale": scale}, trainable, non_trainable, inputs, key,
         num_micro_batches=learner.gradient_accumulation_steps,
         inputs_split_mapping=task.inputs_split_mapping,
-        lay_out=lambda grads: split_as_slots(grads, weight_specs, learner.slot_mesh_axes),
+        lay_out=groups.lay_out,
     )
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, grads)
-    new_params, opt_states, learner_scalars = learner.update(
-        grads, state.opt_states, params, weight_specs, metrics["loss"][0]
+    new_params, opt_states, learner_scalars, is_skipped = learner.update(
+        grads, state.opt_states, params, groups, metrics["loss"][0]
     )
     # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
-    is_skipped = opt_states["num_skipped_steps"] != state.opt_states["num_skipped_steps"]
     new_non_trainable = jax.tree.map(
         lambda new, old: jnp.where(is_skipped, old, new), new_non_trainable, non_trainable
     )
@@ -121,7 +99,7 @@ def eval_step(
     """
     key = jax.random.key(0) if key is None else key
     module = task.module(mdl_vars, eval_key=key)
-    return task.eval_outputs(module, task.cast_inputs(inputs), key)
+    return task.outputs("compute_eval_loss", module, task.cast_inputs(inputs), key)
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:

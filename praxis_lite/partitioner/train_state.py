@@ -1,4 +1,4 @@
-"""The state of training, and its layout: true shapes, specs and padded shapes as one object."""
+"""The state of training, and its layout: shapes, specs and padded shapes as one object."""
 
 import dataclasses
 import math
@@ -8,9 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.learner.slots import extended_specs, slot_specs
+from praxis_lite.learner.slots import slot_specs
+from praxis_lite.learner.weight_groups import WeightGroups
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import pad_tree, padded_shape, unpad_tree
+from praxis_lite.sharding.logical_axes import axes_of
 from praxis_lite.sharding.weight_sharding import decide_shardings
 from praxis_lite.task import Task
 
@@ -61,12 +63,12 @@ class StateLayout:
     """Where each leaf of a tree lives: the one object that pads, slices, places and reports.
 
     Attributes:
-      shapes: tree of ShapeDtypeStruct: true shapes.
+      shapes: tree of ShapeDtypeStruct: the logical, unpadded shapes.
       specs: the same tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: devices along each mesh axis, in the mesh's order.
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
-      weight_specs: of the "params" of a TrainState: WeightSpecs, their splits decided.
+      groups: of a TrainState: what the learner does with each weight, worked out once here.
     """
 
     shapes: PyTree
@@ -74,30 +76,25 @@ class StateLayout:
     axis_sizes: Mapping[str, int]
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    weight_specs: PyTree = None
+    groups: WeightGroups | None = None
 
     @property
     def padded_shapes(self) -> PyTree:
         """The tree of ShapeDtypeStruct that arrays have wherever they cross a jit boundary."""
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                padded_shape(x.shape, spec, self.axis_sizes), x.dtype
-            ),
-            self.shapes,
-            self.specs,
-        )
+
+        def padded(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(padded_shape(x.shape, spec, self.axis_sizes), x.dtype)
+
+        return jax.tree.map(padded, self.shapes, self.specs)
 
     def shardings(self, mesh: Mesh) -> PyTree:
-        return jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=_is_partition_spec
-        )
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs)
 
     def abstract(self, mesh: Mesh) -> PyTree:
         """Returns padded ShapeDtypeStructs with their shardings: what to lower or restore for."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            self.padded_shapes,
-            self.shardings(mesh),
+            self.padded_shapes, self.shardings(mesh),
         )
 
     def pad(self, tree: PyTree) -> PyTree:
@@ -116,12 +113,9 @@ class StateLayout:
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
-        specs = jax.tree.leaves(self.specs, is_leaf=_is_partition_spec)
-        for (path, x), spec in zip(
-            jax.tree_util.tree_flatten_with_path(self.shapes)[0], specs, strict=True
-        ):
-            axes = [axis for entry in spec if entry is not None
-                    for axis in ([entry] if isinstance(entry, str) else entry)]
+        leaves = jax.tree.leaves_with_path(self.shapes)
+        for (path, x), spec in zip(leaves, jax.tree.leaves(self.specs), strict=True):
+            axes = [axis for entry in spec for axis in axes_of(entry)]
             path = jax.tree_util.keystr(path, simple=True, separator="/")
             yield LeafLayout(
                 path=path,
@@ -138,7 +132,7 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
     """Returns the layout of a task's TrainState on a mesh; no array is made.
 
     Args:
-      task: whose model declares splits and whose learner has slots.
+      task: its model declares splits, its learner has slots.
       axis_sizes: devices along each mesh axis, in the mesh's order.
 
     Raises:
@@ -155,27 +149,20 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
     mdl_specs = jax.tree_util.tree_map_with_path(
         lambda path, _: spec_of[jax.tree_util.keystr(path, simple=True, separator="/")], mdl_shapes
     )
-    learner, params_specs = task.learner, weight_specs["params"]
-    opt_shapes = jax.eval_shape(
-        lambda params: learner.init(params, params_specs), mdl_shapes["params"]
-    )
+    learner, params_specs = task.learner, mdl_specs["params"]
+    groups = learner.groups(weight_specs["params"], axis_sizes)
+    opt_shapes = jax.eval_shape(lambda params: learner.init(params, groups), mdl_shapes["params"])
     opt_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), opt_shapes)
-    extended = extended_specs(params_specs, learner.slot_mesh_axes, axis_sizes)
-    opt_specs["slots"] = slot_specs(
-        learner.groups(params_specs, params_specs), learner.groups(extended, params_specs)
-    )
+    update_specs = params_specs if groups.update_specs is None else groups.update_specs
+    opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
-        opt_specs["ema"] = learner.split_trainable(extended, params_specs)[0]
+        opt_specs["ema"] = groups.split(update_specs)[0]
     step = jax.ShapeDtypeStruct((), "int32")
     return StateLayout(
         shapes=TrainState(step, mdl_shapes, opt_shapes),
         specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
         axis_sizes=dict(axis_sizes),
-        weight_specs=weight_specs["params"],
+        groups=groups,
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
     )
-
-
-def _is_partition_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

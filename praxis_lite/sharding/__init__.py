@@ -14,13 +14,8 @@ from praxis_lite.sharding.mesh import (
 )
 from praxis_lite.sharding.named_shardings import infer_sharding
 from praxis_lite.sharding.padding import pad_tree, padded_shape, unpad_tree
-from praxis_lite.sharding.rules import (
-    Fsdp,
-    LogicalPartitioning,
-    Replicate,
-    ShardDim,
-    register_rule,
-)
+from praxis_lite.sharding.rule_names import register_rule
+from praxis_lite.sharding.rules import Fsdp, LogicalPartitioning, Replicate, ShardDim
 from praxis_lite.sharding.split_dims import SplitDims, constrain, to_partition_spec
 from praxis_lite.sharding.strategies import rule_shardings
 from praxis_lite.sharding.weight_sharding import WeightSharding

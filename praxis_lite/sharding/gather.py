@@ -20,7 +20,7 @@ class ShardedWeight:
     Attributes:
       block: this device's part, padding included.
       gather: from the block, or one layer's part of it where the weight is stacked, to the whole
-        of true shape; the gradient comes back as this device's part of the sum over devices.
+        without padding; the gradient comes back as this device's part of the sum over devices.
       path: of the weight, for --mode=explain.
     """
 
@@ -29,7 +29,7 @@ class ShardedWeight:
     path: str = "weights"
 
     def whole(self) -> jax.Array:
-        """Returns the weight, gathered here and not where a layer reads it."""
+        """Returns the weight, gathered here rather than where a layer reads it."""
         with jax.named_scope(self.path):
             return self.gather(self.block)
 
@@ -46,14 +46,12 @@ def gather_of(
 
     Args:
       path: of the weight, for the message.
-      shape: true shape of the whole weight, stacked dims included.
+      shape: of the whole weight, stacked dims included.
       spec: extended to its rank; a dim splits over manual axes or over others, not both.
       manual_axes: those of the `jax.shard_map`.
       axis_sizes: devices along each mesh axis.
 
-    Raises:
-      ConfigError: when called with a layer's part of a weight whose stacked dim is split by hand,
-        or padded.
+    The function raises a ConfigError if it gets one layer of a dim that is split by hand or padded.
     """
     shape, rank = tuple(shape), len(shape)
     by_hand = {
@@ -86,7 +84,7 @@ def gather_of(
             )
         whole = all_gather(block) if by_hand else block
         if whole.shape != shape[num_taken:]:
-            whole = whole[tuple(slice(size) for size in shape[num_taken:])]
+            whole = whole[tuple(map(slice, shape[num_taken:]))]
         return constrain(whole, tuple(own_left)) if left_axes else whole
 
     return gather
@@ -97,17 +95,15 @@ class MappedWeight:
     """How a weight enters a `jax.shard_map`.
 
     Attributes:
-      path: of the weight, for messages.
-      shape: its true shape.
-      num_layers: of its leading dims, those that are stacked layers.
+      path: of the weight.
+      layers: its leading dims, those that are stacked layers.
       spec: on the whole mesh.
       mapped_spec: the manual axes of it alone.
-      gather: of `gather_of`; None: each device has it whole and of true shape.
+      gather: of `gather_of`; None: each device has it whole and without padding.
     """
 
     path: str
-    shape: tuple[int, ...]
-    num_layers: int
+    layers: tuple[int, ...]
     spec: PartitionSpec
     mapped_spec: PartitionSpec
     gather: Callable[[jax.Array], jax.Array] | None
@@ -117,7 +113,7 @@ def mapped_weight(
     path: str, shape: Sequence[int], num_layers: int, spec: PartitionSpec,
     manual_axes: Sequence[str], axis_sizes: Mapping[str, int],
 ) -> MappedWeight:
-    """Returns how a weight enters; the arguments are those of MappedWeight and `gather_of`.
+    """Returns how a weight enters; the arguments are those of `gather_of`.
 
     Raises:
       ConfigError: a dim splits over manual axes and others, or stacked layers over manual ones.
@@ -140,16 +136,15 @@ def mapped_weight(
             )
     others = {axis for entry in spec for axis in axes_of(entry)} - set(manual_axes)
     mapped_spec = without_axes(spec, tuple(others))
-    is_block = any(entry is not None for entry in mapped_spec)
     # JAX takes no uneven split at this boundary either: padding goes in, and is cut off inside.
-    is_padded = padded_shape(shape, spec, axis_sizes) != shape
+    is_block, is_padded = any(mapped_spec), padded_shape(shape, spec, axis_sizes) != shape
     has_gather = is_block or is_padded
     gather = gather_of(path, shape, spec, manual_axes, axis_sizes) if has_gather else None
-    return MappedWeight(path, shape, num_layers, spec, mapped_spec, gather)
+    return MappedWeight(path, shape[:num_layers], spec, mapped_spec, gather)
 
 
 def sharded(blocks: Any, weights: Any) -> Any:
-    """Returns blocks as a model is given them: what is whole as it is, the rest ShardedWeights.
+    """Returns blocks as a model gets them: arrays that are whole, and ShardedWeights.
 
     Args:
       blocks: tree of arrays, as they are inside the `jax.shard_map`.
@@ -157,10 +152,9 @@ def sharded(blocks: Any, weights: Any) -> Any:
     """
 
     def one(block: jax.Array, weight: MappedWeight) -> jax.Array | ShardedWeight:
-        layers = weight.shape[: weight.num_layers]
-        if block.shape[: weight.num_layers] != layers:
-            # What loops over layers reads none of padding.
-            block = block[tuple(slice(size) for size in layers)]
+        if block.shape[: len(weight.layers)] != weight.layers:
+            # A loop over layers must not read padding.
+            block = block[tuple(map(slice, weight.layers))]
         return ShardedWeight(block, weight.gather, weight.path) if weight.gather else block
 
     return jax.tree.map(one, blocks, weights)

@@ -31,15 +31,15 @@ class GlobalBatch:
 
 
 def batch_spec(rank: int, axis_names: Sequence[str]) -> PartitionSpec:
-    """Returns the entry spec of a batch leaf: dim 0 over the whole mesh, the rest whole.
+    """Returns the entry spec of a batch leaf: dim 0 over the whole mesh; of a scalar, replicated.
 
-    Pax's `shard_on_batch_dim_partition_spec`, which has no answer for a scalar: it is replicated.
+    Pax's `shard_on_batch_dim_partition_spec`.
     """
     return PartitionSpec(tuple(axis_names), *[None] * (rank - 1)) if rank else PartitionSpec()
 
 
 def num_rows_of(inputs: PyTree) -> int:
-    """Returns the rows (dim 0) that all leaves of a batch agree on; 0 where all are scalars.
+    """Returns the rows (dim 0) that all leaves of a batch agree on; 0 if all are scalars.
 
     Raises:
       ConfigError: the leaves disagree; names each with its shape.
@@ -56,7 +56,7 @@ def num_rows_of(inputs: PyTree) -> int:
 
 
 def is_true_row(inputs: Mapping[str, Any]) -> Any:
-    """Returns bool [B]: True for rows that have a weight in `inputs["weights"]`, filler has none.
+    """Returns bool [B]: True for rows with a weight above zero, False for filler.
 
     Args:
       inputs: arrays of NumPy or JAX; without "weights" every row is true.
@@ -68,10 +68,10 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
 
 
 def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
-    """Returns which rows of a batch of `num_rows` a process feeds: those that its devices hold.
+    """Returns which rows of a batch a process feeds: those that its devices hold.
 
     The batch is padded to a multiple of the devices and split over all of them in the mesh's
-    order, so a process may hold fewer true rows than another, or none. Where its devices do not
+    order, so a process may hold fewer rows than another, or nothing. Where its devices do not
     follow each other in that order, the rows in between are in the slice too.
 
     Args:
@@ -91,8 +91,8 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
 
     Args:
       inputs: NumPy arrays: the rows `process_rows(num_rows, mesh)`.
-      mesh: all of whose axes split the rows.
-      num_rows: of the global batch; None: this one process holds them all.
+      mesh: all its axes split the rows.
+      num_rows: of the global batch; None: this process holds all of them.
 
     Raises:
       ConfigError: the leaves disagree on their rows.
@@ -100,7 +100,9 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
     held = num_rows_of(inputs)
     num_rows = held if num_rows is None else num_rows
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
-    shardings = jax.tree.map(lambda x: batch_sharding(x.ndim, mesh), inputs)
+    shardings = jax.tree.map(
+        lambda x: NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names)), inputs
+    )
     if jax.process_count() == 1:
 
         def pad(x: np.ndarray) -> np.ndarray:
@@ -126,11 +128,6 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
     return GlobalBatch(jax.tree.map(place, inputs, shardings), num_rows)
 
 
-def batch_sharding(rank: int, mesh: Mesh) -> NamedSharding:
-    """Returns the entry sharding of a batch leaf; see `batch_spec`."""
-    return NamedSharding(mesh, batch_spec(rank, mesh.axis_names))
-
-
 def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
     """Returns a JAX key on every device of the mesh; the same key is given in every process."""
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -142,20 +139,21 @@ def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns what `global_batch` returns for batches of `element_spec`, without any array."""
+    """Returns what `global_batch` returns for batches of `element_spec`, as shapes."""
     num_rows = num_rows_of(element_spec)
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
 
     def struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = (padded_rows, *x.shape[1:]) if x.ndim else ()
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=batch_sharding(x.ndim, mesh))
+        sharding = NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     return GlobalBatch(jax.tree.map(struct, element_spec), num_rows)
 
 
 @jax.named_scope("inputs")
 def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
-    """Returns the batch's inputs without the padding rows; runs inside a compiled step."""
+    """Returns the batch's inputs without the padding rows, in a compiled step."""
 
     def cut(x: jax.Array) -> jax.Array:
         if x.ndim == 0 or x.shape[0] == batch.num_rows:
@@ -169,13 +167,9 @@ def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Returns the inputs, each constrained by the entry `map_<rank>d` of the mapping.
+    """Returns the inputs, each constrained by the entry `map_<rank>d` of the mapping, if any.
 
-    Pax's `reshard_input_based_on_rank_fn`. A mapping of None leaves everything as it came, an
-    entry of None its rank; scalars stay replicated.
-
-    Raises:
-      ConfigError: see `check_inputs_split_mapping`.
+    Pax's `reshard_input_based_on_rank_fn`. Raises as `check_inputs_split_mapping`.
     """
     check_inputs_split_mapping(inputs, inputs_split_mapping, axis_names)
     if inputs_split_mapping is None:
@@ -192,12 +186,10 @@ def check_inputs_split_mapping(
 
     Raises:
       ConfigError: a rank has no entry (names the leaf, its shape, the key to add), or an entry is
-        no valid split-dims mapping for it.
+        not a split-dims mapping for it.
     """
-    if inputs_split_mapping is None:
-        return
     for path, x in jax.tree_util.tree_flatten_with_path(inputs)[0]:
-        if x.ndim == 0:
+        if x.ndim == 0 or inputs_split_mapping is None:
             continue
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
@@ -207,12 +199,8 @@ def check_inputs_split_mapping(
                 "mapping of that rank, or None to leave it as it comes."
             )
         if inputs_split_mapping[key] is not None:
-            to_partition_spec(
-                inputs_split_mapping[key],
-                axis_names,
-                rank=x.ndim,
-                path=f"inputs_split_mapping['{key}']",
-            )
+            setting = f"inputs_split_mapping['{key}']"
+            to_partition_spec(inputs_split_mapping[key], axis_names, rank=x.ndim, path=setting)
 
 
 def _name(path: tuple) -> str:

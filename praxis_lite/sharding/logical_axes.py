@@ -1,13 +1,23 @@
 """Logical axis names: what a model calls the dims of its weights, turned into mesh axes."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 
 MeshAxes = None | str | tuple[str, ...]
 LogicalAxes = Sequence[None | str | tuple[str, ...]]
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
+
+
+def axes_of(entry: MeshAxes | Iterable[str]) -> tuple[str, ...]:
+    """Returns one dim's entry of a spec as a tuple of names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: tuple[str, ...]) -> MeshAxes:
+    """Returns a tuple of names as one dim's entry of a spec: None, a name, or the tuple."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +54,8 @@ def logical_to_mesh_axes(
     Args:
       logical_axes: a name, a tuple of names, or None per dim.
       rules: (name, mesh axes) pairs.
-      axis_names: mesh axes. A name without a rule that is one of them stands for it, as in Flax
-        NNX. (): none does, as in Linen.
+      axis_names: mesh axes; a name without a rule that is one of them stands for it, as in Flax
+        NNX. In Linen no name does: ().
       taken: mesh axes that split the weight already.
       path: of the weight, for messages.
 
@@ -75,7 +85,10 @@ def logical_to_mesh_axes(
         assigned[name] = axes
         owners.update(dict.fromkeys(axes, f"'{name}'"))
     return NamedSplit(
-        spec=tuple(_mesh_axes(entry, assigned) for entry in logical_axes),
+        spec=tuple(
+            entry_of(tuple(axis for name in axes_of(dim) for axis in assigned.get(name, ())))
+            for dim in logical_axes
+        ),
         mapped=tuple(
             f"{name}->{'+'.join(assigned[name])}" for name in names if assigned.get(name)
         ),
@@ -88,32 +101,18 @@ def logical_to_mesh_axes(
     )
 
 
-def axes_of(entry: MeshAxes | Iterable[str]) -> tuple[str, ...]:
-    """Returns one dim's entry of a spec as a tuple of names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _mesh_axes(entry: MeshAxes, assigned: Mapping[str, tuple[str, ...]]) -> MeshAxes:
-    axes = tuple(axis for name in axes_of(entry) for axis in assigned.get(name, ()))
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
 def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], ...]:
-    """Returns logical axis rules as tuples.
-
-    Raises:
-      ConfigError: one is no pair of a name and mesh axes; names `setting`.
-    """
+    """Returns logical axis rules as tuples; a ConfigError names what is not a pair."""
     checked = []
     for rule in rules:
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
         name, axes = rule if is_pair else (None, None)
         is_list = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
-        if not isinstance(name, str) or not (axes is None or is_list):
-            raise ConfigError(
-                f"{setting}: found {rule!r}; wanted is a pair of a logical axis's name and a mesh "
-                "axis, a tuple of mesh axes, or None, such as ('mlp', 'mdl')."
-            )
+        require(
+            isinstance(name, str) and (axes is None or is_list), f"{setting}: a rule", rule,
+            "a pair of a logical axis's name and a mesh axis, a tuple of them, or None",
+            "Write ('mlp', 'mdl'), for instance.",
+        )
         checked.append((name, axes if axes is None or isinstance(axes, str) else tuple(axes)))
     return tuple(checked)
 
@@ -134,11 +133,7 @@ class MeshRules:
         object.__setattr__(self, "pairs", checked_rules(sorted(mesh_axes.items()), "MeshRules"))
 
     def __call__(self, *names: str | None) -> tuple[MeshAxes, ...]:
-        """Returns the mesh axes of each name; of None, None.
-
-        Raises:
-          ConfigError: a name that was not given; names those that were.
-        """
+        """Returns the mesh axes of each name; of None, None. Raises ConfigErrors on others."""
         mesh_axes = dict(self.pairs)
         for name in names:
             if name is not None and name not in mesh_axes:

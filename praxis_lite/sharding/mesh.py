@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -23,7 +23,7 @@ class MeshConfig:
 
     Attributes:
       ici_mesh_shape: devices along each axis within a slice (fast interconnect).
-      dcn_mesh_shape: slices along each axis (data-centre network); None where there is one slice.
+      dcn_mesh_shape: slices along each axis (data-centre network); None: there is one slice.
       axis_names: the names that split-dims mappings use, outermost axis first.
       allow_unused_devices: accept a mesh smaller than the accelerators there are.
       allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
@@ -44,13 +44,11 @@ class MeshConfig:
             shape = getattr(self, field)
             if shape is None:
                 continue
-            if len(shape) != len(names) or any(
-                isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape
-            ):
-                raise ConfigError(
-                    f"mesh.{field} is {tuple(shape)}, but wanted is one positive integer for each "
-                    f"of the axes {names}. Fix mesh.{field} or mesh.axis_names."
-                )
+            is_right = len(shape) == len(names) and all(
+                isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape
+            )
+            wanted = f"one positive integer for each of the axes {names}"
+            require(is_right, f"mesh.{field}", tuple(shape), wanted)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,21 +60,21 @@ class MeshConfig:
     def num_devices(self) -> int:
         return math.prod(self.shape)
 
+    def __str__(self) -> str:
+        return f"The mesh {dict(zip(self.axis_names, self.shape, strict=True))}"
+
 
 def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
     """Makes JAX's CPU backend show `num_devices` devices; call it before JAX makes an array.
 
-    Of several processes each simulates its part of them.
-
-    At most MAX_SIMULATED_DEVICES are; a larger mesh needs devices that exist. On a machine with an
-    accelerator nothing changes that a program sees. A device count that the user has set in the
-    environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS) is kept.
+    Each of several processes simulates its part of them, and at most MAX_SIMULATED_DEVICES; a
+    larger mesh needs devices that exist. Programs on accelerators see no change. A device count
+    that the user has set in the environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS) is kept.
 
     On jax 0.10 and few cores a step with independent collectives may hang, and aborts after 40 s:
     each device starts those that are ready in an order of its own and waits in one for peers that
-    wait in another. Two things are needed. NPROC enlarges XLA's pool of threads, else as large as
-    the number of devices. And XLA must not schedule for concurrency: lm.PyDocs hung within 253
-    steps with 4 to 64 threads per device, and without that scheduler not in 700, a fifth faster.
+    wait in another. So NPROC enlarges XLA's pool of threads, and XLA must not schedule for
+    concurrency: with that scheduler lm.PyDocs hung within 253 steps, without it not in 700.
     """
     # Where it does not divide, `make_mesh` says so: an accelerator may be there.
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
@@ -91,7 +89,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
 
 
 def _is_chosen_by_user() -> bool:
-    """Returns whether the environment says how many CPU devices are simulated."""
+    """Returns True if the environment says how many CPU devices are simulated."""
     return "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )
@@ -100,12 +98,12 @@ def _is_chosen_by_user() -> bool:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of `config` with Auto axes, over `devices` or all devices there are.
 
-    On CPU, where devices are only simulated, a mesh takes the first of them in order; on
-    accelerators `mesh_utils` orders them by their interconnect (and slices by the DCN shape).
+    On CPU, where devices are simulated, they are taken in order; on accelerators `mesh_utils`
+    orders them by their interconnect (and slices by the DCN shape).
 
     Raises:
-      ConfigError: more devices are wanted than there are; or fewer than the accelerators there
-        are without `allow_unused_devices`.
+      ConfigError: there are too few devices, or accelerators are left over without
+        `allow_unused_devices`.
     """
     devices = list(jax.devices() if devices is None else devices)
     wanted, platform = config.num_devices, devices[0].platform
@@ -118,16 +116,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         else:
             more = ""
         raise ConfigError(
-            f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} needs {wanted} "
-            f"devices, but there are {len(devices)} ({platform}{limit if platform == 'cpu' else ''}"
-            "). Change mesh.ici_mesh_shape (or mesh.dcn_mesh_shape) so that its product is at most "
-            f"that.{more}"
+            f"{config} needs {wanted} devices, but there are {len(devices)} "
+            f"({platform}{limit if platform == 'cpu' else ''}). Change mesh.ici_mesh_shape (or "
+            f"mesh.dcn_mesh_shape) so that its product is at most that.{more}"
         )
     if wanted < len(devices) and platform != "cpu" and not config.allow_unused_devices:
         raise ConfigError(
-            f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} uses {wanted} of "
-            f"{len(devices)} {platform} devices; the others would idle. Enlarge "
-            "mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
+            f"{config} uses {wanted} of {len(devices)} {platform} devices; the others would idle. "
+            "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
         )
     num_processes = len({device.process_index for device in devices})
     if platform == "cpu" and num_processes > 1:
@@ -138,8 +134,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     grid = lay_out(config, devices)
     if len({device.process_index for device in devices}) < num_processes:
         raise ConfigError(
-            f"The mesh {dict(zip(config.axis_names, config.shape, strict=True))} has no device of "
-            f"some of the {num_processes} processes. Enlarge mesh.ici_mesh_shape, or start fewer."
+            f"{config} has no device of some of the {num_processes} processes. Enlarge "
+            "mesh.ici_mesh_shape, or start fewer."
         )
     # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
     return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
@@ -148,8 +144,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def attached_mesh(config: MeshConfig) -> MeshConfig:
     """Returns a mesh with the axes of `config` over what is attached: all accelerators, or one CPU.
 
-    It is `config` itself where that wants as many accelerators as there are. Else they all lie
-    along its longest axis, the first of equals, so that what it splits over that axis stays split.
+    It is `config` itself if it has as many devices. Else all devices lie along its longest axis,
+    the first of equals, so that what it splits over that axis stays split.
     """
     devices = jax.devices()
     count = len(devices) if devices[0].platform != "cpu" else 1
@@ -165,11 +161,10 @@ def _of_each_process(
 ) -> list[jax.Device]:
     """Returns as many simulated devices of each process; they are the slices, if there are any."""
     wanted, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
-    mesh = dict(zip(config.axis_names, config.shape, strict=True))
     if wanted % num_processes:
         raise ConfigError(
-            f"The mesh {mesh} of {wanted} simulated devices cannot be divided among "
-            f"{num_processes} processes. Change mesh.ici_mesh_shape, or the number of processes."
+            f"{config} of {wanted} simulated devices cannot be divided among {num_processes} "
+            "processes. Change mesh.ici_mesh_shape, or the number of processes."
         )
     if config.dcn_mesh_shape is not None and num_slices not in (1, num_processes):
         raise ConfigError(
@@ -184,7 +179,7 @@ def _of_each_process(
     for process, own in held.items():
         if len(own) < each:
             raise ConfigError(
-                f"The mesh {mesh} needs {each} devices of each process, but process {process} has "
+                f"{config} needs {each} devices of each process, but process {process} has "
                 f"{len(own)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS there, or set them alike."
             )
     return [device for process in sorted(held) for device in held[process][:each]]
@@ -220,7 +215,7 @@ def _torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray
 
 
 def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns whether a host is a slice, as with GPUs, rather than what the devices say.
+    """Returns True if a host is a slice, as with GPUs; False if the devices say their slice.
 
     Raises:
       ConfigError: the DCN shape has another number of slices than there are of either.
@@ -251,7 +246,7 @@ def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.nda
 
 @contextlib.contextmanager
 def saying_what_this_cpu_lacks() -> Iterator[None]:
-    """Makes one paragraph of a program that XLA cannot compile for this CPU.
+    """Says in one paragraph that XLA cannot compile a program for this CPU.
 
     XLA (jax 0.10 to 0.12) has no routine of its own that converts float16, and float8 by way of
     it, where the CPU has no instruction for that: x86 without F16C.
@@ -265,7 +260,7 @@ def saying_what_this_cpu_lacks() -> Iterator[None]:
         if "Failed to materialize symbols" not in str(error):
             raise
         raise ConfigError(
-            "XLA cannot compile a step for this CPU, most likely for it computes in float16 or "
+            "XLA cannot compile a step for this CPU, most likely because it computes in float16 or "
             "float8, for which this CPU has no instructions (F16C). Take bfloat16 or float32 "
             f"(fprop_dtype, quantization rules), or another machine. XLA says: {str(error)[:300]}"
         ) from error

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.sharding.logical_axes import LogicalAxisRules, checked_rules
-from praxis_lite.sharding.rules import JobMesh, Leaf
+from praxis_lite.sharding.rule_names import JobMesh, Leaf
 from praxis_lite.sharding.strategies import Strategy, rule_shardings
 
 PyTree = Any
@@ -21,16 +21,16 @@ def infer_sharding(
 ) -> PyTree:
     """Returns the tree with a NamedSharding in the place of each array.
 
-    The arguments and the answers are those of Big Vision's `infer_sharding`. The result goes to
+    Arguments and answers are those of Big Vision's `infer_sharding`. The result goes to
     `jax.device_put`, or to `jax.jit` as `out_shardings`; a dim that does not divide stays whole.
 
     Args:
       tree: arrays, or what has their shape and dtype (`jax.eval_shape` gives it). Names of dims
         are read from Flax's boxes (`nn.LogicallyPartitioned`), which are taken off.
       strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. An array has the
-        rules of the first pattern that matches the whole of its path, "encoder/0/kernel"; one that
-        none matches is on every device. See `strategies.parsed_rules` for rules.
-      mesh: over whose axes is split.
+        rules of the first pattern that matches the whole of its path, "encoder/0/kernel"; without
+        one it is on every device. See `rule_names.parsed_rules` for rules.
+      mesh: over its axes arrays are split.
       logical_axis_rules: (name, mesh axes) pairs, for the rule `logical_partitioning`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Uneven sharding: padded arrays at a program's boundary, true shapes inside.
+"""Uneven sharding: padded arrays at a program's boundary, their logical shapes inside.
 
 JAX refuses an uneven sharding wherever an array crosses jit or device_put and accepts it inside.
 So, as Pax does, arrays are padded with zeros at the boundary, sliced on entry, padded on exit. A
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.sharding.logical_axes import axes_of
+
 PyTree = Any
 
 
@@ -22,21 +24,15 @@ def padded_shape(
     """Returns `shape` with each dim rounded up to a multiple of the devices it is split over.
 
     Args:
-      shape: the true shape.
+      shape: without padding.
       spec: at most an entry per dim: None, an axis name, or a tuple of them.
       axis_sizes: devices along each mesh axis.
     """
-    entries = tuple(spec) + (None,) * (len(shape) - len(spec))
-    return tuple(
-        math.ceil(dim / parts) * parts
-        for dim, parts in zip(shape, (_parts(entry, axis_sizes) for entry in entries), strict=True)
-    )
-
-
-def _parts(entry: None | str | Sequence[str], axis_sizes: Mapping[str, int]) -> int:
-    if entry is None:
-        return 1
-    return math.prod(axis_sizes[axis] for axis in ([entry] if isinstance(entry, str) else entry))
+    padded = list(shape)
+    for dim, entry in enumerate(spec):
+        parts = math.prod(axis_sizes[axis] for axis in axes_of(entry))
+        padded[dim] = math.ceil(shape[dim] / parts) * parts
+    return tuple(padded)
 
 
 @jax.named_scope("pad")
@@ -44,7 +40,7 @@ def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTr
     """Returns `tree` with zeros appended so that each dim divides its axes.
 
     Args:
-      tree: arrays of true shapes.
+      tree: arrays without padding.
       specs: a PartitionSpec per leaf, extended to the leaf's rank.
       axis_sizes: devices along each mesh axis.
     """
@@ -62,11 +58,11 @@ def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTr
 
 
 def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
-    """Returns `tree` cut to its true shapes: the inverse of `pad_tree`.
+    """Returns `tree` without its padding: the inverse of `pad_tree`.
 
     Args:
       tree: arrays of padded shapes.
-      shapes: a ShapeDtypeStruct of the true shape per leaf.
+      shapes: a ShapeDtypeStruct per leaf, of its shape without padding.
       specs: a PartitionSpec per leaf.
     """
 

@@ -1,117 +1,28 @@
-"""Rules: each takes how an array is split so far, and says how it is split then.
+"""The four rules of Big Vision's `infer_sharding`, with its answers where it has one.
 
-The four here are those of Big Vision's `infer_sharding`, with its answers where it has one
-(https://github.com/google-research/big_vision). `strategies` says which array has which rules.
+A rule takes how an array is split so far, and says how it is split then. `strategies` says which
+array has which rules (https://github.com/google-research/big_vision).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.sharding.logical_axes import (
-    LogicalAxes,
-    LogicalAxisRules,
-    MeshAxes,
-    axes_of,
-    logical_to_mesh_axes,
+from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.sharding.logical_axes import axes_of, logical_to_mesh_axes
+from praxis_lite.sharding.rule_names import (
+    JobMesh,
+    Leaf,
+    Outcome,
+    Rule,
+    Spec,
+    UnknownName,
+    register_rule,
+    rule_text,
 )
-
-Spec = tuple[MeshAxes, ...]
-
-
-class UnknownName(ConfigError, KeyError):
-    """A rule that is not registered, or an axis that the mesh has not."""
-
-    __str__ = Exception.__str__  # KeyError's is the repr of the message.
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An array as rules see it.
-
-    Attributes:
-      path: what patterns are matched with, whole.
-      shape: true shape.
-      dtype: anything that `numpy.dtype` takes.
-      logical_axes: a name, a tuple of names or None per dim; None: it has no names.
-      logical_axis_rules: (name, mesh axes) pairs of this leaf alone, before the job's.
-      spec: where rules start: mesh axes per dim; (): none is split.
-      num_stacked: how many leading dims count layers rather than a tensor's own elements.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    logical_axes: LogicalAxes | None = None
-    logical_axis_rules: LogicalAxisRules = ()
-    spec: Spec = ()
-    num_stacked: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class JobMesh:
-    """What rules know beside the leaf.
-
-    Attributes:
-      axis_sizes: devices along each mesh axis, in the mesh's order.
-      logical_axis_rules: (name, mesh axes) pairs, first match wins.
-      allow_padding: whether `Fsdp` may split a dim that does not divide.
-      unmapped_is_error: whether a logical axis without a rule is an error, or is not split.
-    """
-
-    axis_sizes: Mapping[str, int]
-    logical_axis_rules: LogicalAxisRules = ()
-    allow_padding: bool = False
-    unmapped_is_error: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a rule made of a leaf's spec.
-
-    Attributes:
-      spec: mesh axes per dim.
-      note: what deserves to be reported.
-      skipped: why the rule left the leaf; reported only if no other rule splits it.
-      by: what decided, where the rule's name does not say it.
-    """
-
-    spec: Spec
-    note: str = ""
-    skipped: str = ""
-    by: str = ""
-
-
-# (spec so far, leaf, job_mesh) -> the new spec, or an Outcome; `spec` has an entry per dim.
-Rule = Callable[[Spec, Leaf, JobMesh], Spec | Outcome]
-
-REGISTERED: dict[str, Callable[..., Rule]] = {}
-
-
-def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
-    """Returns a decorator of a Rule's class, or of what returns a Rule: strings may then name it.
-
-    Raises:
-      ConfigError: the name is taken, or no identifier.
-    """
-
-    def register(factory: Callable[..., Rule]) -> Callable[..., Rule]:
-        there = REGISTERED.get(name)
-        # A module that is loaded anew, or a notebook's cell, registers its own again.
-        is_same = there is None or (there.__module__, there.__qualname__) == (
-            factory.__module__, factory.__qualname__
-        )
-        if not name.isidentifier() or not is_same:
-            raise ConfigError(f"register_rule: {name!r} is taken, or no identifier. Rename it.")
-        REGISTERED[name] = factory
-        return factory
-
-    return register
 
 
 @register_rule("replicate")
@@ -133,8 +44,8 @@ class Replicate:
 class Fsdp:
     """Splits the largest free dim that the devices divide; equal sizes: the last of them.
 
-    With `allow_padding`, where none divides, the largest free one that has an element per device:
-    so no leaf is padded that need not be. A dim that counts layers is taken where no other will do.
+    With `allow_padding`, if the devices divide no free dim, it splits the largest free one that has
+    an element for each device. A dim that counts layers is taken where no other will do.
 
     Attributes:
       axis: a mesh axis, or several, over which the one dim is split.
@@ -150,8 +61,8 @@ class Fsdp:
     def __post_init__(self):
         _check_axes(self.axis, self)
         for size in (self.min_size_to_shard_mb, self.min_weight_size or 0):
-            if isinstance(size, bool) or not isinstance(size, int | float):
-                raise ConfigError(f"{rule_text(self)}: the size is {size!r}; wanted is a number.")
+            is_number = isinstance(size, int | float) and not isinstance(size, bool)
+            require(is_number, f"{rule_text(self)}: the size", size, "a number")
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         axes = axes_of(self.axis)
@@ -163,7 +74,11 @@ class Fsdp:
                     f"{names}.{did_you_mean(axis, names)} Fix the rule or mesh.axis_names."
                 )
         num_shards = math.prod(job_mesh.axis_sizes[axis] for axis in axes)
-        if self._is_small(leaf):
+        size, most = math.prod(leaf.shape), self.min_weight_size
+        if most is None:
+            size *= np.dtype(leaf.dtype).itemsize
+            most = self.min_size_to_shard_mb * 2**20
+        if size <= most:
             elements = self.min_weight_size
             limit = f"{self.min_size_to_shard_mb} MiB" if elements is None else f"{elements:,}"
             return Outcome(spec, skipped=f"size at most {limit}")
@@ -179,12 +94,6 @@ class Fsdp:
                 return Outcome((*spec[: fit[0]], axes, *spec[fit[0] + 1 :]))
         wanted = "has as many elements as" if job_mesh.allow_padding else "divides by"
         return Outcome(spec, note=f"no free dim {wanted} the {num_shards} devices")
-
-    def _is_small(self, leaf: Leaf) -> bool:
-        size = math.prod(leaf.shape)
-        if self.min_weight_size is not None:
-            return size <= self.min_weight_size
-        return size * np.dtype(leaf.dtype).itemsize <= self.min_size_to_shard_mb * 2**20
 
 
 @register_rule("shard_dim")
@@ -204,17 +113,17 @@ class ShardDim:
 
     def __post_init__(self):
         _check_axes(self.axis, self)
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
-            raise ConfigError(f"{rule_text(self)}: the dim is {self.dim!r}; wanted is an integer.")
+        is_integer = isinstance(self.dim, int) and not isinstance(self.dim, bool)
+        require(is_integer, f"{rule_text(self)}: the dim", self.dim, "an integer")
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         if abs(self.dim) >= len(spec):
             if self.ignore_ndim_error:
                 return Outcome(spec, skipped=f"no dim {self.dim}")
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: wanted is a "
-                f"dim of absolute value below {len(spec)}. Let the pattern match fewer leaves, or "
-                "say ignore_ndim_error=True."
+                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: the dim has "
+                f"to be below {len(spec)} in absolute value. Let the pattern match fewer leaves, "
+                "or say ignore_ndim_error=True."
             )
         dim = self.dim % len(spec)
         if spec[dim] is not None:
@@ -228,7 +137,7 @@ class ShardDim:
 @register_rule("logical_partitioning")
 @dataclasses.dataclass(frozen=True)
 class LogicalPartitioning:
-    """Splits the dims whose logical names stand for mesh axes; see `logical_to_mesh_axes`.
+    """Splits the dims with logical names that stand for mesh axes; see `logical_to_mesh_axes`.
 
     The rules are the leaf's own, then the job's; a name without a rule that is a mesh axis stands
     for it. A name whose mesh axes are taken is dropped, and reported.
@@ -255,7 +164,7 @@ class LogicalPartitioning:
             name, known = split.unmapped[0], dict(rules)
             raise ConfigError(
                 f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule, and is "
-                f"none of the mesh's axes {', '.join(job_mesh.axis_sizes)}. There are rules for "
+                f"not a mesh axis ({', '.join(job_mesh.axis_sizes)}). There are rules for "
                 f"{', '.join(known) or 'no name'}."
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 "WeightSharding.logical_axis_rules, with None for AXES where it is not split."
@@ -277,25 +186,5 @@ class LogicalPartitioning:
 def _check_axes(axis: Any, rule: Rule) -> None:
     names = (axis,) if isinstance(axis, str) else axis
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
-    if not is_list or not names:
-        raise ConfigError(f"{rule_text(rule)}: wanted is a mesh axis's name or a tuple of names.")
-
-
-def rule_text(rule: Rule) -> str:
-    """Returns a rule as a strategy's string would have it."""
-    if isinstance(rule, functools.partial):
-        settings = [*map(repr, rule.args), *(f"{k}={v!r}" for k, v in rule.keywords.items())]
-        return f"{rule_text(rule.func)}({', '.join(settings)})"
-    if not dataclasses.is_dataclass(rule):
-        # What a registered function returns has that function's name in its own.
-        return getattr(rule, "__qualname__", type(rule).__name__).partition(".<locals>")[0]
-    settings = []
-    for field in dataclasses.fields(rule):
-        value = getattr(rule, field.name)
-        if field.default is dataclasses.MISSING:
-            settings.append(repr(value))
-        elif value != field.default:
-            settings.append(f"{field.name}={value!r}")
-    known = {factory: name for name, factory in REGISTERED.items()}
-    name = known.get(type(rule), type(rule).__name__)
-    return f"{name}({', '.join(settings)})" if settings else name
+    wanted = "a mesh axis's name or a tuple of names"
+    require(is_list and len(names) > 0, f"{rule_text(rule)}: the axis", axis, wanted)

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.sharding.logical_axes import axes_of, entry_of
 
 DimSplit = None | int | str | Sequence[int | str]
 SplitDims = Sequence[DimSplit] | None
@@ -25,7 +26,7 @@ def to_partition_spec(
         sequence of either, or None or any negative index for a dimension that is not split.
         Pax's `base_layer.to_partition_spec` takes the same.
       axis_names: the mesh's axis names.
-      rank: the array's number of dimensions; the mapping's length when None.
+      rank: the array's number of dimensions; None: the mapping's length.
       path: what is being split, for the messages.
 
     Raises:
@@ -44,53 +45,47 @@ def to_partition_spec(
             f"dimension, for instance ({split_dims_mapping!r},)."
         )
     mapping = tuple(split_dims_mapping)
+    said = f"{path}: split dims {mapping}"
     rank = len(mapping) if rank is None else rank
     if len(mapping) > rank:
         raise ConfigError(
-            f"{path}: split dims {mapping} have {len(mapping)} entries, but the array has {rank} "
-            f"dimensions. Remove {len(mapping) - rank} of them."
+            f"{said} have {len(mapping)} entries, but the array has {rank} dimensions. Remove "
+            f"{len(mapping) - rank} of them."
         )
-    entries = [_axes_of(entry, axis_names, mapping, path) for entry in mapping]
+    entries = [_axes_named(entry, axis_names, said) for entry in mapping]
     used = [axis for axes in entries for axis in axes]
     for axis in used:
         if used.count(axis) > 1:
             raise ConfigError(
-                f"{path}: split dims {mapping} use the axis '{axis}' twice, but a mesh axis can "
-                f"split one dimension only. The mesh has {axis_names}."
+                f"{said} use the axis '{axis}' twice, but a mesh axis can split one dimension "
+                f"only. The mesh has {axis_names}."
             )
-    entries += [()] * (rank - len(mapping))
-    return PartitionSpec(
-        *(None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries)
-    )
+    return PartitionSpec(*map(entry_of, entries), *(None,) * (rank - len(mapping)))
 
 
-def _axes_of(
-    entry: DimSplit, axis_names: tuple[str, ...], mapping: tuple, path: str
-) -> tuple[str, ...]:
+def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], said: str) -> tuple[str, ...]:
     """Returns the axis names that one entry of a mapping stands for, () for not split."""
     if entry is None:
         return ()
     if isinstance(entry, str):
-        if entry in axis_names:
-            return (entry,)
-        raise ConfigError(
-            f"{path}: split dims {mapping} name the axis '{entry}', but the mesh has {axis_names}."
-            f"{did_you_mean(entry, axis_names)} Fix the mapping or mesh.axis_names."
-        )
+        if entry not in axis_names:
+            raise ConfigError(
+                f"{said} name the axis '{entry}', but the mesh has {axis_names}."
+                f"{did_you_mean(entry, axis_names)} Fix the mapping or mesh.axis_names."
+            )
+        return (entry,)
     if isinstance(entry, int) and not isinstance(entry, bool):
-        if entry < 0:
-            return ()
-        if entry < len(axis_names):
-            return (axis_names[entry],)
-        raise ConfigError(
-            f"{path}: split dims {mapping} have the axis index {entry}, but the mesh has the "
-            f"{len(axis_names)} axes {axis_names}. Use an index below {len(axis_names)} or a name."
-        )
+        if entry >= len(axis_names):
+            raise ConfigError(
+                f"{said} have the axis index {entry}, but the mesh has the {len(axis_names)} axes "
+                f"{axis_names}. Use an index below {len(axis_names)} or a name."
+            )
+        return () if entry < 0 else (axis_names[entry],)
     if isinstance(entry, Sequence):
-        return tuple(axis for part in entry for axis in _axes_of(part, axis_names, mapping, path))
+        return tuple(axis for part in entry for axis in _axes_named(part, axis_names, said))
     raise ConfigError(
-        f"{path}: split dims {mapping} have the entry {entry!r}; wanted is an axis name of "
-        f"{axis_names}, an index, a tuple of them, or None."
+        f"{said} have the entry {entry!r}. An entry is an axis name of {axis_names}, an index, a "
+        "tuple of them, or None."
     )
 
 
@@ -113,17 +108,10 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
         rank=x.ndim,
         path=f"activation_split_dims_mapping of an activation of shape {x.shape}",
     )
-    if mesh.manual_axes:
-        spec = without_axes(spec, mesh.manual_axes)
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, without_axes(spec, mesh.manual_axes))
 
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """Returns a spec of the same rank whose dims no longer split over `axes`."""
-
-    def kept(entry: None | str | tuple[str, ...]) -> None | str | tuple[str, ...]:
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        left = tuple(name for name in names if name not in axes)
-        return None if not left else left[0] if len(left) == 1 else left
-
-    return PartitionSpec(*(kept(entry) for entry in spec))
+    left = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec)
+    return PartitionSpec(*map(entry_of, left))

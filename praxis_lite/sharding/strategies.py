@@ -4,21 +4,19 @@ For trees that declare nothing. Patterns and the string form are Big Vision's; a
 of the first pattern that matches its whole path.
 """
 
-import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.sharding.rules import (
-    REGISTERED,
+from praxis_lite.errors import ConfigError, require
+from praxis_lite.sharding.rule_names import (
     JobMesh,
     Leaf,
     Outcome,
     Rule,
     Spec,
-    UnknownName,
+    parsed_rules,
     rule_text,
 )
 from praxis_lite.sharding.split_dims import to_partition_spec
@@ -28,85 +26,22 @@ Strategy = Sequence[tuple[str, Any]]
 
 
 class BadPattern(ConfigError, re.error):
-    """A pattern that is no regular expression."""
+    """A pattern that is not a regular expression."""
 
     __init__ = Exception.__init__  # re.error's wants the position.
-
-
-def parsed_rules(rules: Any) -> tuple[Rule, ...]:
-    """Returns the rules that a string, a rule, or a nested sequence of both stands for, in order.
-
-    A string is one or more of a registered rule's name or call, with `|` between:
-    `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments are literals; nothing is evaluated.
-
-    Raises:
-      UnknownName: a name that is not registered; a KeyError too.
-      ConfigError: no such call, a call that its rule does not take, or what is no rule.
-    """
-    if isinstance(rules, str):
-        try:
-            node = ast.parse(rules.strip(), mode="eval").body
-        except (SyntaxError, ValueError) as error:
-            raise ConfigError(f"The rules {rules!r} cannot be read: {error}. {_WANTED}") from error
-        return tuple(_called(call, rules) for call in _alternatives(node))
-    if callable(rules):
-        return (rules,)
-    if isinstance(rules, Iterable) and not isinstance(rules, Mapping):
-        return tuple(rule for part in rules for rule in parsed_rules(part))
-    raise ConfigError(f"{rules!r} is no rule. {_WANTED}")
-
-
-_WANTED = (
-    "Wanted is a rule, a list of rules, or a string such as "
-    """'shard_dim("mdl", -1)|fsdp("data", 0)'."""
-)
-
-
-def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        yield from _alternatives(node.left)
-        yield from _alternatives(node.right)
-    else:
-        yield node
-
-
-def _called(node: ast.expr, text: str) -> Rule:
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name):
-        raise ConfigError(f"The rules {text!r} have {ast.unparse(node)!r}. {_WANTED}")
-    name = call.func.id
-    if name not in REGISTERED:
-        raise UnknownName(
-            f"The rules {text!r} name '{name}', and there are {', '.join(REGISTERED)}."
-            f"{did_you_mean(name, REGISTERED)} A rule of your own is registered by "
-            "`register_rule` in a module that is loaded; or give the object in place of the string."
-        )
-    try:
-        args = [ast.literal_eval(arg) for arg in call.args]
-        keywords = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-        return REGISTERED[name](*args, **keywords)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"The rules {text!r} have {ast.unparse(node)!r}: {error}. Arguments are literals, of "
-            "those that the rule takes."
-        ) from error
 
 
 def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
     """Returns (pattern, rules) pairs, the patterns checked and the rules parsed.
 
     Raises:
-      BadPattern: a pattern is no regular expression; a re.error too.
-      ConfigError: see `parsed_rules`; or an entry is no pair.
+      BadPattern: a pattern is not a regular expression; a re.error too.
+      ConfigError: see `parsed_rules`; or an entry is not a pair.
     """
     pairs = []
     for entry in strategy:
-        if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) != 2:
-            raise ConfigError(
-                f"strategy: found the entry {entry!r}; wanted is a pair (pattern, rules)."
-            )
+        is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
+        require(is_pair, "strategy: an entry", entry, "a pair (pattern, rules)")
         pattern, rules = entry
         try:
             re.compile(pattern)
@@ -130,9 +65,9 @@ class RuledSplit:
 
     Attributes:
       spec: mesh axes per dim.
-      decided_by: the rules that changed the spec, as a strategy has them; "": none did.
+      decided_by: the rules that changed the spec, as a strategy has them; "": nothing changed it.
       notes: what is to be reported: why it is whole, or was not split further.
-      pattern: whose rules they are; one that no leaf has matched nothing, or came too late.
+      pattern: the one with these rules.
     """
 
     spec: Spec
@@ -148,8 +83,8 @@ def rule_shardings(
 
     Args:
       leaves: of a tree.
-      strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf belongs to the first pattern that
-        matches its whole path, whose rules are applied in order, each to what the last one left.
+      strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf has the rules of the first
+        pattern that matches its whole path, applied in order, each to what the last one left.
       job_mesh: sizes of the mesh axes, and what the job says of names and padding.
 
     Raises:

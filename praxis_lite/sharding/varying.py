@@ -6,15 +6,11 @@ loop's carry must vary from the start where its end does: `jnp.zeros` does not, 
 from the values that they meet.
 """
 
-import os
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from praxis_lite.errors import ConfigError
 
 PyTree = Any
 
@@ -50,26 +46,3 @@ def on_any_device(flag: jax.Array) -> jax.Array:
     """
     axes = tuple(sorted(varying_axes(flag)))
     return jax.lax.pmax(flag.astype(jnp.int32), axes) > 0 if axes else flag
-
-
-def loop_refused(error: Exception, axes: tuple[str, ...]) -> ConfigError:
-    """Returns what is said of a loop or branch, the user's or a library's, that JAX refused.
-
-    Args:
-      error: JAX's, whose message says that "the manual axis types do not match".
-      axes: the manual axes.
-    """
-    # The last line of the traceback that is neither JAX's nor Flax's.
-    root = os.path.dirname(os.path.dirname(jax.__file__))
-    hidden = tuple(os.path.join(root, name, "") for name in ("jax", "flax"))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = [one for one in frames if not one.filename.startswith(hidden)][-1]
-    found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
-    return ConfigError(
-        f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a branch "
-        "with a value that is the same on all devices in one place and differs between devices "
-        f"along {axes} in another: {' '.join(found)} The carry of a scan or while_loop must differ "
-        "from the start where it does at the end, and the branches of a cond must agree. Begin "
-        "with a value made from what the loop reads, such as jnp.zeros_like(x) in place of "
-        f"jnp.zeros(shape), or with jax.lax.pcast(value, {axes}, to='varying'); or use Partitioner."
-    )

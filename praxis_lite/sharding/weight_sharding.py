@@ -3,21 +3,15 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.sharding.logical_axes import MeshAxes, axes_of, checked_rules
-from praxis_lite.sharding.rules import (
-    JobMesh,
-    Leaf,
-    LogicalPartitioning,
-    Rule,
-    Spec,
-    rule_text,
-)
+from praxis_lite.sharding.rule_names import JobMesh, Leaf, Rule, Spec, rule_text
+from praxis_lite.sharding.rules import LogicalPartitioning
 from praxis_lite.sharding.strategies import apply_rules, first_match, parsed_strategy
-from praxis_lite.sharding.weight_spec import WeightSpec
+from praxis_lite.sharding.weight_spec import WeightSpec, spec_items
 
 PyTree = Any
 AxisRules = Sequence[tuple[str, MeshAxes | Sequence[str]]]
@@ -25,7 +19,7 @@ AxisRules = Sequence[tuple[str, MeshAxes | Sequence[str]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSharding:
-    """What a job says of weights whose layers declare no mesh axes.
+    """What a job says of weights that their layers declare no mesh axes for.
 
     Attributes:
       strategy: (pattern, rules) pairs. A weight has the rules of the first pattern that matches
@@ -33,19 +27,19 @@ class WeightSharding:
         `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule, or a list of both. They start from what
         the layer declares in mesh axes. Names count only where the rules say
         `logical_partitioning`; those of a weight that no pattern matches are resolved directly.
-        None: there is none.
+        None: no weight has rules.
       logical_axis_rules: (name, mesh axes) pairs, of which the first that fits wins; or several
         such lists by name.
       logical_axis_rules_name: which of several.
-      allow_padding: whether `fsdp` splits a dim that its devices do not divide.
-      unmapped_logical_axes: what a name is that has no rule and is no mesh axis: an "error", or
-        not split and reported ("replicate").
+      allow_padding: `fsdp` may split a dim that its devices do not divide.
+      unmapped_logical_axes: what a name is that has no rule and is not a mesh axis: an "error",
+        or not split and reported ("replicate").
       stack_axis_names: names of leading dims that count layers: an optimizer that looks at whole
         tensors sees one layer at a time.
 
     Raises:
       ConfigError: a pattern or rule cannot be read, `strategy` or the rules of a pattern are
-        empty, or `logical_axis_rules_name` names none.
+        empty, or `logical_axis_rules_name` names no list.
     """
 
     strategy: Sequence[tuple[str, Any]] | None = None
@@ -56,16 +50,13 @@ class WeightSharding:
     stack_axis_names: Sequence[str] = ("layers",)
 
     def __post_init__(self):
-        if self.unmapped_logical_axes not in ("error", "replicate"):
-            raise ConfigError(
-                f"WeightSharding.unmapped_logical_axes is {self.unmapped_logical_axes!r}; wanted "
-                "is 'error' or 'replicate'."
-            )
-        if isinstance(self.stack_axis_names, str):
-            raise ConfigError(
-                f"WeightSharding.stack_axis_names is {self.stack_axis_names!r}; wanted is a "
-                f"sequence of names, such as ({self.stack_axis_names!r},)."
-            )
+        unmapped, names = self.unmapped_logical_axes, self.stack_axis_names
+        require(
+            unmapped in ("error", "replicate"), "WeightSharding.unmapped_logical_axes", unmapped,
+            "'error' or 'replicate'",
+        )
+        wanted = f"a sequence of names, such as ({names!r},)"
+        require(not isinstance(names, str), "WeightSharding.stack_axis_names", names, wanted)
         if self.strategy is not None and not len(self.strategy):
             raise ConfigError(
                 f"WeightSharding.strategy is {self.strategy!r}, which says nothing; wanted are "
@@ -107,8 +98,7 @@ class ShardingDecisions:
 
     Attributes:
       weight_specs: the model's tree, every split as mesh axes, `declared_by` filled in.
-      notes: sentences: what was left whole, dropped, or is worth a look; weights of which the
-        same is to be said share one.
+      notes: sentences on what was left whole or dropped; one for all weights of which it is true.
     """
 
     weight_specs: PyTree
@@ -123,7 +113,7 @@ def decide_shardings(
     Args:
       weight_specs: {"params", "non_trainable"}: nested dicts of WeightSpec, as the model declares
         them. Patterns see the first only.
-      declared: the job's rules; None: it has none.
+      declared: the job's rules; None: it has no rules.
       axis_sizes: devices along each mesh axis, in the mesh's order.
 
     Raises:
@@ -136,36 +126,36 @@ def decide_shardings(
         axis_sizes, declared.rules_in_use, declared.allow_padding,
         unmapped_is_error=declared.unmapped_logical_axes == "error",
     )
-    params = {path for path in _paths(weight_specs) if path[0] == "params"}
-    _check_patterns(declared.pairs, ["/".join(path[1:]) for path in sorted(params)])
+    paths = sorted("/".join(path) for path, _ in spec_items(weight_specs.get("params", {})))
+    _check_patterns(declared.pairs, paths)
     has_rules = bool(declared.pairs or declared.rules_in_use)
     used: set[int] = set()
     notes: dict[str, list[str]] = {}  # What is to be said, and of which weights.
 
     def decided(path: tuple[str, ...], spec: WeightSpec) -> WeightSpec:
-        leaf = _leaf(path, spec, declared, axis_sizes)
-        index = first_match(declared.pairs, leaf.path) if path in params else None
+        leaf, is_param = _leaf(path, spec, declared, axis_sizes), path[0] == "params"
+        index = first_match(declared.pairs, leaf.path) if is_param else None
         if index is not None:
             used.add(index)
-            decision = _by_strategy(spec, leaf, *declared.pairs[index], job_mesh)
+            split, by, said = _by_strategy(spec, leaf, *declared.pairs[index], job_mesh)
         elif leaf.logical_axes is not None:
-            decision = _by_names(spec, leaf, job_mesh)
+            split, by, said = _by_names(spec, leaf, job_mesh)
         else:
-            decision = _as_declared(spec, leaf, is_noted=has_rules and path in params)
-        for note in decision.notes:
+            split, by, said = _as_declared(spec, leaf, is_noted=has_rules and is_param)
+        for note in said:
             notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
-        if decision.spec is None:
-            return dataclasses.replace(spec, declared_by=decision.declared_by)
+        if split is None:
+            return dataclasses.replace(spec, declared_by=by)
         return dataclasses.replace(
             spec,
-            stack_split_dims_mapping=decision.spec[: leaf.num_stacked],
-            split_dims_mapping=decision.spec[leaf.num_stacked :],
+            stack_split_dims_mapping=split[: leaf.num_stacked],
+            split_dims_mapping=split[leaf.num_stacked :],
             logical_axes=None,
             logical_axis_rules=(),
-            declared_by=decision.declared_by,
+            declared_by=by,
         )
 
-    def mapped(node: Any, path: tuple[str, ...]) -> Any:
+    def mapped(node: Any, path: tuple[str, ...]) -> Any:  # In the order in which layers declare.
         if isinstance(node, WeightSpec):
             return decided(path, node)
         return {name: mapped(child, (*path, name)) for name, child in node.items()}
@@ -177,14 +167,6 @@ def decide_shardings(
         for index, (pattern, _) in enumerate(declared.pairs) if index not in used
     ]
     return ShardingDecisions(decided_specs, tuple(sentences))
-
-
-def _paths(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    if isinstance(node, WeightSpec):
-        yield path
-        return
-    for name, child in node.items():
-        yield from _paths(child, (*path, name))
 
 
 def _leaf(
@@ -208,13 +190,8 @@ def _leaf(
     return Leaf(name, spec.shape, spec.dtype, names, rules, start, num_stacked)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Decision:
-    """How a weight splits, what decided it, and what is to be said of it."""
-
-    spec: Spec | None  # Of the whole shape; None: as the layer declares.
-    declared_by: str
-    notes: Sequence[str] = ()
+# How a weight splits (of the whole shape; None: as the layer declares), what decided it, and notes.
+_Decision = tuple[Spec | None, str, Sequence[str]]
 
 
 def _by_strategy(
@@ -227,20 +204,20 @@ def _by_strategy(
     if leaf.logical_axes and not any(isinstance(rule, LogicalPartitioning) for rule in rules):
         notes.append("logical names do not count, for want of logical_partitioning")
     notes = [f"{source}: {note}" for note in notes]
-    return _Decision(split.spec, f"{start}{source}: {by}", notes)
+    return split.spec, f"{start}{source}: {by}", notes
 
 
 def _by_names(spec: WeightSpec, leaf: Leaf, job_mesh: JobMesh) -> _Decision:
     split, source = apply_rules(leaf, (LogicalPartitioning(),), job_mesh), _declared_by(spec)
     by = f"{source}: {split.decided_by or 'no mesh axis'}"
     notes = [note.removeprefix("logical_partitioning: ") for note in split.notes]
-    return _Decision(split.spec, by, [f"{source}: {note}" for note in notes])
+    return split.spec, by, [f"{source}: {note}" for note in notes]
 
 
 def _as_declared(spec: WeightSpec, leaf: Leaf, *, is_noted: bool) -> _Decision:
     is_silent = spec.split_dims_mapping is None and not any(leaf.spec)
     notes = ("left whole: no pattern or name splits it",) if is_silent and is_noted else ()
-    return _Decision(None, _declared_by(spec), notes)
+    return None, _declared_by(spec), notes
 
 
 def _declared_by(spec: WeightSpec) -> str:
@@ -276,8 +253,8 @@ def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> N
         if pattern.startswith("params/"):
             hint = " A path does not begin with params/."
         raise ConfigError(
-            f"WeightSharding.strategy: {pattern!r} matches no weight; wanted is a pattern of whole "
-            f"paths.{hint} There are {_some(paths) or 'no weights'}."
+            f"WeightSharding.strategy: {pattern!r} matches no weight. A pattern is of whole paths."
+            f"{hint} There are {_some(paths) or 'no weights'}."
         )
 
 

@@ -1,6 +1,7 @@
 """What a layer declares of a weight: its shape, its dtype and how it splits."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -13,7 +14,7 @@ class WeightSpec:
     """A weight as the partitioner sees it.
 
     Attributes:
-      shape: true shape, stacked dims first.
+      shape: stacked dims first.
       dtype: of the stored weight.
       split_dims_mapping: split of the dims that the layer declared; None: replicated.
       stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length says how
@@ -44,8 +45,19 @@ class WeightSpec:
         """
         own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
         mapping = tuple(self.split_dims_mapping or ())
-        # Checked by itself first, so that the message shows what the layer's author wrote.
+        # Checked by itself first: the message then shows what the layer's author wrote.
         to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
         return to_partition_spec(
             self.stack_split_dims_mapping + mapping, axis_names, rank=len(self.shape), path=path
         )
+
+
+def spec_items(
+    weight_specs: Any, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], WeightSpec]]:
+    """Yields (path, spec) of every weight of a nested dict."""
+    for name, child in weight_specs.items():
+        if isinstance(child, WeightSpec):
+            yield (*prefix, name), child
+        else:
+            yield from spec_items(child, (*prefix, name))

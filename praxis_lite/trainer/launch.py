@@ -246,7 +246,7 @@ def _say(line: str) -> None:
 def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     job_dir.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
-    for line in partitioner.task.learner.report(layout.weight_specs):
+    for line in layout.groups.report():
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
     for note in layout.notes:

@@ -12,7 +12,7 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.inputs.batches import non_finite_rows
-from praxis_lite.learner.optimizer_groups import MAX_LEARNING_RATE
+from praxis_lite.learner.optimizer_factories import MAX_LEARNING_RATE
 from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.trainer.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter

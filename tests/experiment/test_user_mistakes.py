@@ -335,7 +335,7 @@ REFUSED = {
     "NoDecayMethod": r"'decay_method'. Give it .*: fdl.Partial\(adafactor, decay_method=...\)",
     "NoRate": "scale_by_adam cannot be called with just learning_rate: got an unexpected keyword",
     "NamedOptimizer": r"is 'adamw'; wanted is a function .* such as fdl.Partial\(optax.adamw",
-    "NoOptimizer": "returns_rate returns a float; wanted is an optax.GradientTransformation",
+    "NoOptimizer": "returns_rate returns a float, which is not an optax.GradientTransformation",
     "NamedRate": "learning_rate is '1e-3'; wanted is a number, or a schedule",
     "UnbuiltSchedule": r"Configure a schedule as fdl.Config\(linear_schedule, ...\)",
     "PartialLearner": r"LossTask.learner is a partial; wanted is a Learner: fdl.Config\(Learner",

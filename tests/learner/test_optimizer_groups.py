@@ -11,16 +11,11 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.learner import AuxiliaryOptimizer, Learner
-from praxis_lite.learner.optimizer_groups import (
-    Group,
-    grouped,
-    merged,
-    optimizer_names,
-    select,
-    spec_items,
-)
+from praxis_lite.learner.optimizer_groups import optimizer_names
 from praxis_lite.learner.optimizers import path_mask
+from praxis_lite.learner.weight_groups import Group, grouped, merged, select
 from praxis_lite.sharding import WeightSpec
+from praxis_lite.sharding.weight_spec import spec_items
 
 F32 = jnp.dtype("float32")
 SPECS = {
@@ -42,7 +37,7 @@ def aux(regex, name="other"):
 
 
 def names(**choices) -> dict[str, str]:
-    return {"/".join(path): name for path, name in optimizer_names(SPECS, **choices).items()}
+    return optimizer_names(["/".join(path) for path, _ in spec_items(SPECS)], **choices)
 
 
 def test_without_patterns_the_main_optimizer_has_all():
@@ -126,7 +121,7 @@ def test_a_frozen_weight_is_in_no_overlap():
     ("build", "message"),
     [
         (lambda: aux("softmax/["), r"AuxiliaryOptimizer\.regex of 'other': 'softmax/\[' is no reg"),
-        (lambda: aux("softmax", "a/b"), r"AuxiliaryOptimizer\.name is 'a/b'; wanted are letters"),
+        (lambda: aux("softmax", "a/b"), r"AuxiliaryOptimizer\.name is 'a/b'; wanted is letters"),
         (lambda: aux("softmax", ""), r"AuxiliaryOptimizer\.name is ''"),
         (
             lambda: Learner(optax.sgd, 0.1, auxiliary_optimizers=[aux("softmax"), aux("deep")]),
@@ -180,11 +175,11 @@ def test_settings_are_checked_before_there_are_weights(build, message):
 
 
 def test_groups_hold_every_weight_once_by_the_shape_of_its_stack():
-    groups = grouped(SPECS, SPECS, optimizer_names(SPECS), {"": optax.identity()})
+    groups = grouped(SPECS, names(), {"": optax.identity()})
     assert {name: group.stack_shape for name, group in groups.items()} == {
         "stack_3": (3,), "stack_2x3": (2, 3), "unstacked": (),
     }  # fmt: skip
-    held = [{"/".join(path) for path, _ in spec_items(g.weights)} for g in groups.values()]
+    held = [set(map("/".join, group.paths)) for group in groups.values()]
     assert sum(map(len, held)) == len(PATHS) and set().union(*held) == PATHS
 
 
@@ -205,12 +200,12 @@ def test_select_and_merged_are_inverse():
 
 def test_a_function_of_one_layer_is_mapped_over_every_stacked_dim():
     x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
-    group = Group(optax.identity(), (2, 3), {"w": x})
-    norms = group.per_layer(lambda tree: jnp.sqrt(jnp.sum(tree["w"] ** 2)))(group.weights)
+    group = Group(optax.identity(), (2, 3), (("w",),))
+    norms = group.per_layer(lambda tree: jnp.sqrt(jnp.sum(tree["w"] ** 2)))({"w": x})
     np.testing.assert_allclose(norms, np.linalg.norm(x, axis=-1), rtol=1e-6)
     single = dataclasses.replace(group, stack_shape=())
     np.testing.assert_allclose(
-        single.per_layer(lambda tree: jnp.sum(tree["w"]))(single.weights), x.sum(), rtol=1e-5
+        single.per_layer(lambda tree: jnp.sum(tree["w"]))({"w": x}), x.sum(), rtol=1e-5
     )
 
 
@@ -219,16 +214,16 @@ def test_the_report_says_what_each_optimizer_has_and_what_is_frozen():
         optax.adamw, 0.1,
         auxiliary_optimizers=[aux("softmax", "head")], bprop_variable_exclusion=["blocks/.*"],
     )  # fmt: skip
-    assert learner.report(SPECS) == [
+    assert learner.groups(SPECS).report() == [
         "main optimizer: 2 weights, 95 parameters: embedding/w, deep/w",
         "frozen: 2 weights, 120 parameters: blocks/attention/w, blocks/norm/scale",
         "optimizer 'head': 2 weights, 78 parameters: softmax/b, softmax/w",
     ]
-    assert Learner(optax.adamw, 0.1).report(SPECS) == []
+    assert Learner(optax.adamw, 0.1).groups(SPECS).report() == []
     all_auxiliary = Learner(optax.adamw, 0.1, auxiliary_optimizers=[aux(".*")])
-    assert all_auxiliary.report(SPECS) == [
+    assert all_auxiliary.groups(SPECS).report() == [
         "optimizer 'other': 6 weights, 293 parameters: embedding/w, blocks/attention/w, "
-        "blocks/norm/scale, deep/w, softmax/b and 1 more"
+        "blocks/norm/scale, deep/w, softmax/b, and 1 more"
     ]
 
 
@@ -237,13 +232,13 @@ def test_the_learner_groups_by_optimizer_and_stack():
         optax.adamw, 0.1,
         auxiliary_optimizers=[aux(".*/w", "matrices")], bprop_variable_exclusion="softmax/w",
     )  # fmt: skip
-    trainable, frozen = learner.split_trainable(SPECS, SPECS)
+    trainable, frozen = learner.groups(SPECS).split(SPECS)
     assert frozen == {"softmax": {"w": SPECS["softmax"]["w"]}}
     assert merged(trainable, frozen) == SPECS
+    groups = learner.groups(SPECS).by_name
     for tree in (SPECS, trainable):
-        groups = learner.groups(tree, SPECS)
         found = {
-            name: (group.stack_shape, {"/".join(path) for path, _ in spec_items(group.weights)})
+            name: (group.stack_shape, {"/".join(path) for path, _ in spec_items(group.of(tree))})
             for name, group in groups.items()
         }
         assert found == {
@@ -265,7 +260,7 @@ def test_a_pattern_of_a_mask_that_matches_no_weight_of_the_model_is_named():
             lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
             SPECS, is_leaf=lambda x: isinstance(x, WeightSpec),
         )  # fmt: skip
-        jax.eval_shape(lambda params: learner.init(params, SPECS), shapes)
+        jax.eval_shape(lambda params: learner.init(params, learner.groups(SPECS)), shapes)
 
     init(".*/norm")  # Of another optimizer's weights: nothing is wrong with that.
     with pytest.raises(ConfigError, match=r"mask of an optimizer .*: '.*/nrom' matches no weight"):
@@ -274,5 +269,6 @@ def test_a_pattern_of_a_mask_that_matches_no_weight_of_the_model_is_named():
 
 def test_a_model_without_weights_has_no_groups():
     learner = Learner(optax.sgd, 0.1)
-    assert learner.groups({}, {}) == {} and learner.split_trainable({}, {}) == ({}, {})
-    assert jax.tree.leaves(learner.init({}, {})["slots"]) == []
+    groups = learner.groups({})
+    assert groups.by_name == {} and groups.split({}) == ({}, {})
+    assert jax.tree.leaves(learner.init({}, groups)["slots"]) == []

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.explain import hlo
-from praxis_lite.learner.slots import extended_specs, split_as_slots
+from praxis_lite.learner import Learner
+from praxis_lite.learner.slots import extended_specs
 from praxis_lite.sharding import WeightSpec
 from tests.learner import zero1_runs
 from tests.support.goldens import trimmed
@@ -64,13 +66,13 @@ def test_axes_that_the_weight_has_are_left_out_of_several():
 
 
 def test_without_a_mesh_or_axes_nothing_is_stated(mesh_of):
-    tree, specs = {"w": jnp.ones((8, 3))}, {"w": WeightSpec((8, 3), jnp.float32)}
-    assert split_as_slots(tree, specs, ("data",)) is tree
-    with jax.set_mesh(mesh_of(1, 4, 2)):
-        assert split_as_slots(tree, specs, ()) is tree
-        # Frozen weights have no gradient.
-        both = specs | {"frozen": WeightSpec((8, 3), jnp.float32)}
-        found = jax.jit(lambda tree: split_as_slots(tree, both, ("data",)))(tree)
+    mesh, tree = mesh_of(1, 4, 2), {"w": jnp.ones((8, 3))}
+    learner = Learner(optax.sgd, 0.1, slot_mesh_axes=("data",))
+    specs = {"w": WeightSpec((8, 3), jnp.float32), "frozen": WeightSpec((8, 3), jnp.float32)}
+    assert learner.groups(specs).lay_out(tree) is tree
+    assert Learner(optax.sgd, 0.1).groups(specs, mesh.shape).lay_out(tree) is tree
+    with jax.set_mesh(mesh):  # Frozen weights have no gradient.
+        found = jax.jit(learner.groups(specs, mesh.shape).lay_out)(tree)
     assert found.keys() == {"w"} and trimmed(found["w"].sharding.spec) == ["data"]
 
 

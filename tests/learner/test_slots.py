@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.learner import Learner
-from praxis_lite.learner.optimizer_groups import Group
 from praxis_lite.learner.optimizers import (
     adafactor,
     adam,
@@ -23,6 +22,7 @@ from praxis_lite.learner.optimizers import (
     soap,
 )
 from praxis_lite.learner.slots import slot_specs
+from praxis_lite.learner.weight_groups import Group
 from praxis_lite.partitioner.train_state import state_layout
 from praxis_lite.sharding import WeightSpec
 from tests.support.goldens import golden, trimmed
@@ -101,7 +101,8 @@ def layout_of(weight_specs, optimizer, axis_sizes, **settings):
 def specs_of(optimizer, weights):
     """Returns the specs of the slots of weights that are not stacked."""
     splits = {n: P(*w.split_dims_mapping) for n, w in weights.items()}
-    return slot_specs({"": Group(optimizer, (), weights)}, {"": Group(optimizer, (), splits)})[""]
+    group = Group(optimizer, (), tuple((name,) for name in weights))
+    return slot_specs({"": group}, weights, splits)[""]
 
 
 def parts(pax_path):

@@ -33,7 +33,7 @@ DATA["weights"][3::4] = 0.0  # A micro-batch of 4, and two of 8, without any wei
 W = RNG.normal(size=DIMS).astype(np.float32)
 
 
-def regression(params, non_trainable, inputs, key):
+def regression(fixed, params, non_trainable, inputs, key):
     weights, total = inputs["weights"], jnp.sum(inputs["weights"])
     errors = inputs["x"] @ params["w"] + inputs["offset"] - inputs["y"]
     loss = jnp.sum(jnp.square(errors) * weights) / total
@@ -51,7 +51,8 @@ def run(num_micro_batches, loss_fn=regression, data=DATA, w=W):
     @jax.jit
     def value_and_grad(w, data):
         return accumulation.value_and_grad(
-            loss_fn, {"w": w}, seen, data, jax.random.key(5), num_micro_batches=num_micro_batches
+            loss_fn, {}, {"w": w}, seen, data, jax.random.key(5),
+            num_micro_batches=num_micro_batches,
         )
 
     return jax.device_get(value_and_grad(w, data))
@@ -89,7 +90,7 @@ def test_each_micro_batch_has_a_key_of_its_own():
 def test_a_batch_that_weighs_nothing_is_what_it_is_in_one_piece(guard):
     """0 / 0 is NaN, which the learner skips; a guarded mean is 0, with gradients of 0."""
 
-    def loss_fn(params, non_trainable, inputs, key):
+    def loss_fn(fixed, params, non_trainable, inputs, key):
         total = jnp.sum(inputs["weights"])
         loss = jnp.sum(params["w"]) * total / (total + guard)
         return loss, ({"loss": (loss, total)}, non_trainable)
@@ -115,7 +116,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     data = {"ones": np.ones((8, 1), np.float32)}
     data["ones"][0] = 256.0
 
-    def loss_fn(params, non_trainable, inputs, key):
+    def loss_fn(fixed, params, non_trainable, inputs, key):
         loss = jnp.sum(params["w"].astype(jnp.float32) * jnp.sum(inputs["ones"]))
         return loss, ({"loss": (loss, 1.0)}, non_trainable)
 
@@ -134,14 +135,14 @@ def test_rows_that_do_not_divide_are_still_spread_over_the_devices(mesh_of):
     """3 rows of a micro-batch on four devices: one each. Left to XLA each would compute all 3."""
     mesh, outputs = mesh_of(1, 4, 2), 37
 
-    def loss_fn(params, non_trainable, inputs, key):
+    def loss_fn(fixed, params, non_trainable, inputs, key):
         loss = jnp.sum(jnp.tanh(inputs["x"] @ params["w"]))
         return loss, ({"loss": (loss, 1.0)}, non_trainable)
 
     def grads(w, x):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return accumulation.value_and_grad(
-                loss_fn, {"w": w}, {}, {"x": x}, jax.random.key(0),
+                loss_fn, {}, {"w": w}, {}, {"x": x}, jax.random.key(0),
                 num_micro_batches=8, inputs_split_mapping={"map_2d": ("data", None)},
             )[2]
 

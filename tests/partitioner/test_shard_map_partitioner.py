@@ -23,6 +23,7 @@ from praxis_lite.layers.stacking import pipeline_ticks
 from praxis_lite.learner import DynamicLossScale, Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.partitioner.per_device import on_each_device
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.sharding.gather import gather_of
 from praxis_lite.tasks.language_model import LanguageModelTask
@@ -484,18 +485,17 @@ def test_a_loss_over_pairs_of_rows_of_all_devices_has_the_gradients_of_one_devic
 
 def test_a_sum_that_leaves_an_axis_out_is_refused():
     """Each half of `mdl` works on the same rows: its gradient would be doubled."""
-    task = LossTask(FunctionModel(init), regression, Learner(optax.sgd, 0.1))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
-    partitioner = ShardMapPartitioner(task, mesh, data_axes=("data", "mdl"))
 
     def on_a_device(inputs):
         loss = jnp.mean(jax.lax.all_gather(inputs["x"], ("data", "mdl")))
         return jax.lax.pmean(loss, "data")
 
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="varying over {mdl}"):
-        jax.eval_shape(
-            lambda x: partitioner._on_devices(on_a_device, {"x": x}, out=P()), jnp.ones((8, 3))
+        run = functools.partial(
+            on_each_device, on_a_device, out=P(), data_axes=("data", "mdl")
         )
+        jax.eval_shape(run, {"x": jnp.ones((8, 3))})
 
 
 # ---- Layers that place things themselves.

@@ -108,5 +108,5 @@ def test_mesh_rules_give_a_models_constructor_its_mesh_axes():
 def test_mesh_rules_name_what_there_is():
     with pytest.raises(ConfigError, match="'embd', and there are those of embed, mlp. Did you mea"):
         MeshRules(mlp="mdl", embed=None)("embd")
-    with pytest.raises(ConfigError, match="MeshRules: found .*'mlp', 7.*wanted is a pair"):
+    with pytest.raises(ConfigError, match="MeshRules: a rule is .*'mlp', 7.*wanted is a pair"):
         MeshRules(mlp=7)

@@ -21,8 +21,7 @@ from praxis_lite.sharding import (
     register_rule,
     rule_shardings,
 )
-from praxis_lite.sharding.rules import JobMesh, Leaf, Outcome, rule_text
-from praxis_lite.sharding.strategies import parsed_rules
+from praxis_lite.sharding.rule_names import JobMesh, Leaf, Outcome, parsed_rules, rule_text
 from tests.support.goldens import GOLDENS, golden, trimmed
 
 FILE = "reference/sharding_rules_cases.json"

@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_an_error_with_the_path(changes, declared, message)
         (dict(logical_axis_rules={"one": RULES}, logical_axis_rules_name="on"), "Did you mean one"),
         (dict(logical_axis_rules=RULES, logical_axis_rules_name="a"), "are one list"),
         (dict(logical_axis_rules={"a": [("mlp", 3)], "b": ()}, logical_axis_rules_name="b"),
-         r"logical_axis_rules\['a'\]: found \('mlp', 3\)"),
+         r"logical_axis_rules\['a'\]: a rule is \('mlp', 3\)"),
         (dict(unmapped_logical_axes="ignore"), "wanted is 'error' or 'replicate'"),
         (dict(stack_axis_names="layers"), r"such as \('layers',\)"),
     ],

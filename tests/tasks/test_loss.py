@@ -77,11 +77,11 @@ def test_micro_batches_of_unequal_weight_have_the_loss_and_gradient_of_the_batch
     task = task_of(loss)
     inputs = {"x": jnp.arange(6.0), "weights": jnp.asarray([1.0, 2.0, 0.0, 0.0, 3.0, 1.0])}
 
-    def loss_fn(params, non_trainable, inputs, key):
+    def loss_fn(fixed, params, non_trainable, inputs, key):
         metrics = dict(task.compute_loss(params, inputs, key))
         return metrics["loss"][0], (metrics, non_trainable)
 
-    args = (loss_fn, {"w": jnp.float32(0.3)}, {}, inputs, jax.random.key(0))
+    args = (loss_fn, {}, {"w": jnp.float32(0.3)}, {}, inputs, jax.random.key(0))
     whole, parts = (accumulation.value_and_grad(*args, num_micro_batches=n) for n in (1, 3))
     x, w = np.arange(6.0), np.asarray(inputs["weights"])
     assert float(whole[0]["loss"][0]) == pytest.approx(np.average((0.3 * x - 1) ** 2, weights=w))

@@ -33,7 +33,7 @@ def init_from_checkpoints(partitioner: Partitioner, key: jax.Array, plan: InitPl
 
     def opt_states(mdl_vars: PyTree) -> PyTree:
         params = mdl_layout.unpad(mdl_vars)["params"]
-        return task.learner.init(params, layout.weight_specs)
+        return task.learner.init(params, layout.groups)
 
     arrays |= _made(partitioner, "opt_states", plan, opt_states, mdl_vars)
     step = plan.step[0] if plan.step else 0

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import did_you_mean, require
 from praxis_lite.learner.optimizers.adafactor_slots import (
     MOMENTUM_DTYPES,
     WeightSlots,
@@ -21,17 +21,17 @@ from praxis_lite.learner.optimizers.adafactor_slots import (
     zero_slots,
 )
 from praxis_lite.learner.optimizers.path_masks import Patterns, path_mask
-from praxis_lite.learner.optimizers.settings import require_decay_rates, require_not_negative
+from praxis_lite.learner.optimizers.settings import (
+    require_decay_rates,
+    require_not_negative,
+    require_positive,
+)
 
 PyTree = Any
-Schedule = Callable[[jax.Array], jax.Array]
 
 
 class AdafactorState(NamedTuple):
-    """The number of updates made, and a nested dict over the weights' paths per kind of slot.
-
-    See `WeightSlots` for what each holds.
-    """
+    """The number of updates made, and a nested dict of each slot of `WeightSlots`."""
 
     count: jax.Array
     m: PyTree
@@ -42,7 +42,7 @@ class AdafactorState(NamedTuple):
 
 
 def adafactor(
-    learning_rate: float | Schedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     decay_method: str,
     decay_adam: float = 0.0,
@@ -69,9 +69,9 @@ def adafactor(
     learning rate.
 
     Pax adds 1e-30 mean(gradient^2) to the decay rate and to the step size, to keep XLA from one
-    fusion; that is left out, and shows with gradients of 1e9 and more. With sorted dims, and the
-    second largest of three or more not the last but for the largest, Pax normalizes the row
-    statistics along another dim than the paper; here it is always along the second largest.
+    fusion; that is left out, and shows with gradients of 1e9 and more. With sorted dims Pax
+    normalizes the row statistics of some weights of three or more dims along another dim than the
+    paper; here it is always along the second largest.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -92,26 +92,22 @@ def adafactor(
       epsilon1_grad_sq_reg: added to the squared gradients.
       epsilon2_param_scale_reg: the least scale of a weight.
       weight_decay: decoupled, times the learning rate; of all weights, or by pattern, of which the
-        last one that matches from the start of a weight's path counts; None: none.
+        last one that matches from the start of a weight's path counts; None: no decay.
       layerwise_adaptation: scales each weight's step to the root mean square of the weight (LAMB,
         https://arxiv.org/abs/1904.00962).
       exclude_from_layerwise_adaptation: patterns, matched from the start of a weight's path.
       maybe_inf_to_nan: turns infinities into NaN, so that a division cannot hide them.
 
     Raises:
-      ConfigError: a setting is out of its range, or a pattern is no regular expression.
+      ConfigError: a setting is out of its range, or a pattern is not a regular expression.
     """
     _require_choice("decay_method", decay_method, ("adam", "pow"))
     _require_choice("quantized_dtype", quantized_dtype, MOMENTUM_DTYPES)
     require_decay_rates("adafactor", beta1=beta1, decay_adam=decay_adam)
     require_not_negative("adafactor", epsilon2_param_scale_reg=epsilon2_param_scale_reg)
-    if decay_method == "adam":
-        _require_positive(decay_adam=decay_adam)
-    else:
-        _require_positive(decay_pow=decay_pow)
-    _require_positive(epsilon1_grad_sq_reg=epsilon1_grad_sq_reg)
-    if clip_threshold is not None:
-        _require_positive(clip_threshold=clip_threshold)
+    decay = {"decay_adam": decay_adam} if decay_method == "adam" else {"decay_pow": decay_pow}
+    clip = {} if clip_threshold is None else {"clip_threshold": clip_threshold}
+    require_positive("adafactor", **decay, epsilon1_grad_sq_reg=epsilon1_grad_sq_reg, **clip)
     if not isinstance(weight_decay, Mapping):
         weight_decay = {} if weight_decay is None else {"": weight_decay}
     for pattern, value in weight_decay.items():
@@ -129,7 +125,7 @@ def adafactor(
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
     def choices_of(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns, per weight, its weight decay and whether its step is adapted."""
+        """Returns the weight decay of each weight, and True for each with an adapted step."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(
@@ -143,7 +139,7 @@ def adafactor(
             lambda w: zero_slots(w.shape, dims_of(w.shape), quantized_dtype if beta1 else None),
             params,
         )
-        return AdafactorState(jnp.zeros((), jnp.int32), *_tree_per_slot(slots))
+        return AdafactorState(jnp.zeros((), jnp.int32), *_tree_per_field(slots, WeightSlots))
 
     def update(
         updates: PyTree, state: AdafactorState, params: PyTree | None = None
@@ -157,12 +153,9 @@ def adafactor(
             lambda *of_weight: weight_step(rate, decay, *of_weight),
             updates, params, *choices_of(params), *state[1:],
         )  # fmt: skip
-        is_step = {"is_leaf": lambda x: isinstance(x, _Step)}
-        slots = jax.tree.map(lambda step: step.slots, steps, **is_step)
-        return (
-            jax.tree.map(lambda step: -step.subtrahend, steps, **is_step),
-            AdafactorState(optax.safe_increment(state.count), *_tree_per_slot(slots)),
-        )
+        updates, slots = _tree_per_field(steps, _Step)
+        slots = _tree_per_field(slots, WeightSlots)
+        return updates, AdafactorState(optax.safe_increment(state.count), *slots)
 
     def weight_step(
         rate: jax.Array, decay: jax.Array, grad: jax.Array, weight: jax.Array, weight_decay: float,
@@ -190,13 +183,15 @@ def adafactor(
             step_rms = _rms(step / step_size) + epsilon1_grad_sq_reg
             # A rate of 0 makes the step's 0 / 0, which is not above 0 either.
             step *= jnp.where((weight_rms > 0) & (step_rms > 0), weight_rms / step_rms, 1.0)
-        return _Step(step, slots)
+        return _Step(-step, slots)
 
     return optax.GradientTransformation(init, update)
 
 
 class _Step(NamedTuple):
-    subtrahend: jax.Array
+    """What is added to a weight, and its new slots: `WeightSlots`."""
+
+    update: jax.Array
     slots: WeightSlots
 
 
@@ -241,24 +236,14 @@ def _rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
-def _tree_per_slot(slots: PyTree) -> list[PyTree]:
-    """Returns, per field of WeightSlots, the tree of that slot of every weight."""
+def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
+    """Returns, for each field of the named tuples in a tree, the tree of what they have there."""
     return [
-        jax.tree.map(lambda w, i=i: w[i], slots, is_leaf=lambda x: isinstance(x, WeightSlots))
-        for i in range(len(WeightSlots._fields))
+        jax.tree.map(lambda one, i=i: one[i], tree, is_leaf=lambda x: isinstance(x, kind))
+        for i in range(len(kind._fields))
     ]
 
 
-def _require_positive(**settings: float) -> None:
-    require_not_negative("adafactor", **settings)
-    for name, value in settings.items():
-        if not value:
-            raise ConfigError(f"adafactor: {name} is {value!r}; wanted is a positive number.")
-
-
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"adafactor: {name} is {value!r}; wanted is one of {', '.join(choices)}."
-            f"{did_you_mean(str(value), choices)}"
-        )
+    hint = did_you_mean(str(value), choices).strip()
+    require(value in choices, f"adafactor: {name}", value, f"one of {', '.join(choices)}", hint)

@@ -13,8 +13,8 @@ MOMENTUM_DTYPES = ("int8", "int16", "bfloat16", "float32")
 class WeightSlots(NamedTuple):
     """The slots of one weight. One that it does not have is zeros of shape [1], as in Pax.
 
-    Four bytes, so that the state has the same leaves whatever is factored: which decisions the
-    sizes make, `slots.py` finds out by comparing states. (Empty arrays Orbax does not save.)
+    So the state has the same leaves whatever is factored, and `slots.py` can compare states of
+    other sizes. Orbax does not save empty arrays.
 
     Attributes:
       m: momentum, of the weight's shape.
@@ -56,8 +56,8 @@ def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int]
 
     Args:
       by_size: the largest and second largest dims; else the last and the one before. Of equals
-        the last counts as larger, as in optax; in Pax the first does, and so has `vr` and `vc` of
-        such a weight the other way round. `slots.py` tells equal dims apart by this order.
+        the last counts as larger, as in optax, and `slots.py` relies on that; in Pax the first
+        does, so that `vr` and `vc` of such a weight are the other way round.
       min_size: with `by_size`, the least size of both.
     """
     if len(shape) < 2:

@@ -1,13 +1,16 @@
 """Pax's Adam: the moments it stores are free of bias, and each tensor's update is clipped."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.learner.optimizers.settings import require_decay_rates, require_not_negative
+from praxis_lite.learner.optimizers.settings import (
+    require_decay_rates,
+    require_not_negative,
+    stepped,
+)
 
 PyTree = Any
 
@@ -21,7 +24,7 @@ class AdamState(NamedTuple):
 
 
 def adam(
-    learning_rate: float | Callable[[jax.Array], jax.Array],
+    learning_rate: optax.ScalarOrSchedule,
     *,
     beta1: float = 0.9,
     beta2: float = 0.999,
@@ -35,8 +38,9 @@ def adam(
     Up to the clipping it is `optax.adam`, which is also what Pax's `sharded_adam=False` is. The
     slots differ: Pax corrects the decay rates for the bias (Shazeer and Stern 2018, "Adafactor",
     section 7.1), optax what is read from the slots, so optax's m is (1 - beta1**count) times this
-    one. Slots are float32 whatever the weights are. Pax's `maybe_inf_to_nan` is not needed: the
-    learner skips a step whose gradient is not finite.
+    one; made of optax's, this v would be 2e-5 off after 1,000 updates. Slots are float32 whatever
+    the weights are. Pax's `maybe_inf_to_nan` is not needed: the learner skips a step whose gradient
+    is not finite.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -57,17 +61,7 @@ def adam(
         "adam", epsilon=epsilon, epsilon_root=epsilon_root, clip_threshold=clip_threshold,
         weight_decay=weight_decay,
     )  # fmt: skip
-    parts = [_scale_by_moments(beta1, beta2, epsilon, epsilon_root)]
-    if clip_threshold:
-        parts.append(optax.clip_by_block_rms(clip_threshold))
-    if weight_decay:
-        parts.append(optax.add_decayed_weights(weight_decay))
-    return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
-
-def _scale_by_moments(
-    beta1: float, beta2: float, epsilon: float, epsilon_root: float
-) -> optax.GradientTransformation:
     def init(params: PyTree) -> AdamState:
         zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
         return AdamState(count=jnp.zeros((), jnp.int32), m=zeros, v=zeros)
@@ -77,12 +71,13 @@ def _scale_by_moments(
     ) -> tuple[PyTree, AdamState]:
         del params
         decay1, decay2 = (_bias_corrected(beta, state.count) for beta in (beta1, beta2))
-        m = jax.tree.map(lambda g, m: (1.0 - decay1) * g + decay1 * m, grads, state.m)
-        v = jax.tree.map(lambda g, v: (1.0 - decay2) * g**2 + decay2 * v, grads, state.v)
+        m = optax.tree.update_moment(grads, state.m, decay1, 1)
+        v = optax.tree.update_moment(grads, state.v, decay2, 2)
         updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + epsilon_root) + epsilon), m, v)
         return updates, AdamState(optax.safe_increment(state.count), m, v)
 
-    return optax.GradientTransformation(init, update)
+    direction = optax.GradientTransformation(init, update)
+    return stepped(direction, learning_rate, clip_threshold, weight_decay)
 
 
 def _bias_corrected(beta: float, count: jax.Array) -> jax.Array:

@@ -1,13 +1,15 @@
-"""Pax's Lion: computed in float32, its momentum stored in bfloat16."""
+"""Pax's Lion: optax's, computed in the gradients' dtype, its momentum stored in bfloat16."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.learner.optimizers.settings import require_decay_rates, require_not_negative
+from praxis_lite.learner.optimizers.settings import (
+    require_decay_rates,
+    require_not_negative,
+    stepped,
+)
 
 PyTree = Any
 
@@ -19,7 +21,7 @@ class LionState(NamedTuple):
 
 
 def lion(
-    learning_rate: float | Callable[[jax.Array], jax.Array],
+    learning_rate: optax.ScalarOrSchedule,
     *,
     beta1: float = 0.9,
     beta2: float = 0.99,
@@ -29,7 +31,7 @@ def lion(
 ) -> optax.GradientTransformation:
     """Returns Pax's Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms").
 
-    It is `optax.lion`, but for a momentum in bfloat16, where optax rounds it once more on the way.
+    It is `optax.lion`, but for a momentum in bfloat16, which optax rounds once more on the way.
     optax's `weight_decay` is 1e-3 by default.
 
     Args:
@@ -48,29 +50,19 @@ def lion(
     """
     require_decay_rates("lion", beta1=beta1, beta2=beta2)
     require_not_negative("lion", clip_threshold=clip_threshold, weight_decay=weight_decay)
-    parts = [_scale_by_sign(beta1, beta2, m_dtype)]
-    if clip_threshold:
-        parts.append(optax.clip_by_block_rms(clip_threshold))
-    if weight_decay:
-        parts.append(optax.add_decayed_weights(weight_decay))
-    return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+    signs = optax.scale_by_lion(beta1, beta2)
 
-
-def _scale_by_sign(beta1: float, beta2: float, m_dtype: Any) -> optax.GradientTransformation:
     def init(params: PyTree) -> LionState:
         return LionState(optax.tree.zeros_like(params, dtype=m_dtype))
 
     def update(
         grads: PyTree, state: LionState, params: PyTree | None = None
     ) -> tuple[PyTree, LionState]:
-        del params
+        # Cast here: optax would compute in the dtype in which the momentum is stored.
+        m = optax.tree.cast_like(state.m, grads)
+        inner = optax.ScaleByLionState(count=jnp.zeros((), jnp.int32), mu=m)  # It counts in vain.
+        updates, inner = signs.update(grads, inner, params)
+        return updates, LionState(optax.tree.cast(inner.mu, m_dtype))
 
-        def mixed(beta: float) -> PyTree:
-            return jax.tree.map(
-                lambda g, m: (1.0 - beta) * g + beta * m.astype(g.dtype), grads, state.m
-            )
-
-        updates = jax.tree.map(jnp.sign, mixed(beta1))
-        return updates, LionState(optax.tree.cast(mixed(beta2), m_dtype))
-
-    return optax.GradientTransformation(init, update)
+    direction = optax.GradientTransformation(init, update)
+    return stepped(direction, learning_rate, clip_threshold, weight_decay)

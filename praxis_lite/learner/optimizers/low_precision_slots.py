@@ -1,9 +1,9 @@
-"""Slots of any optimizer in bfloat16, rounded up or down at random so that none gets stuck.
+"""Slots of any optimizer in bfloat16, rounded up or down at random so that they do not get stuck.
 
-Steps between bfloat16 numbers are a 256th of them or more, so an average that decays by 0.999 moves
-by less than half a step: rounded to the nearest it never would. Rounded up with the probability of
-its place between two numbers, it moves as far on average as in float32. JAX rounds so inside of TPU
-kernels only (`pallas.tpu.stochastic_round`), and optax does not.
+bfloat16 numbers lie a 256th apart or more, so an average that decays by 0.999 moves by less than
+half of that: rounded to the nearest it never would. Rounded up with the probability of its place
+between two numbers, it moves as far on average as in float32. JAX rounds so inside of TPU kernels
+only (`pallas.tpu.stochastic_round`).
 """
 
 import zlib
@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 
 PyTree = Any
-Schedule = Callable[[jax.Array], jax.Array]
 
 
 class LowPrecisionSlotsState(NamedTuple):
@@ -28,7 +27,7 @@ class LowPrecisionSlotsState(NamedTuple):
 
 
 def low_precision_slots(
-    learning_rate: float | Schedule,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     optimizer: Callable[..., optax.GradientTransformation],
     dtype: str = "bfloat16",
@@ -48,11 +47,10 @@ def low_precision_slots(
     Raises:
       ConfigError: another dtype.
     """
-    if dtype != "bfloat16":
-        raise ConfigError(
-            f"low_precision_slots' dtype is {dtype!r}; wanted is 'bfloat16'. Others have less "
-            "range than float32, and second moments would vanish in them."
-        )
+    require(
+        dtype == "bfloat16", "low_precision_slots' dtype", dtype, "'bfloat16'",
+        "Others have less range than float32, and second moments would vanish in them.",
+    )
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
 
     def stored(slots: PyTree, count: jax.Array) -> PyTree:
@@ -60,7 +58,7 @@ def low_precision_slots(
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), count)
 
         def store(path: tuple, slot: jax.Array) -> jax.Array:
-            if not _is_lowered(slot):
+            if slot.dtype != jnp.float32 or slot.ndim == 0:
                 return slot
             path_hash = zlib.crc32(jax.tree_util.keystr(path).encode())
             return stochastically_rounded(slot, jax.random.fold_in(key, path_hash))
@@ -96,7 +94,3 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     # The carry would turn a NaN into another number.
     return jnp.where(jnp.isnan(x), x.astype(jnp.bfloat16), rounded)
-
-
-def _is_lowered(slot: Any) -> bool:
-    return slot.dtype == jnp.float32 and slot.ndim > 0

@@ -28,7 +28,7 @@ from praxis_lite.learner.optimizers.path_masks import path_mask
 
 PyTree = Any
 
-# Ends of the paths of embeddings, softmaxes and what is no matrix, such as a bias per head.
+# Ends of the paths of embeddings, softmaxes and weights that are not matrices, such as biases.
 _ADAMW = re.compile(
     r"(.*/)?((softmax|logits)/.+|emb_var|(pre|ap)pend_cls_embs|wrb|lora_[ab]|conv/w"
     r"|b|bias|beta|gamma|scale|a_param|(input|a)_gate_b)"
@@ -56,7 +56,7 @@ def muon_matrices(
 
     Weights of attentions are matrices of model dims by all heads; each of a combined query, key and
     value, each expert, each block of a gate is a matrix of its own. Embeddings, softmaxes, biases,
-    scales, low-rank adapters and whatever has one dim are AdamW's.
+    scales, low-rank adapters and weights of one dim are AdamW's.
 
     Args:
       equations: patterns, matched from the start of a weight's path under params (`re.match`), to
@@ -68,13 +68,10 @@ def muon_matrices(
            ".*/post/w": "nk,nkd->d",                # use_nhd_shape
            ".*/router/w": None}
 
-    The function raises:
-      ConfigError: a weight of three dims or more has no equation, or an equation has another number
-        of dims than a weight it is for; names the path. A pattern that matches no weight of the
-        model is an error of the learner's (`collected_patterns`).
-
     Raises:
-      ConfigError: a pattern is no regular expression, or an equation makes no matrix.
+      ConfigError: a pattern is not a regular expression, or an equation makes no matrix. Later, on
+        a weight: one of three dims or more has no equation, or an equation of another number of
+        dims; names the path.
     """
     own = [
         (pattern, path_mask(include=pattern), equation, equation and _dims(equation))
@@ -123,8 +120,8 @@ def _letters(equation: str) -> tuple[str, str, str]:
     found = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
     if not found:
         raise ConfigError(
-            f"muon_matrices: {equation!r} is no einsum of inputs and a weight; wanted is one such "
-            "as 'd,dnk->nk', or None for AdamW."
+            f"muon_matrices: {equation!r} is not an einsum of inputs and a weight, such as "
+            "'d,dnk->nk'. Write one, or None for AdamW."
         )
     return found.groups()
 
@@ -136,7 +133,7 @@ def _dims(equation: str) -> MuonDimensionNumbers:
     unused = set(weight) - set(inputs) - set(outputs)
     if not summed or not made or unused or len(set(weight)) < len(weight):
         raise ConfigError(
-            f"muon_matrices: {equation!r} makes no matrix of the weight; wanted are a dim that the "
+            f"muon_matrices: {equation!r} makes no matrix of the weight. It needs a dim that the "
             "inputs share with it, a dim that the outputs share with it, and each dim once."
         )
     return MuonDimensionNumbers(summed, made)

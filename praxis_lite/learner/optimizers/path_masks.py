@@ -26,19 +26,20 @@ def path_mask(
         fdl.Partial(optax.adamw, weight_decay=0.1,
                     mask=fdl.Config(path_mask, exclude=(".*/norm",), skip_1d_vectors=True))
 
-    An optimizer sees the weights of one group of the model, so a pattern that matches none of them
-    may be right. See `collected_patterns` for how mistyped ones are found.
+    A pattern may match no weight that one optimizer has; see `collected_patterns` for how mistyped
+    ones are found.
 
     Args:
       include: a pattern, or several, matched from the start of a weight's path under params
-        (`re.match`); the weights that none matches are left out. None given: all are in.
+        (`re.match`); other weights are left out. (): all are in.
       exclude: a pattern, or several, of weights to leave out.
       skip_1d_vectors: leave out scalars and vectors too; the dims of a stack do not count.
 
     Raises:
-      ConfigError: a pattern is no regular expression.
+      ConfigError: a pattern is not a regular expression.
     """
-    include, exclude = _compiled(include), _compiled(exclude)
+    setting = "A mask of weights"
+    include, exclude = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
 
     def is_masked_in(path: tuple, weight: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -61,7 +62,7 @@ def path_mask(
 def collected_patterns() -> Iterator[set[str]]:
     """Yields a set that the patterns of every mask used inside are added to.
 
-    Whoever knows all the weights of a model can trace its optimizers' `init` inside, and compare:
+    The learner, which knows all weights of a model, traces its optimizers' `init` inside:
 
         with collected_patterns() as patterns:
             jax.eval_shape(optimizer.init, weights)
@@ -73,12 +74,19 @@ def collected_patterns() -> Iterator[set[str]]:
         _collected.reset(token)
 
 
-def _compiled(patterns: Patterns) -> tuple[re.Pattern, ...]:
-    """Returns the regular expressions that a setting names: one, or several."""
-    try:
-        return tuple(map(re.compile, (patterns,) if isinstance(patterns, str) else patterns))
-    except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"A mask of weights: {patterns!r} is no regular expression, nor a sequence of them: "
-            f"{error}."
-        ) from error
+def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...]:
+    """Returns the regular expressions that a setting names: one, or several.
+
+    Raises:
+      ConfigError: one is not a regular expression; names the setting.
+    """
+    is_one = isinstance(patterns, str) or not isinstance(patterns, Sequence)
+    patterns = (patterns,) if is_one else tuple(patterns)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"{setting}: {pattern!r} is no regular expression: {error}. Mend the pattern."
+            ) from error
+    return tuple(map(re.compile, patterns))

@@ -13,7 +13,7 @@ from praxis_lite.learner.optimizers.settings import require_not_negative
 
 
 def regularized(
-    learning_rate: float | Callable[[jax.Array], jax.Array],
+    learning_rate: optax.ScalarOrSchedule,
     *,
     optimizer: Callable[..., optax.GradientTransformation],
     l1_regularizer_weight: float = 0.0,
@@ -39,7 +39,7 @@ def regularized(
       decoupled_weight_decay: times the learning rate and the weights, taken from the weights.
       skip_lp_1d_vectors: scalars and vectors have no L1 and L2; the decoupled decay they have, in
         Pax too.
-      skip_lp_regularization: a pattern, or several, of the weights that have none of the three:
+      skip_lp_regularization: a pattern, or several, of the weights that are left out of all three:
         those of Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path
         under params (`re.match`).
       ewc_regularizer_weight: elastic weight consolidation (Kirkpatrick et al. 2017,
@@ -49,7 +49,7 @@ def regularized(
         AuxiliaryOptimizer.
 
     Raises:
-      ConfigError: two regularisations are set, a weight is negative, or a pattern is no regular
+      ConfigError: two regularisations are set, a weight is negative, or a pattern is not a regular
         expression.
     """
     weights = {
@@ -57,14 +57,13 @@ def regularized(
         "l2_regularizer_weight": l2_regularizer_weight,
         "decoupled_weight_decay": decoupled_weight_decay,
     }
-    require_not_negative(
-        "regularized", **weights, ewc_regularizer_weight=ewc_regularizer_weight
-    )
+    ewc = ewc_regularizer_weight
+    require_not_negative("regularized", **weights, ewc_regularizer_weight=ewc)
     used = [name for name, weight in weights.items() if weight]
     if len(used) > 1:
         raise ConfigError(
-            f"regularized: {used[0]} and {used[1]} are both set; wanted is one regularisation, as "
-            "in Pax. Set the other to 0."
+            f"regularized: {used[0]} and {used[1]} are both set, but only one can be, as in Pax. "
+            "Set the other to 0."
         )
     exclude = skip_lp_regularization
     lp_mask = path_mask(exclude=exclude, skip_1d_vectors=skip_lp_1d_vectors)
@@ -77,8 +76,8 @@ def regularized(
     if decoupled_weight_decay:
         rate = _scaled(learning_rate, -decoupled_weight_decay)
         parts.append(optax.add_decayed_weights(rate, mask=path_mask(exclude=exclude)))
-    if ewc_regularizer_weight:
-        parts.append(_towards_the_first(_scaled(learning_rate, -0.5 * ewc_regularizer_weight)))
+    if ewc:
+        parts.append(_towards_the_first(_scaled(learning_rate, -0.5 * ewc)))
     return optax.chain(*parts)
 
 
@@ -89,9 +88,7 @@ class EwcState(NamedTuple):
     pretrain_vars: Any
 
 
-def _towards_the_first(
-    rate: float | Callable[[jax.Array], jax.Array],
-) -> optax.GradientTransformation:
+def _towards_the_first(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     def init(weights: Any) -> EwcState:
         # Copies: an array that is in the state twice could not be donated.
         return EwcState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, weights))
@@ -106,9 +103,7 @@ def _towards_the_first(
     return optax.GradientTransformation(init, update)
 
 
-def _scaled(
-    learning_rate: float | Callable[[jax.Array], jax.Array], factor: float
-) -> float | Callable[[jax.Array], jax.Array]:
+def _scaled(learning_rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
     if callable(learning_rate):
         return lambda count: factor * learning_rate(count)
     return factor * learning_rate

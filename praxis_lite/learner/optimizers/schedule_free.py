@@ -2,8 +2,8 @@
 
 Schedule-free optimizers (Defazio et al. 2024, "The Road Less Scheduled") take gradients at y, step
 at z, and their result is x, the average of the z: y = (1 - b1) z + b1 x. optax keeps y as the
-parameters and z as a slot, so x, which stands for what a decayed learning rate would give, has to
-be worked out of the two. An evaluation of y would show worse numbers than the run has reached.
+parameters and z as a slot; x is worked out of the two here. An evaluation of y would show worse
+numbers than the run has reached.
 
     optimizer=fdl.Partial(optax.contrib.schedule_free_adamw, b1=0.95, weight_decay=0.1),
     learning_rate=fdl.Config(optax.warmup_constant_schedule, init_value=0.0, peak_value=2.5e-3,
@@ -11,11 +11,10 @@ be worked out of the two. An evaluation of y would show worse numbers than the r
 
 Slots: z and the second moment, each of the weight's shape: as many bytes as Adam's two. optax's
 defaults are b1 0.9 (the paper's), b2 0.999, eps 1e-8, weight_decay 0, and in the average a weight
-of max(rate so far)^2, where "so far" includes the next update's. A warmup is either the schedule's
-or, with a rate that is a number, `warmup_steps`. Keep the weights in float32: optax sums these
-weights in the parameters' dtype, and a bfloat16 sum stops growing after some 256 steps. As z starts
-as a copy of the weights, weights that are replaced later, by those of a checkpoint for instance,
-need fresh slots.
+of max(rate so far)^2, where "so far" includes the next update's. A warmup is the schedule's, or
+`warmup_steps` if the rate is a number. Keep the weights in float32: optax sums the average's in
+their dtype, and a bfloat16 sum stops growing after some 256 steps. z starts as a copy of the
+weights: weights that are replaced later need fresh slots.
 """
 
 from typing import Any
@@ -29,20 +28,19 @@ PyTree = Any
 
 
 def has_averages(opt_state: PyTree) -> bool:
-    """Returns whether `evaluation_params` finds averaged weights in an optax state, or shapes."""
+    """Returns True if `evaluation_params` finds averaged weights in an optax state, or shapes."""
     return any(map(_is_schedule_free, jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)))
 
 
 def evaluation_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the averaged weights where `opt_state` holds them, else `params` as they are.
 
-    Args:
-      opt_state: an optax state, of single weights or of a stack that `jax.vmap` went over. The
-        state of `optax.contrib.schedule_free` is found anywhere in it: in a chain, under a mask,
-        within a partition.
-      params: the nested dict that the optimizer updates.
-
     The dtypes are those of `params`. Before the first update they come back bit for bit.
+
+    Args:
+      opt_state: an optax state, of single weights or of a stack that `jax.vmap` went over, with the
+        state of `optax.contrib.schedule_free` anywhere in it: in a chain, a mask, a partition.
+      params: the nested dict that the optimizer updates.
     """
     for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free):
         if _is_schedule_free(state):

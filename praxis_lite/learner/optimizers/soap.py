@@ -3,13 +3,10 @@
 From Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam"
 (https://arxiv.org/abs/2409.11321), algorithms 3 and 4; defaults are those of the authors' code.
 
-    optimizer=fdl.Partial(soap, weight_decay=0.01), learning_rate=...
-
-Slots of a weight [d0, .., dk], in float32: two of its shape, as Adam's, and for each dim the
-covariance of the gradient along it and its eigenbasis, both [d, d]. For a [D, F] weight that is
-2 (D D + F F) floats more than Adam. A dim above `max_precond_dim`, such as a large vocabulary, has
-none. A small one had better have none as well, through an auxiliary optimizer: rotation moves rows
-that no token has used along with others.
+Slots of a weight [d0, .., dk], in float32: two of its shape, as Adam's, and for each dim of at most
+`max_precond_dim` the covariance of the gradient along it and its eigenbasis, both [d, d]. For a
+[D, F] weight that is 2 (D D + F F) floats more than Adam. Give embeddings of a small vocabulary to
+an auxiliary optimizer: rotation moves rows that no token has used along with others.
 """
 
 import functools
@@ -20,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.learner.optimizers.settings import require_decay_rates, require_not_negative
 
 PyTree = Any
@@ -34,7 +31,7 @@ class SoapState(NamedTuple):
     """Slots of `scale_by_soap`.
 
     Attributes:
-      count: int32, updates made, the first, which only measures, included.
+      count: int32, updates made, the first included, which only measures.
       mu: first moment of the gradient, of the weight's shape.
       nu: second moment of the rotated gradient, of the weight's shape.
       covariances: per weight a tuple, per dim [d, d]; [1, 1] for a dim that is not rotated.
@@ -63,8 +60,7 @@ def soap(
 
     Args:
       weight_decay_mask: as of `optax.adamw`.
-
-    The others are those of `scale_by_soap`.
+      b1, b2, eps, precondition_frequency, max_precond_dim: as of `scale_by_soap`.
     """
     return optax.chain(
         scale_by_soap(
@@ -103,11 +99,10 @@ def scale_by_soap(
     """
     require_decay_rates("soap", b1=b1, b2=b2)
     require_not_negative("soap", eps=eps)
-    for name, value in {
-        "precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim,
-    }.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"soap: {name} is {value!r}; wanted is a positive integer.")
+    counts = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
+    for name, count in counts.items():
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count > 0
+        require(is_count, f"soap: {name}", count, "a positive integer")
 
     def squares(w: jax.Array) -> tuple[jax.Array, ...]:
         # One entry per dim whatever the sizes: the tree of slots depends on ranks alone.
@@ -162,7 +157,7 @@ def scale_by_soap(
 
 
 def _is_basis(square: jax.Array) -> bool:
-    """Returns whether a slot is a dim's own; [1, 1] stands for no rotation."""
+    """Returns True if a dim is rotated; [1, 1] stands for no rotation."""
     return square.shape[0] > 1
 
 

@@ -7,13 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.learner.schedules.shapes import (
-    Count,
-    Schedule,
-    constant,
-    require,
-    require_positive,
-)
+from praxis_lite.errors import require
+from praxis_lite.learner.schedules.shapes import Count, Schedule, constant, require_positive
 
 
 def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
@@ -33,26 +28,16 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
 
 
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
-    """Returns values[i] from step boundaries[i - 1] on.
-
-    Raises:
-      ConfigError: boundaries are not in order, or not one fewer than values.
-    """
+    """Returns values[i] from step boundaries[i - 1] on; one boundary fewer than values."""
     check_pieces("piecewise_constant", boundaries, "values", values, len(boundaries) + 1)
     return piecewise_schedule(boundaries=boundaries, schedules=[constant(v) for v in values])
 
 
 def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
-    """Returns schedules[i] for steps[i] steps, over and over; each is given the absolute count.
-
-    Raises:
-      ConfigError: not as many steps as schedules, or one is not positive.
-    """
+    """Returns schedules[i] for steps[i] steps, over and over; each is given the absolute count."""
     name = "cycle_schedule"
-    require(
-        len(schedules) == len(steps) > 0,
-        f"{name}: {len(schedules)} schedules and {len(steps)} steps; wanted are as many of each.",
-    )
+    wanted = f"as many as schedules ({len(schedules)}), and at least one of each"
+    require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, wanted)
     require_positive(name, **{f"steps[{i}]": n for i, n in enumerate(steps)})
     ends = [sum(steps[: i + 1]) for i in range(len(steps))]
 
@@ -69,17 +54,8 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 def check_pieces(
     name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], wanted: int
 ) -> None:
-    """Checks that boundaries are in order, and that there are as many pieces as wanted.
-
-    Raises:
-      ConfigError: they are not; names the schedule.
-    """
-    require(
-        len(pieces) == wanted,
-        f"{name}: {len(boundaries)} boundaries and {len(pieces)} {what}; wanted are {wanted} "
-        f"{what} for these boundaries.",
-    )
-    require(
-        list(boundaries) == sorted(boundaries) and all(b >= 0 for b in boundaries),
-        f"{name}: boundaries are {list(boundaries)}; wanted are steps in ascending order.",
-    )
+    """Raises a ConfigError if boundaries are not in order, or the pieces not as many as wanted."""
+    number, boundaries = f"{name}: the number of {what}", list(boundaries)
+    require(len(pieces) == wanted, number, len(pieces), f"{wanted}, for boundaries {boundaries}")
+    is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
+    require(is_ordered, f"{name}: boundaries", boundaries, "steps in ascending order")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 Count = int | jax.Array
 Schedule = Callable[[Count], jax.Array]
@@ -39,11 +39,8 @@ def polynomial(
       ConfigError: the steps are not in order, or a setting is out of range.
     """
     (x0, y0), (x1, y1) = _points("polynomial", start, limit)
-    require(power > 0, f"polynomial: power is {power}; wanted is a positive one.")
-    require(
-        origin in ("start", "limit"),
-        f"polynomial: origin is {origin!r}; wanted is 'start' or 'limit'.",
-    )
+    require_positive("polynomial", power=power)
+    require(origin in ("start", "limit"), "polynomial: origin", origin, "'start' or 'limit'")
 
     def schedule(count: Count) -> jax.Array:
         r = progress(count, x0, x1)
@@ -66,11 +63,9 @@ def exponential(*, start: Point = (0, 1.0), limit: Point = (1, 0.5)) -> Schedule
       ConfigError: the steps are not in order, or a value is not positive.
     """
     (x0, y0), (x1, y1) = _points("exponential", start, limit)
-    require(
-        y0 > 0 and y1 > 0,
-        f"exponential: the values are {y0} at step {x0} and {y1} at step {x1}; wanted are positive "
-        "ones. To decay to 0, take a polynomial or a cosine.",
-    )
+    for x, y in ((x0, y0), (x1, y1)):
+        setting, mend = f"exponential: the value at step {x}", "To reach 0, take another shape."
+        require(y > 0, setting, y, "a positive number", mend)
     logarithm = linear(start=(x0, math.log(y0)), limit=(x1, math.log(y1)))
     return lambda count: jnp.exp(logarithm(count))
 
@@ -107,10 +102,8 @@ def continuous_schedule(
       min: the least share of initial_value.
     """
     require_positive("continuous_schedule", half_life_steps=half_life_steps)
-    require(
-        0 < min < 1,
-        f"continuous_schedule: min is {min}; wanted is a share of initial_value, 0 < min < 1.",
-    )
+    wanted = "a share of initial_value, 0 < min < 1"
+    require(0 < min < 1, "continuous_schedule: min", min, wanted)
     end = start_step + half_life_steps * math.log2(1 / min)
     return scaled(initial_value, exponential(start=(start_step, 1.0), limit=(end, min)))
 
@@ -131,21 +124,16 @@ def progress(count: Count, x0: float, x1: float) -> jax.Array:
 
 def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:
     for setting, point in (("start", start), ("limit", limit)):
-        require(len(point) == 2, f"{name}: {setting} is {point}; wanted is a pair (step, value).")
-    require(
-        start[0] <= limit[0],
-        f"{name}: it starts at step {start[0]} and ends at step {limit[0]}, before; exchange them.",
-    )
+        require(len(point) == 2, f"{name}: {setting}", point, "a pair (step, value)")
+    if start[0] > limit[0]:
+        raise ConfigError(
+            f"{name}: it starts at step {start[0]} and ends at step {limit[0]}, before. Exchange "
+            "them."
+        )
     return tuple(start), tuple(limit)
 
 
 def require_positive(name: str, **settings: float) -> None:
     """Checks the settings of the schedule `name`; raises a ConfigError that names the setting."""
     for setting, value in settings.items():
-        require(value > 0, f"{name}: {setting} is {value}; wanted is a positive number.")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises a ConfigError with the message unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
+        require(value > 0, f"{name}: {setting}", value, "a positive number")

@@ -1,22 +1,21 @@
 """Rates that rise to a peak and decay from it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import did_you_mean
+from praxis_lite.errors import did_you_mean, require
 from praxis_lite.learner.schedules.pieces import check_pieces, piecewise_constant
 from praxis_lite.learner.schedules.shapes import (
     Count,
-    Point,
     Schedule,
     as_float,
     delayed_cosine,
     exponential,
     linear,
     polynomial,
-    require,
     require_positive,
 )
 
@@ -41,9 +40,8 @@ def linear_rampup_polynomial_decay(
     Raises:
       ConfigError: the steps are not in order, or a setting is out of range.
     """
-    name = "linear_rampup_polynomial_decay"
-    start, limit = _decay(name, warmup_steps, decay_start, decay_end, max, min_ratio)
-    return _ramped_up(warmup_steps, max, polynomial(start=start, limit=limit, power=power))
+    name, steps = "linear_rampup_polynomial_decay", (warmup_steps, decay_start, decay_end)
+    return _up_and_down(name, functools.partial(polynomial, power=power), *steps, max, min_ratio)
 
 
 def linear_rampup_cosine_decay(
@@ -54,10 +52,9 @@ def linear_rampup_cosine_decay(
     max: float,
     min_ratio: float = 0.01,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay`, but that half a cosine leads down."""
-    name = "linear_rampup_cosine_decay"
-    start, limit = _decay(name, warmup_steps, decay_start, decay_end, max, min_ratio)
-    return _ramped_up(warmup_steps, max, delayed_cosine(start=start, limit=limit))
+    """Returns `linear_rampup_polynomial_decay` with half a cosine that leads down."""
+    name, steps = "linear_rampup_cosine_decay", (warmup_steps, decay_start, decay_end)
+    return _up_and_down(name, delayed_cosine, *steps, max, min_ratio)
 
 
 def linear_rampup_exponential_decay(
@@ -68,14 +65,12 @@ def linear_rampup_exponential_decay(
     max: float,
     min_ratio: float = 0.01,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay`, but that an exponential leads down.
+    """Returns `linear_rampup_polynomial_decay` with an exponential that leads down.
 
-    Raises:
-      ConfigError: min_ratio is 0, which no exponential reaches; or as there.
+    `min_ratio` must be above 0.
     """
-    name = "linear_rampup_exponential_decay"
-    start, limit = _decay(name, warmup_steps, decay_start, decay_end, max, min_ratio)
-    return _ramped_up(warmup_steps, max, exponential(start=start, limit=limit))
+    name, steps = "linear_rampup_exponential_decay", (warmup_steps, decay_start, decay_end)
+    return _up_and_down(name, exponential, *steps, max, min_ratio)
 
 
 def warmup_stable_decay(
@@ -97,26 +92,20 @@ def warmup_stable_decay(
     """
     decays = {
         "linear": polynomial,
-        "1-sqrt": lambda **points: polynomial(power=0.5, **points),
+        "1-sqrt": functools.partial(polynomial, power=0.5),
         "cosine": delayed_cosine,
     }
-    require(
-        shape in decays,
-        f"warmup_stable_decay: shape is {shape!r}; wanted is one of {', '.join(decays)}."
-        f"{did_you_mean(str(shape), decays)}",
-    )
-    name = "warmup_stable_decay"
-    start, limit = _decay(name, warmup_steps, decay_start, decay_end, max, min_ratio)
-    return _ramped_up(warmup_steps, max, decays[shape](start=start, limit=limit))
+    name, hint = "warmup_stable_decay", did_you_mean(str(shape), decays).strip()
+    require(shape in decays, f"{name}: shape", shape, f"one of {', '.join(decays)}", hint)
+    steps = warmup_steps, decay_start, decay_end
+    return _up_and_down(name, decays[shape], *steps, max, min_ratio)
 
 
 def sqrt_decay(
     *, decay_start: int = 10_000, multiplier: float = 1.0, offset: float = 0.0
 ) -> Schedule:
     """Returns `multiplier / sqrt(max(count - offset, decay_start))`."""
-    require(
-        decay_start > 0, f"sqrt_decay: decay_start is {decay_start}; wanted is a positive step."
-    )
+    require_positive("sqrt_decay", decay_start=decay_start)
     return lambda count: multiplier / jnp.sqrt(jnp.maximum(as_float(count) - offset, decay_start))
 
 
@@ -148,12 +137,8 @@ def transformer(
     Args:
       decay_end: the rate stays as it is at this step; None: it decays for ever.
     """
-    require_positive(
-        "transformer",
-        warmup_steps=warmup_steps,
-        model_dim=model_dim,
-        worker_replicas=worker_replicas,
-    )
+    require_positive("transformer", warmup_steps=warmup_steps, worker_replicas=worker_replicas)
+    require_positive("transformer", model_dim=model_dim)
     warmup = warmup_steps * worker_replicas
 
     def schedule(count: Count) -> jax.Array:
@@ -174,7 +159,7 @@ def linear_rampup_piecewise_constant(
       ConfigError: boundaries are not in order, or not as many as values.
     """
     name = "linear_rampup_piecewise_constant"
-    require(len(boundaries) > 0, f"{name}: boundaries is empty; wanted is a step per value.")
+    require(len(boundaries) > 0, f"{name}: boundaries", boundaries, "a step for each value")
     check_pieces(name, boundaries, "values", values, len(boundaries))
     steps = piecewise_constant(boundaries=boundaries[1:], values=values)
     return _ramped_up(boundaries[0], values[0], steps)
@@ -185,18 +170,18 @@ def _ramped_up(warmup_steps: int, peak: float, schedule: Schedule) -> Schedule:
     return lambda count: jnp.where(as_float(count) < warmup_steps, up(count), schedule(count))
 
 
-def _decay(
-    name: str, warmup_steps: int, decay_start: int, decay_end: int, peak: float, min_ratio: float
-) -> tuple[Point, Point]:
-    """Returns where the decay starts and ends, checked."""
+def _up_and_down(
+    name: str, decay: Callable[..., Schedule], warmup_steps: int, decay_start: int, decay_end: int,
+    peak: float, min_ratio: float,
+) -> Schedule:
+    """Returns `linear_rampup_polynomial_decay` with another decay, its settings checked."""
+    steps = {"warmup_steps": warmup_steps, "decay_start": decay_start, "decay_end": decay_end}
     require(
-        0 <= warmup_steps <= decay_start <= decay_end,
-        f"{name}: warmup_steps is {warmup_steps}, decay_start {decay_start}, decay_end {decay_end};"
-        " wanted is 0 <= warmup_steps <= decay_start <= decay_end. All three count from step 0.",
+        0 <= warmup_steps <= decay_start <= decay_end, f"{name}: {', '.join(steps)}",
+        tuple(steps.values()), "0 <= warmup_steps <= decay_start <= decay_end",
+        "All three count from step 0.",
     )
-    require(peak > 0, f"{name}: max is {peak}; wanted is a positive learning rate.")
-    require(
-        0 <= min_ratio <= 1,
-        f"{name}: min_ratio is {min_ratio}; wanted is a share of max, from 0 to 1.",
-    )
-    return (decay_start, peak), (decay_end, peak * min_ratio)
+    require_positive(name, max=peak)
+    require(0 <= min_ratio <= 1, f"{name}: min_ratio", min_ratio, "a share of max, from 0 to 1")
+    down = decay(start=(decay_start, peak), limit=(decay_end, peak * min_ratio))
+    return _ramped_up(warmup_steps, peak, down)

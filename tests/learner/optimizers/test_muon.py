@@ -111,8 +111,9 @@ def config(**settings):
 def test_five_steps_equal_numpy(consistent_rms):
     specs = jax.tree.map(lambda s: WeightSpec(s, jnp.float32), SHAPES, is_leaf=is_shape)
     learner = Learner(fdl.build(config(consistent_rms=consistent_rms)), schedule)
-    params, opt_states = tree(0), learner.init(tree(0), specs)
-    update = jax.jit(lambda g, o, p: learner.update(g, o, p, specs, jnp.float32(1))[:2])
+    groups = learner.groups(specs)
+    params, opt_states = tree(0), learner.init(tree(0), groups)
+    update = jax.jit(lambda g, o, p: learner.update(g, o, p, groups, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
     for grad in grads:
         params, opt_states = update(grad, opt_states, params)
@@ -212,7 +213,7 @@ def test_biases_per_head_and_gates_of_a_recurrence():
     "equations, message",
     [
         ({"ff(": None}, r"'ff\(' is no regular expression"),
-        ({"ff": "de->d->e"}, r"'de->d->e' is no einsum of inputs and a weight"),
+        ({"ff": "de->d->e"}, r"'de->d->e' is not an einsum of inputs and a weight"),
         ({"ff": "d,df->d"}, r"'d,df->d' makes no matrix"),
         ({"ff": "d,dff->f"}, r"'d,dff->f' makes no matrix"),
         ({"ff": "d,def->f"}, r"'d,def->f' makes no matrix"),
@@ -242,4 +243,4 @@ def test_a_pattern_that_matches_no_weight_is_an_error_of_the_learner():
         functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=matrices), 0.1
     )
     with pytest.raises(ConfigError, match="'wq' matches no weight"):
-        learner.init({"w": jnp.ones((5, 3))}, specs)
+        learner.init({"w": jnp.ones((5, 3))}, learner.groups(specs))

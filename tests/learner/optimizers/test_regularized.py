@@ -105,7 +105,7 @@ def test_it_is_configured_as_an_optimizer_of_an_optimizer():
     [
         ({"l1_regularizer_weight": -1.0}, "regularized: l1_regularizer_weight is -1.0; wanted is"),
         ({"ewc_regularizer_weight": -1.0}, "regularized: ewc_regularizer_weight is -1.0; wanted"),
-        ({"l1_regularizer_weight": 1.0, "decoupled_weight_decay": 1.0}, "are both set; wanted is"),
+        ({"l1_regularizer_weight": 1.0, "decoupled_weight_decay": 1.0}, "are both set, but only"),
         ({"skip_lp_regularization": "*norm"}, r"'\*norm' is no regular expression"),
     ],
 )
