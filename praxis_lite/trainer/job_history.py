@@ -1,4 +1,4 @@
-"""What a job's files say of the steps that were made: what was evaluated, lost and skipped."""
+"""What a job's files say of the steps that were made: evaluations, losses, skipped steps."""
 
 import json
 import math
@@ -15,13 +15,9 @@ from praxis_lite.trainer.metrics import read_json_lines
 
 
 def lacks_evaluation(
-    run: RunConfig,
-    eval_sets: Collection[str],
-    job: JobDir,
-    saved_step: int | None,
-    step: int,
+    run: RunConfig, eval_sets: Collection[str], job: JobDir, saved_step: int | None, step: int
 ) -> bool:
-    """Returns whether a job that goes on from its own checkpoint has yet to evaluate that step."""
+    """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
     evaluates = step == run.num_train_steps or is_due(step, run.eval_every_steps)
     if step != saved_step or not evaluates:
         return False
@@ -39,7 +35,7 @@ def watched_history(
     values: dict[int, float] = {}
     for line in _evaluations(job):
         if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
-            # The first of a step is training's own; --mode=eval adds others.
+            # The first line of a step is training's own; --mode=eval adds others.
             values.setdefault(line["step"], line[metric])
     return dict(_of_first("watched history", list(values.items())))
 
@@ -50,31 +46,27 @@ def _evaluations(job: JobDir) -> list[dict[str, Any]]:
 
 
 def _of_first(name: str, value: Any) -> Any:
-    """Returns what the first process has found in the job's files, which are its alone."""
+    """Returns what the first process found in the job's files, which only that process has."""
     return json.loads(processes.exchange(name, json.dumps(value))[0])
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses that a spike is judged by, as the first process has them on disk."""
+    """Returns the losses on disk that the next one is compared with, to find a spike."""
     if run.loss_spike_factor is None:
         return []
     return _of_first("losses before", losses_of(read_json_lines(job.metrics_jsonl)))
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Returns whether what is done every so many steps is done after this one; None: never."""
+    """Returns True if something that is done `every` so many steps is done after this step."""
     return every is not None and step % every == 0
 
 
 def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
-    """Checks how a run ended, once all of it is on disk.
+    """Raises LastStepUnsound if the last step was skipped, or its evaluation is not finite.
 
-    Args:
-      step: the last one made.
-      num_skipped: steps in a row, up to it, that were skipped.
-
-    Raises:
-      LastStepUnsound: the last step was skipped, or a loss of its evaluation is not finite.
+    Called once all of the run is on disk. `num_skipped` steps in a row, up to the last, were
+    skipped.
     """
     advice = (
         "Look at loss, grad_norm and learning_rate in metrics.jsonl, and run with --set "
