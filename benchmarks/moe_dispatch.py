@@ -26,6 +26,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 
+from praxis_lite.errors import format_bytes  # noqa: E402
 from praxis_lite.explain import hlo  # noqa: E402
 from praxis_lite.layers import (  # noqa: E402  # noqa: E402
     AuxLoss,
@@ -120,8 +121,8 @@ def main() -> None:
         for kind in sorted(set().union(*counts)):
             (n, size), (total, total_size) = (one.get(kind, (0, 0)) for one in counts)
             print(
-                f"  {name:<24}{kind:<20}{n:>3} ({hlo.format_bytes(size)}) /{total:>3} "
-                f"({hlo.format_bytes(total_size)})"
+                f"  {name:<24}{kind:<20}{n:>3} ({format_bytes(size)}) /{total:>3} "
+                f"({format_bytes(total_size)})"
             )
     seconds = medians(both, num_rounds)
     print(f"\n{'forward and backward / dense':<32}{'time':>8}{'flops':>8}{'temp memory':>14}")

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import math
 import os
 from collections.abc import Collection, Iterable, Sequence
 
@@ -84,6 +85,12 @@ def shown(text: str, limit: int = 80) -> str:
 def printable(text: str) -> str:
     """Returns `text` with escapes in place of control characters; lines stay lines."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def format_bytes(size: int) -> str:
+    """Returns '512 B', '1.5 KiB', '3.2 GiB'."""
+    power = min(int(math.log2(max(size, 1)) // 10), 5)
+    return f"{size / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{size} B"
 
 
 def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:

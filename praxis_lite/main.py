@@ -1,25 +1,28 @@
 """From a command line to a job: experiment, config, mesh, then train, eval, decode or explain."""
 
 import argparse
-import logging
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from praxis_lite.config.command_line import Parser
 from praxis_lite.config.user_lines import explained
-from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable
+from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable, require
 from praxis_lite.experiment import registry
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.same_everywhere import check_same, versions
 from praxis_lite.job.processes.signals import EndsBySignal
-from praxis_lite.job.processes.standard_output import output_may_be_lost, without_lines_of_gloo
+from praxis_lite.job.processes.standard_output import (
+    output_may_be_lost,
+    print_log,
+    without_lines_of_gloo,
+)
 from praxis_lite.job.processes.start import START_SECONDS, start
 from praxis_lite.job.shared_job_dir import open_shared
 
@@ -33,12 +36,11 @@ MODES = ("train", "eval", "decode", "explain", "summary")
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend.
 
-    Exits 3 so where training has ended, and is saved, but with a step that was skipped.
-
-    A signal ends it with one line, status 128 + its number; what training does: `StopRequest`.
+    It exits 3 if training has ended, and is saved, but its last step was skipped. A signal ends it
+    with one line and status 128 + its number; for training see `StopRequest`.
     """
     try:
-        args = _parser().parse_args(argv)
+        args = parser().parse_args(argv)
     except ConfigError as error:
         _print_error(error)
         sys.exit(2)
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(args: argparse.Namespace) -> None:
     _put_users_packages_first()
-    _print_log()
+    print_log()
     try:
         if args.list:
             listed = registry.list_experiments(args.packages)
@@ -66,7 +68,8 @@ def _main(args: argparse.Namespace) -> None:
         print("ended by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except ConfigError as error:
-        _print_error(_own_words(error))
+        # Without what Fiddle appends to an exception of a constructor.
+        _print_error(str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0])
         sys.exit(error.exit_status)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
@@ -89,9 +92,9 @@ def _print_error(words: object) -> None:
 def _put_users_packages_first() -> None:
     """Puts the current directory at the end of sys.path, and behind it the library's checkout.
 
-    So packages of the user's own are found without an installation, and their `tasks` before the
-    folder of that name beside main.py. At the end: `python main.py` from a folder with a random.py
-    in it must not import that one.
+    So the user's packages are found without an installation, and their `tasks` before the folder of
+    that name beside main.py. It is at the end, because `python main.py` in a folder with a
+    random.py must not import that file.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -101,58 +104,43 @@ def _put_users_packages_first() -> None:
         sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
 
 
-class _Print(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        # What only another process than the first has to say must not be lost with its output.
-        is_heard = processes.is_first() or record.levelno < logging.WARNING
-        print(record.getMessage(), file=sys.stdout if is_heard else sys.stderr, flush=True)
-
-
-def _print_log() -> None:
-    """Prints what the library logs, such as which attention kernel was chosen and why."""
-    log = logging.getLogger("praxis_lite")
-    if not log.handlers:
-        log.addHandler(_Print())
-        log.setLevel(logging.INFO)
-        log.propagate = False  # Some library's handler of all logs would print it again.
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    found = Parser(
         prog="main.py", description="Trains, evaluates, decodes or explains an experiment."
     )
-    parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
-    parser.add_argument(
+    found.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
+    found.add_argument(
         "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
         help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
-    parser.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
-    parser.add_argument("--mode", choices=MODES, default="train", help="default: train")
-    parser.add_argument(
+    found.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
+    found.add_argument("--mode", choices=MODES, default="train", help="default: train")
+    found.add_argument(
         "--step", metavar="N|best", type=_step,
         help="the checkpoint to evaluate or decode from; default: the newest",
     )
-    parser.add_argument(
+    found.add_argument(
         "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
         help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
         "of the experiment's class",
     )
-    parser.add_argument(
+    found.add_argument(
         "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
     )
-    parser.add_argument(
+    found.add_argument(
         "--coordinator", metavar="HOST:PORT",
         help="of several processes: where the first one can be reached. Under SLURM, Open MPI, "
         "Kubernetes and on TPU slices none of these flags is needed",
     )
-    parser.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
-    parser.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
-    parser.add_argument(
+    found.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
+    found.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
+    found.add_argument(
         "--start_seconds", metavar="S", type=int, default=START_SECONDS,
         help=f"how long they wait for each other at the start; default: {START_SECONDS}",
     )
-    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
-    return parser
+    found.add_argument("--list", action="store_true", help="list the experiments and stop")
+    return found
 
 
 def _step(word: str) -> int | str:
@@ -175,28 +163,18 @@ def _run(args: argparse.Namespace) -> None:
             "takes the newest. Leave it out."
         )
     html = _page_path(args)
-    if args.mode in ("explain", "summary") and processes.count() > 1:
-        raise ConfigError(
-            f"--mode={args.mode} needs one process, and here are {processes.count()}. Start it "
-            "once, without --coordinator."
-        )
+    require(
+        args.mode not in ("explain", "summary") or processes.count() == 1,
+        f"The number of processes of --mode={args.mode}", processes.count(), "1",
+        "Start it once, without --coordinator.",
+    )
     if args.mode == "summary":
         from praxis_lite.trainer.summary import summary
 
         print(summary(open_for_reading(_job_log_dir(args), writes=False)))
         return
-    if args.mode in ("eval", "decode"):
-        job_dir, config, experiment = _recorded_job(args)
-    else:
-        if args.exp is None:
-            raise ConfigError(
-                f"--mode={args.mode} needs --exp=NAME; --list shows the names there are."
-            )
-        config, experiment = _experiment_config(args)
-        job_dir = None
-        if args.mode == "train":
-            path = _job_log_dir(args)
-            job_dir = open_shared(path, lambda: open_for_training(path, experiment))
+    recorded = args.mode in ("eval", "decode")
+    config, experiment, job_dir = (_recorded_job if recorded else _job_of_experiment)(args)
     args.opened = job_dir
     print(f"{experiment}, {args.mode}" + (f", in {job_dir.path}" if job_dir else ""), flush=True)
 
@@ -207,7 +185,7 @@ def _run(args: argparse.Namespace) -> None:
     _check_same_command(args, experiment, config)
     job = build(config)
 
-    from praxis_lite.trainer.job_on_mesh import partitioner_of
+    from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_of
 
     partitioner = partitioner_of(job, args.mode)
     from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
@@ -225,13 +203,16 @@ def _run(args: argparse.Namespace) -> None:
 
         from praxis_lite.trainer import launch
 
+        on_mesh = JobOnMesh(partitioner, job.datasets, job.decode_datasets, job.run, job_dir)
         if args.mode == "train":
             packages = registry.allowed_packages(args.packages)
-            launch.train(partitioner, job, job_dir, config, experiment, args.settings, packages)
+            launch.train(
+                on_mesh, launch.LaunchedConfig(config, experiment, args.settings, packages)
+            )
         elif args.mode == "eval":
-            launch.evaluate(partitioner, job, job_dir, args.step)
+            launch.evaluate(on_mesh, args.step)
         else:
-            launch.decode(partitioner, job, job_dir, args.step)
+            launch.decode(on_mesh, args.step)
 
 
 def _page_path(args: argparse.Namespace) -> Path | None:
@@ -244,16 +225,12 @@ def _page_path(args: argparse.Namespace) -> Path | None:
         )
     path = Path(args.html)
     if path.is_dir() or not path.name:
-        raise ConfigError(
-            f"--html={args.html} is a directory; wanted is a file, such as "
-            f"{path / 'explain.html'}."
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"--html={args.html}: there is no directory {path.parent}. Make it, or name another "
-            "file."
-        )
-    return path
+        said = f"is a directory; wanted is a file, such as {path / 'explain.html'}"
+    elif not path.parent.is_dir():
+        said = f"cannot be written: there is no directory {path.parent}. Make it"
+    else:
+        return path
+    raise ConfigError(f"--html={args.html} {said}.")
 
 
 def _job_log_dir(args: argparse.Namespace) -> str:
@@ -262,26 +239,29 @@ def _job_log_dir(args: argparse.Namespace) -> str:
     return args.job_log_dir
 
 
-def _experiment_config(args: argparse.Namespace) -> "tuple[fdl.Config, str]":
-    experiment = registry.get_experiment(args.exp, args.packages)
+def _job_of_experiment(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobDir | None]":
+    """Returns the config that --exp and --set give, the experiment's full name, and the directory.
+
+    There is a directory only if the job is to be trained.
+    """
+    if args.exp is None:
+        raise ConfigError(
+            f"--mode={args.mode} needs --exp=NAME; --list shows the names there are."
+        )
+    found = registry.get_experiment(args.exp, args.packages)
 
     from praxis_lite.config.class_attributes import configured
 
-    packages = registry.allowed_packages(args.packages)
-    return configured(experiment, args.settings, packages), registry.full_name(experiment)
+    config = configured(found, args.settings, registry.allowed_packages(args.packages))
+    experiment, job_dir = registry.full_name(found), None
+    if args.mode == "train":
+        path = _job_log_dir(args)
+        job_dir = open_shared(path, lambda: open_for_training(path, experiment))
+    return config, experiment, job_dir
 
 
-def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:
-    """Checks, before JAX makes a device, that all processes are about to do the same."""
-    if processes.count() > 1:
-        from praxis_lite.config.text import config_lines
-
-        lines = dict(line.partition("=")[::2] for line in config_lines(config))
-        command = {"--mode": args.mode, "--step": args.step, "experiment": experiment}
-        check_same("The processes differ", {**versions(), **command, **lines})
-
-
-def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
+def _recorded_job(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobDir]":
+    """Returns what a trained job's config.json holds, --set applied, and its directory."""
     path = _job_log_dir(args)
     job_dir = open_shared(path, lambda: open_for_reading(path))
 
@@ -298,12 +278,17 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[JobDir, fdl.Config, str]":
                 "--exp out, or name that experiment's directory."
             )
     apply_overrides(loaded.config, args.settings, packages)
-    return job_dir, loaded.config, loaded.experiment
+    return loaded.config, loaded.experiment, job_dir
 
 
-def _own_words(error: ConfigError) -> Any:
-    """Returns the message without what Fiddle appends to an exception of a constructor."""
-    return str(error.args[0]).split("\n\nFiddle context:")[0] if error.args else error
+def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:
+    """Checks, before JAX makes a device, that all processes are about to do the same."""
+    if processes.count() > 1:
+        from praxis_lite.config.text import config_lines
+
+        lines = dict(line.partition("=")[::2] for line in config_lines(config))
+        command = {"--mode": args.mode, "--step": args.step, "experiment": experiment}
+        check_same("The processes differ", {**versions(), **command, **lines})
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ ORDERS = {
     ),
     "praxis_lite/trainer": (
         {"forward_pass", "job_checks", "loss_spikes", "memory", "metrics", "non_finite"},
-        {"decoding", "evaluation", "job_history", "job_on_mesh", "step_reports", "summary"},
+        {"decoding", "evaluation", "job_history", "job_on_mesh", "summary"},
+        {"step_reports"},
         {"trainer"},
         {"launch"},
     ),

@@ -148,7 +148,7 @@ def _list(allowed: Sequence[str]) -> list[Listed]:
     return [Listed(name, summary) for name, summary in sorted(listed.items())]
 
 
-def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Place]":
+def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Binding]":
     """Returns what each full name is, in an allowed package; nothing for the others."""
     found = {}
     for full in names:
@@ -164,7 +164,7 @@ def _is_in(package: str, full: str) -> bool:
 
 
 def _with_class_name(name: str, allowed: Sequence[str]) -> set[str]:
-    def named(places: list[source_scan.Place]) -> set[str]:
+    def named(places: list[source_scan.Binding]) -> set[str]:
         return {one.name for one in places if one.name.rpartition(".")[2] == name}
 
     names = {full for full in _registered if full.rpartition(".")[2] == name}
@@ -174,7 +174,7 @@ def _with_class_name(name: str, allowed: Sequence[str]) -> set[str]:
     return names or {full for one in allowed for full in named(source_scan.classes_of(one))}
 
 
-def _imported(full: str, place: source_scan.Place) -> "type[Experiment]":
+def _imported(full: str, place: source_scan.Binding) -> "type[Experiment]":
     if place.is_registered is False:
         raise ConfigError(
             f"{full} ({place.file}, line {place.line}) is not registered: write `@register` (from "

@@ -20,7 +20,7 @@ _MAY_REGISTER = re.compile(rb"^[ \t]*@(\w+\.)*register\b|\bregister as ", re.MUL
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Binding:
     """Where a name is bound at the top of a module.
 
     Attributes:
@@ -44,7 +44,7 @@ def exists(top: str) -> bool:
     return bool(_roots(top))
 
 
-def find(full: str) -> Place | None:
+def find(full: str) -> Binding | None:
     """Returns where `module.Name` is bound, or None."""
     module, _, name = full.rpartition(".")
     if not module:
@@ -54,19 +54,19 @@ def find(full: str) -> Place | None:
             places = _places(file.read_bytes(), file, module)
         except _UNREADABLE:
             # The import will show the fault better than words about names.
-            return Place(full, file, 1, None, "")
+            return Binding(full, file, 1, None, "")
         for place in places:
             if place.name == full:
                 return place
     return None
 
 
-def classes_of(top: str) -> list[Place]:
+def classes_of(top: str) -> list[Binding]:
     """Returns all classes in the source of the package (or module) `top`, by module."""
     return [place for source in _sources(top) for place in _classes(*source)]
 
 
-def registered_in(top: str) -> list[Place]:
+def registered_in(top: str) -> list[Binding]:
     """Returns the classes with `@register` in the source of the package (or module) `top`."""
     # Parsing takes most of the time: a package such as jax has 300,000 lines.
     sources = (one for one in _sources(top) if _MAY_REGISTER.search(one[0]))
@@ -126,7 +126,7 @@ def _python_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
-def _classes(source: bytes, file: Path, module: str) -> list[Place]:
+def _classes(source: bytes, file: Path, module: str) -> list[Binding]:
     try:
         places = _places(source, file, module)
     except _UNREADABLE:
@@ -134,7 +134,7 @@ def _classes(source: bytes, file: Path, module: str) -> list[Place]:
     return [place for place in places if place.is_registered is not None]
 
 
-def _places(source: bytes, file: Path, module: str) -> list[Place]:
+def _places(source: bytes, file: Path, module: str) -> list[Binding]:
     tree = ast.parse(source, str(file))
     places = []
     decorators = {"register"}
@@ -145,9 +145,10 @@ def _places(source: bytes, file: Path, module: str) -> list[Place]:
         if isinstance(node, ast.ClassDef):
             is_registered = any(_last_name(one) in decorators for one in node.decorator_list)
             summary = first_line(ast.get_docstring(node))
-            places.append(Place(f"{module}.{node.name}", file, node.lineno, is_registered, summary))
+            name = f"{module}.{node.name}"
+            places.append(Binding(name, file, node.lineno, is_registered, summary))
         for name in _bound_names(node):
-            places.append(Place(f"{module}.{name}", file, node.lineno, None, ""))
+            places.append(Binding(f"{module}.{name}", file, node.lineno, None, ""))
     return places
 
 

@@ -1,4 +1,4 @@
-"""What a compiled step does: its memory, its collectives, its layers, in text and drawn.
+"""What does a compiled step hold and send on each device? Told as text, and drawn.
 
 Reads layouts and compiled programs, and never runs one.
 """

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from praxis_lite.explain.hlo_layers import layers_of_name
 
 _END = b"praxis_lite: compiled\n"
-# Passes each line on as it comes, but for the warnings, which it gives back at the end. A process
-# of its own: what XLA says last before it aborts is passed on all the same.
+# Passes each line on as it comes, except the warnings, which it gives back at the end. It is a
+# process of its own, so that XLA's last words before an abort are passed on too.
 _FILTER = """
 import os, sys
 end, kept = sys.argv[1].encode(), []
@@ -29,13 +29,9 @@ for line in open(0, "rb"):
 
 @contextlib.contextmanager
 def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Says once for each layer that XLA reshards it through full copies, while this is entered.
+    """Notes on the way out, once for each layer, that XLA reshards it through full copies.
 
-    XLA's own lines ("Involuntary full rematerialization") are kept off standard error, and no
-    others.
-
-    Args:
-      note: is told each warning.
+    Only those lines of XLA ("Involuntary full rematerialization") are kept off standard error.
     """
     sys.stderr.flush()
     stderr = os.dup(2)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from praxis_lite.errors import format_bytes
 from praxis_lite.explain import hlo
 from praxis_lite.explain.explain_page import ExplainedStep, page
 from praxis_lite.explain.layout_table import layout_table, layout_warnings, leaf_table, split_text
@@ -30,12 +31,8 @@ def explain(
     """Prints the table of layout.txt, notes, warnings, and per step its batch and collectives.
 
     Args:
-      partitioner: of the job.
-      datasets: by name; "train" is trained on, the others evaluated.
-      decode_datasets: by name.
       print_text: takes a text without its last line break.
-      title: of the page.
-      html: where to write all of it as a page that draws what each device holds; None: nowhere.
+      title, html: of the page that draws what each device holds; html=None: no page is written.
     """
     layout = partitioner.layout
     print_text(layout_table(layout))
@@ -50,7 +47,8 @@ def explain(
     for step, name, pipeline in steps:
         print_text(f"\n{step}_step, batches of {name}")
         explained.append(_explained_step(partitioner, step, name, pipeline))
-        print_text(_indented(_step_text(explained[-1])))
+        for line in _step_text(explained[-1]).splitlines():
+            print_text(f"  {line}".rstrip())
     if html is not None:
         html.write_text(page(title, partitioner.mesh, layout, warnings, explained), "utf-8")
         print_text(f"\nThe page to look at in a browser: {html.absolute()}")
@@ -74,23 +72,18 @@ def _explained_step(
 
 def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int]) -> StateLayout:
     """Returns the layout that a batch has when it reaches a step: rows over the whole mesh."""
-
-    def declared_by(x: jax.ShapeDtypeStruct) -> str:
-        if not x.ndim:
-            return "a scalar: replicated"
+    declared_by = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(element_spec)[0]:
         entry = (task.inputs_split_mapping or {}).get(f"map_{x.ndim}d")
         inside = f"; then map_{x.ndim}d {split_text(entry)}" if entry is not None else ""
-        return f"rows over the mesh{inside}"
-
-    leaves = jax.tree_util.tree_flatten_with_path(element_spec)[0]
+        declared_by[jax.tree_util.keystr(path, simple=True, separator="/")] = (
+            f"rows over the mesh{inside}" if x.ndim else "a scalar: replicated"
+        )
     return StateLayout(
         shapes=element_spec,
         specs=jax.tree.map(lambda x: batch_spec(x.ndim, tuple(axis_sizes)), element_spec),
         axis_sizes=axis_sizes,
-        declared_by={
-            jax.tree_util.keystr(path, simple=True, separator="/"): declared_by(x)
-            for path, x in leaves
-        },
+        declared_by=declared_by,
     )
 
 
@@ -99,14 +92,10 @@ def _step_text(explained: ExplainedStep) -> str:
     lines += [hlo.collectives_table(explained.collectives)]
     if (memory := explained.memory) is not None:
         lines.append(
-            f"memory per device: arguments {hlo.format_bytes(memory.arguments)}, outputs "
-            f"{hlo.format_bytes(memory.outputs)}, temporary {hlo.format_bytes(memory.temp)}"
+            f"memory per device: arguments {format_bytes(memory.arguments)}, outputs "
+            f"{format_bytes(memory.outputs)}, temporary {format_bytes(memory.temp)}"
         )
     size, number = explained.donated
-    lines.append(f"donated per device: {hlo.format_bytes(size)} in {number} buffers")
+    lines.append(f"donated per device: {format_bytes(size)} in {number} buffers")
     lines.append(f"matmul flops per device: {explained.flops:,}")
     return "\n".join(lines)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())

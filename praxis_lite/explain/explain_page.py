@@ -1,6 +1,6 @@
 """The page of --mode=explain --html=FILE: what every device holds and sends, to look at.
 
-The page is explain_page.html, which draws, with what it draws as one JSON document in it.
+The page is explain_page.html; the data that it draws is put into it as one JSON document.
 """
 
 import collections
@@ -22,14 +22,11 @@ from praxis_lite.partitioner.train_state import LeafLayout
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """A compiled step.
+    """A compiled step: "train", "eval" or "decode" with batches of a dataset.
 
     Attributes:
-      step: "train", "eval" or "decode".
-      dataset: whose batches it takes.
       batch: the layout of one.
-      collectives: of a run.
-      memory: None where the backend does not tell.
+      memory: None if the backend does not tell.
       donated: bytes per device, and buffers.
       flops: of matmuls, per device.
     """

@@ -2,7 +2,7 @@
 
 XLA's `cost_analysis()` counts a loop's body once, so a scanned model looks like one layer. Here an
 instruction counts as often as its loops run it. `compiled` is a `jax.stages.Compiled` or its
-`as_text()`; the text of jax 0.10 to 0.12 for CPU and TPU is understood, cuBLAS's calls too.
+`as_text()`, as jax 0.10 to 0.12 writes it for CPU and TPU; cuBLAS's calls are understood too.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from praxis_lite.errors import format_bytes
 from praxis_lite.explain.hlo_layers import layers_of, together
 from praxis_lite.explain.hlo_text import (
     Array,
@@ -40,16 +41,16 @@ class Collective:
     """One collective instruction of a compiled program.
 
     Attributes:
-        kind: one of `KINDS`.
-        bytes: of one execution's result on one device, all elements of a tuple together.
-        dtypes: element types of the result, each once, in XLA's names ('f32', 'bf16').
-        count: executions in one run of the program.
-        at_least: in a loop whose trip count the program does not tell; `count` takes one pass.
-        at_most: in a branch that may not be taken; `count` takes it as taken.
-        group_size: devices in one group; None for collective-permute.
-        op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
-        layers: where the result comes from, and the bytes of each part: a layer, 'encoder/ffn' or
-            'gradient of encoder/ffn'; the source line, 'model.py:13', of what is in none; or ''.
+      kind: one of `KINDS`.
+      bytes: of one execution's result on one device, all elements of a tuple together.
+      dtypes: element types of the result, each once, in XLA's names ('f32', 'bf16').
+      count: executions in one run of the program.
+      at_least: it is in a loop of unknown trip count, of which `count` takes one pass.
+      at_most: it is in a branch that may not be taken; `count` takes it as taken.
+      group_size: devices in one group; None for collective-permute.
+      op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
+      layers: where the result comes from, and the bytes of each part: 'encoder/ffn' or 'gradient of
+        encoder/ffn'; outside of any layer the source line, 'model.py:13', or ''.
     """
 
     kind: str
@@ -64,7 +65,7 @@ class Collective:
 
     @property
     def layer(self) -> str:
-        """The layer in a word: 'several in encoder' for what XLA merged."""
+        """The layer, or 'several in encoder' if XLA merged several."""
         return together(dict(self.layers)) or "unknown"
 
 
@@ -72,8 +73,8 @@ class Collective:
 class MemoryPerDevice:
     """Bytes on one device, as XLA plans them.
 
-    `aliased` outputs lie in donated arguments; `peak` is all that is allocated for a run,
-    arguments + outputs - aliased + temp.
+    `aliased` outputs lie in donated arguments; `peak` is all that a run allocates: arguments +
+    outputs - aliased + temp.
     """
 
     arguments: int
@@ -122,7 +123,7 @@ def _scattered(site: Site) -> str | None:
 
 
 def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
-    """Returns {kind: (executions, bytes of all executions)} of the kinds there are."""
+    """Returns {kind: (executions, bytes of all executions)} of the kinds that occur."""
     totals = {kind: (0, 0) for kind in KINDS}
     for one in collectives:
         count, size = totals[one.kind]
@@ -164,16 +165,10 @@ def _row(name: str, same: Sequence[Collective]) -> tuple[str, str, str]:
 
 
 def bound(same: Iterable[Collective]) -> str:
-    """Returns '>=' or '<=' where a sum over collectives is only a bound, '~' where both, or ''."""
+    """Returns '>=' or '<=' if a sum over collectives is only that bound, '~' if both, or ''."""
     flags = [(one.at_least, one.at_most) for one in same]
     at_least, at_most = any(least for least, _ in flags), any(most for _, most in flags)
     return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
-
-
-def format_bytes(size: int) -> str:
-    """Returns '512 B', '1.5 KiB', '3.2 GiB'."""
-    power = min(int(math.log2(max(size, 1)) // 10), 5)
-    return f"{size / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{size} B"
 
 
 def donated_bytes(compiled: "jax.stages.Compiled | str") -> int:
@@ -202,7 +197,7 @@ def _donated(compiled: "jax.stages.Compiled | str") -> list[Array]:
 
 
 def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice | None:
-    """Returns the memory that XLA plans, None where the backend does not tell."""
+    """Returns the memory that XLA plans, or None if the backend does not tell."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None

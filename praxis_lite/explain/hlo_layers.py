@@ -18,16 +18,17 @@ _STRUCTURE = re.compile(
     r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
 _FUNCTIONS = ("jit", "pjit", "pmap")  # Around the name of a function rather than a scope.
-# Files below it are the library's.
+_LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
+# Files below it are this package's.
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def layers_of(program: Program, site: Site) -> dict[str, int]:
     """Returns which layers an instruction's result comes from, with the bytes of each one's part.
 
-    The layer is '' where nothing tells; several layers where XLA merged instructions.
+    There are several if XLA merged instructions. An unknown layer is ''.
     """
-    # What XLA merged it takes apart again, each part with the name and the line that it had.
+    # XLA takes apart again what it merged; each part has the name and the line that it had.
     parts = [
         one
         for one in site.computation.values()
@@ -39,7 +40,7 @@ def layers_of(program: Program, site: Site) -> dict[str, int]:
     for one in parts if len(parts) > 1 else [site.instruction]:
         layers = layers_of_name(op_name_of(one), source_line(source_frames(program, one)))
         if not any(layers):
-            # Of an argument that is gathered before it is used only the argument has a name.
+            # If an argument is gathered before it is used, only the argument has a name.
             operands = [site.computation.get(name) for name in one.operands]
             arguments = [x for x in operands if x is not None and x.opcode == "parameter"]
             layers = [argument_path(op_name_of(x)) for x in arguments] or [""]
@@ -50,10 +51,10 @@ def layers_of(program: Program, site: Site) -> dict[str, int]:
 
 
 def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
-    """Returns where each operation comes from that a name stands for: the layer, 'encoder/ffn'.
+    """Returns the layer, 'encoder/ffn', of each operation that a name stands for.
 
-    'gradient of encoder/ffn' in a backward pass; `source_line` instead of a layer where no scope
-    was opened. Several for what XLA merged, which it names 'common/path/(one:other)'.
+    In a backward pass it is 'gradient of encoder/ffn', and `source_line` where no scope was opened.
+    There are several if XLA merged operations, which it names 'common/path/(one:other)'.
     """
     layers = []
     for name in _unmerged(op_name):
@@ -112,8 +113,8 @@ def argument_path(op_name: str) -> str:
 def together(bytes_of: Mapping[str, int]) -> str:
     """Returns one text for the layers of a merged operation: 'several in encoder'.
 
-    'several (encoder, decoder)' where they have no path in common: up to three first parts of it.
-    A layer with less than a hundredth of the bytes, such as a norm's scalar, is not spoken of.
+    It is 'several (encoder, decoder)', with up to three names, if they have no path in common. A
+    layer with less than a hundredth of the bytes, such as a norm's scalar, is left out.
     """
     total = sum(bytes_of.values())
     layers = [layer for layer, size in bytes_of.items() if 100 * size >= total]
@@ -132,17 +133,25 @@ def together(bytes_of: Mapping[str, int]) -> str:
 def source_line(frames: Sequence[tuple[str, int]]) -> str:
     """Returns 'model.py:13', the line to look at, from (file, line) of the frames, innermost first.
 
-    The user's own where there is one: not a library's, nor this package's, nor what launched it.
+    The user's own line if there is one, otherwise this package's, or "".
     """
-    ours = [place for place, (file, _) in enumerate(frames) if file.startswith(PACKAGE_FOLDER)]
-    own = [
-        (place, one)
-        for place, one in enumerate(frames)
-        if place in ours or not re.search("(site|dist)-packages", one[0])
-    ]
-    users = [one for place, one in own if place not in ours and (not ours or place < ours[-1])]
-    file, line = next(iter([*users, *(one for _, one in own)]), ("", 0))
+    own = own_frames(frames)
+    users = [one for one in own if not one[0].startswith(PACKAGE_FOLDER)]
+    file, line = next(iter([*users, *own]), ("", 0))
     return f"{os.path.basename(file)}:{line}" if file else ""
+
+
+def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns the frames of the user's code and of this package, innermost first.
+
+    Without the frames of libraries, and without those that launched this package.
+    """
+    own = [
+        (file, line) for file, line in frames
+        if file.startswith(PACKAGE_FOLDER) or not _LIBRARY.search(file)
+    ]
+    ours = [place for place, (file, _) in enumerate(own) if file.startswith(PACKAGE_FOLDER)]
+    return own[: ours[-1] + 1] if ours else own
 
 
 def source_frames(program: Program, instruction: Instruction) -> list[tuple[str, int]]:
@@ -150,7 +159,7 @@ def source_frames(program: Program, instruction: Instruction) -> list[tuple[str,
     if line := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes):
         return [(line.group(1), int(line.group(2) or 0))]
     names, places, stack = program.tables.values()
-    # A frame of no parent has the parent 0, or, as it counts from one, itself.
+    # The outermost frame has the parent 0, or itself if frames count from one.
     first = _numbers(stack[1]).get("parent_frame_id", 0) if 1 in stack else 0
     number = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
     frames, at = [], int(number.group(1)) if number else 0

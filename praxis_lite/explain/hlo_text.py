@@ -47,7 +47,7 @@ class Program(NamedTuple):
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
-    """Returns the program of a `Compiled` or its text; ValueError if it is no HLO."""
+    """Returns the program of a `Compiled` or its text; raises ValueError if that is no HLO."""
     return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
 
 
@@ -136,44 +136,43 @@ class Site(NamedTuple):
 
 def executed(program: Program) -> Iterator[Site]:
     """Yields every instruction that a run reaches, through loops, branches, calls and fusions."""
-    return _walk(program, program.entry, 1, False, False, (), False)
+    entry = program.computations[program.entry]
+    return _walk(program, Site(_root(entry), entry, 1, False, False, (), False))
 
 
-def _walk(
-    program: Program,
-    name: str,
-    count: int,
-    at_least: bool,
-    at_most: bool,
-    scope: tuple[str, ...],
-    fused: bool,
-) -> Iterator[Site]:
-    computation = program.computations[name]
-    for one in computation.values():
-        yield Site(one, computation, count, at_least, at_most, scope, fused)
-        inside = (*scope, one.name)
-        if one.opcode == "while":
-            trips = trip_count(program, computation, one)
-            unknown = at_least or trips is None
-            # The condition is asked once more, to be told no.
-            for key, extra in (("condition", 1), ("body", 0)):
-                times = 1 if trips is None else trips + extra
-                for callee in _callees(one, key):
-                    figures = count * times, unknown, at_most, (*inside, key), fused
-                    yield from _walk(program, callee, *figures)
-        elif one.opcode == "conditional":
-            for key in ("branch_computations", "true_computation", "false_computation"):
-                for callee in _callees(one, key):
-                    figures = count, at_least, True, (*inside, callee), fused
-                    yield from _walk(program, callee, *figures)
-        elif one.opcode == "fusion":
-            for callee in _callees(one, "calls"):
-                yield from _walk(program, callee, count, at_least, at_most, scope, True)
-        elif one.opcode in ("call", "async-start", "custom-call"):
-            # Not async-done, which names the same computation; nor the `to_apply` of reductions.
-            for key in ("calls", "to_apply", "called_computations"):
-                for callee in _callees(one, key):
-                    yield from _walk(program, callee, count, at_least, at_most, inside, fused)
+def _walk(program: Program, like: Site) -> Iterator[Site]:
+    """Yields what a computation reaches; `like` is a site in it."""
+    for one in like.computation.values():
+        site = like._replace(instruction=one)
+        yield site
+        for key, changes in _calls(program, site):
+            for callee in _callees(one, key):
+                inside = {"scope": (*site.scope, one.name, callee), **changes}
+                computation = program.computations[callee]
+                yield from _walk(program, site._replace(computation=computation, **inside))
+
+
+def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
+    """Returns the attributes that name what a site calls, with the fields of `Site` that change."""
+    opcode = site.instruction.opcode
+    if opcode == "while":
+        trips = trip_count(program, site.computation, site.instruction)
+        at_least = site.at_least or trips is None
+        # The condition is asked once more, to be told no.
+        turns = {"condition": (trips or 0) + 1, "body": 1 if trips is None else trips}
+        return [
+            (key, {"count": site.count * number, "at_least": at_least})
+            for key, number in turns.items()
+        ]
+    if opcode == "conditional":
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return [(key, {"at_most": True}) for key in keys]
+    if opcode == "fusion":
+        return [("calls", {"scope": site.scope, "fused": True})]
+    if opcode in ("call", "async-start", "custom-call"):
+        # Not async-done, which names the same computation; nor the `to_apply` of reductions.
+        return [(key, {}) for key in ("calls", "to_apply", "called_computations")]
+    return []
 
 
 def _callees(instruction: Instruction, key: str) -> list[str]:
@@ -187,7 +186,7 @@ _STATE: _Affine = (-1, 0)  # the state itself, a tuple
 
 
 def trip_count(program: Program, computation: _Computation, loop: Instruction) -> int | None:
-    """Returns how often a while loop runs its body; None where the program does not tell."""
+    """Returns how often a while loop runs its body, or None if the program does not tell."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known.group(1))
     # A TPU's text does not say. Read `for (i = initial; i < limit; i += step)` from the program.
@@ -235,8 +234,7 @@ def _comparison(
         return _scalar(program, computation, root.operands[index], argument)
 
     if root.opcode in ("fusion", "call"):
-        callee = program.computations[(_callees(root, "calls") or _callees(root, "to_apply"))[0]]
-        return _comparison(program, callee, operand)
+        return _comparison(program, _called(program, root), operand)
     direction = re.search(r"direction=(\w+)", root.attributes)
     left, right = (operand(0), operand(1)) if direction else (None, None)
     return (left, right, direction.group(1)) if left and right else None
@@ -273,6 +271,10 @@ def _scalar(
             return None
         return (left[0] if right[0] is None else right[0]), left[1] + right[1]
     if one.opcode in ("fusion", "call"):
-        callee = program.computations[(_callees(one, "calls") or _callees(one, "to_apply"))[0]]
+        callee = _called(program, one)
         return _scalar(program, callee, _root(callee).name, operand)
     return None
+
+
+def _called(program: Program, one: Instruction) -> _Computation:
+    return program.computations[(_callees(one, "calls") or _callees(one, "to_apply"))[0]]

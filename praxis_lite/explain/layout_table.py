@@ -4,11 +4,11 @@ import collections
 import math
 from collections.abc import Iterable, Sequence
 
-from praxis_lite.explain.hlo import format_bytes
+from praxis_lite.errors import format_bytes
 from praxis_lite.partitioner import StateLayout
 from praxis_lite.partitioner.train_state import LeafLayout
 
-# What is worth a warning: smaller arrays cost less than the reader's attention.
+# From here on an array is worth a warning: a smaller one costs less than the reader's attention.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
 LONG_DECISION = 30
@@ -20,10 +20,10 @@ def layout_table(layout: StateLayout) -> str:
 
 
 def leaf_table(leaves: Iterable[LeafLayout]) -> str:
-    """Returns a line per leaf: path, true and padded shape, dtype, spec, bytes, padding, decision.
+    """Returns a line per leaf: path, shape, padded shape, dtype, spec, bytes, padding, decision.
 
-    The decision is what split the leaf: a rule, a line of the layer's. Long ones are numbered in
-    the table and written out below it.
+    The decision is what split the leaf, such as a rule or a line of the layer's. Long ones are
+    numbered in the table and written out below it.
     """
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
     rows, numbers = [header], {}

@@ -22,7 +22,7 @@ from praxis_lite.interop.generation import Prompts, prompt_batch, with_decoder
 from praxis_lite.job.job_dir import JobDir, open_for_reading
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, attached_mesh
-from praxis_lite.trainer import decoding
+from praxis_lite.trainer.decoding import PromptDecoder
 from praxis_lite.trainer.evaluation import Evaluator
 from praxis_lite.trainer.forward_pass import forward_pass
 from praxis_lite.trainer.job_checks import check_parts
@@ -190,10 +190,7 @@ class TrainedModel:
         run = self.job.run
         mdl_vars = self._mdl_vars(run.decode_use_ema_states)
         seed = run.seed if seed is None else seed
-        records = decoding.decode(
-            partitioner, {name: pipeline}, mdl_vars, self.step, seed, job=None, note=print
-        )
-        return records[name]
+        return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
 
     def generate(
         self,

@@ -1,4 +1,4 @@
-"""A job as the operating system sees it: its directory, its lock, its processes.
+"""What does the operating system see of a job? Its directory, its lock, its processes.
 
-Never sees a model, a mesh or an array.
+Never sees a model, its weights or its data.
 """

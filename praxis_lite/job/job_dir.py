@@ -14,87 +14,56 @@ from praxis_lite.errors import ConfigError, shown
 from praxis_lite.job.whole_files import write_whole
 
 
+def _below(name: str) -> property:
+    return property(lambda self: self.path / name)
+
+
 @dataclasses.dataclass(frozen=True)
 class JobDir:
-    """The files of one job, below `path`. Naming them touches no disk."""
+    """The files of one job, below `path`. Naming them touches no disk.
+
+    Attributes:
+      config_json: the config from which the job is rebuilt; it makes the directory a job's.
+      config_txt: the same config for people: one `path=value` per line.
+      layout_txt: every weight's shapes, spec, bytes per device and padding.
+      init_from_checkpoint_txt: where each variable of a new job came from, if it was not drawn.
+      metrics_jsonl: a line per training step.
+      eval_metrics_jsonl: a line per dataset and evaluation.
+      loss_curve_png: the losses as a picture.
+      non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
+        again.
+      stacks_txt: what every thread was doing, each time that no step ended for long.
+      traceback_txt: the traceback of the exception that ended the last launch, if one did.
+      tensorboard: the folder of TensorBoard's summaries.
+      checkpoints: the folder of checkpoints by step.
+    """
 
     path: Path
 
-    @property
-    def config_json(self) -> Path:
-        """The config from which the job is rebuilt; makes the directory a job's."""
-        return self.path / "config.json"
-
-    @property
-    def config_txt(self) -> Path:
-        """The same config for people: one `path=value` per line."""
-        return self.path / "config.txt"
-
-    @property
-    def layout_txt(self) -> Path:
-        """Every weight: shapes, spec, bytes per device, padding."""
-        return self.path / "layout.txt"
-
-    @property
-    def init_from_checkpoint_txt(self) -> Path:
-        """Where each variable of a new job came from, if not drawn."""
-        return self.path / "init_from_checkpoint.txt"
-
-    @property
-    def metrics_jsonl(self) -> Path:
-        """One line per training step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def eval_metrics_jsonl(self) -> Path:
-        """One line per dataset and evaluation."""
-        return self.path / "eval_metrics.jsonl"
-
-    @property
-    def loss_curve_png(self) -> Path:
-        """The losses as a picture."""
-        return self.path / "loss_curve.png"
-
-    @property
-    def non_finite_txt(self) -> Path:
-        """Where NaN and infinities came from, of each step that run.debug_nans ran again."""
-        return self.path / "non_finite.txt"
-
-    @property
-    def stacks_txt(self) -> Path:
-        """What every thread was doing, each time that no step ended for long."""
-        return self.path / "stacks.txt"
-
-    @property
-    def traceback_txt(self) -> Path:
-        """The traceback of the exception that ended the last launch, if one did."""
-        return self.path / "traceback.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's summaries."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints by step."""
-        return self.path / "checkpoints"
-
-    def decode_dir(self, dataset: str) -> Path:
-        """What was decoded from one dataset, a file per checkpoint."""
-        return self.path / "decode" / dataset
+    config_json = _below("config.json")
+    config_txt = _below("config.txt")
+    layout_txt = _below("layout.txt")
+    init_from_checkpoint_txt = _below("init_from_checkpoint.txt")
+    metrics_jsonl = _below("metrics.jsonl")
+    eval_metrics_jsonl = _below("eval_metrics.jsonl")
+    loss_curve_png = _below("loss_curve.png")
+    non_finite_txt = _below("non_finite.txt")
+    stacks_txt = _below("stacks.txt")
+    traceback_txt = _below("traceback.txt")
+    tensorboard = _below("tensorboard")
+    checkpoints = _below("checkpoints")
 
     def decode_jsonl(self, dataset: str, step: int) -> Path:
-        """What the checkpoint of `step` made of one dataset's prompts."""
-        return self.decode_dir(dataset) / f"{step}.jsonl"
+        """Returns the file of what the checkpoint of `step` made of one dataset's prompts."""
+        return self.path / "decode" / dataset / f"{step}.jsonl"
 
     def eval_jsonl(self, dataset: str, step: int) -> Path:
-        """What --mode=eval found for each row of a dataset with the checkpoint of `step`."""
+        """Returns the file of what that checkpoint's evaluation found for each row of a dataset."""
         return self.path / "eval" / dataset / f"{step}.jsonl"
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`; a reader sees the old files or the new."""
-        # config.json last: where it stands, the directory is complete.
+        # config.json last: once it is there, the directory is complete.
         write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
         write_whole(self.config_json, json_text.encode())
 
@@ -102,9 +71,8 @@ class JobDir:
 def local_directory(path: str | os.PathLike[str]) -> Path:
     """Returns an absolute path, "~" expanded.
 
-    Raises:
-        ConfigError: it is an address such as gs://bucket/job, of which Python would make a local
-            directory called "gs:".
+    Raises ConfigError for an address such as gs://bucket/job, for which Python would make a local
+    directory called "gs:".
     """
     # One slash is enough: a Path has no two in a row.
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", os.fspath(path)):
@@ -123,23 +91,20 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
-    """Returns the job's directory, new and empty or one that `experiment` began.
+    """Returns the job's directory, new and empty or one that `experiment` (module.Class) began.
 
-    Args:
-        path: made if absent, with its parents.
-        experiment: the full name, `module.Class`.
-
-    Raises:
-        ConfigError: it is an address, cannot be made or written, is a file, holds other things
-            than a job, or the job of another experiment.
+    It is made if it is absent. Raises ConfigError if it is an address or a file, cannot be made or
+    written, or holds something else than this experiment's job.
     """
     job = _named(path)
     if job.path.exists():
         _check_is_directory(job)
-        # Hidden files are the desktop's and the network file system's, no one's work. A traceback
-        # is of a launch that failed before it began the job.
-        visible = sorted(name for name in os.listdir(job.path) if not name.startswith("."))
-        visible = [name for name in visible if name != job.traceback_txt.name]
+        # Hidden files are of the desktop or the network file system. A traceback is of a launch
+        # that failed before it began the job.
+        visible = sorted(
+            name for name in os.listdir(job.path)
+            if not name.startswith(".") and name != job.traceback_txt.name
+        )
         if job.config_json.is_dir():
             _refuse(job, "has a directory config.json, so it is no job's. Name another")
         if visible and not job.config_json.is_file():
@@ -170,16 +135,12 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
 def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> JobDir:
     """Returns the directory of a job that was trained before, for evaluation or decoding.
 
-    Args:
-        path: the directory.
-        writes: whether results will be written into it.
-
-    Raises:
-        ConfigError: it is an address, absent, a file, no job's, or cannot be written.
+    Raises ConfigError if it is an address, absent, a file or no job's; or, if results are to be
+    written into it (`writes`), cannot be written.
     """
     job = _named(path)
     if not job.path.exists():
-        near = _nearest_existing(job.path)
+        near = next(one for one in job.path.parents if one.exists())
         _refuse(
             job,
             f"does not exist (the nearest that does is {near}). Train first with "
@@ -200,12 +161,7 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
 def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
     """Returns the full name of the experiment that `config.json` records, as it is called today.
 
-    Args:
-        job: has a config.json.
-        packages: of the user's own.
-
-    Raises:
-        ConfigError: the file is not one of praxis_lite's.
+    Raises ConfigError if praxis_lite did not write the file. `packages` are the user's own.
     """
     try:
         config = read_json(job.config_json)
@@ -244,16 +200,11 @@ def _check_is_directory(job: JobDir) -> None:
 
 def _check_writable(job: JobDir) -> None:
     try:
-        # Asking the file system is the only sure way: permission bits say nothing of read-only
-        # mounts, quotas or a root user.
+        # Only writing tells: permission bits say nothing of read-only mounts, quotas or root.
         with tempfile.TemporaryFile(dir=job.path):
             pass
     except OSError as error:
         _refuse(job, f"cannot be written ({error.strerror}). Name one that you can write")
-
-
-def _nearest_existing(path: Path) -> Path:
-    return next((parent for parent in path.parents if parent.exists()), Path(path.anchor))
 
 
 def _refuse(job: JobDir, reason: str) -> NoReturn:

@@ -10,19 +10,16 @@ from pathlib import Path
 
 from praxis_lite.errors import ConfigError
 
-# What file systems answer that know no locks.
+# The answers of file systems that know no locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class JobLock(contextlib.AbstractContextManager):
-    """Holds the right to train in a directory while it is entered; any death gives it back.
+    """Holds the right to train in a directory while it is entered, or until the process dies.
 
-    It is a lock (`flock`) on the hidden file `.training` there, which names its holder and is never
-    removed: a lock on a removed file would keep no one out.
-
-    Args:
-      directory: of a job.
-      note: told, in a line, that the file system knows no locks; training goes on without.
+    It is a lock (`flock`) on the hidden file `.training` there, which names its holder. The file is
+    never removed: a lock on a removed file would keep no other process out. `note` is told if the
+    file system knows no locks; training goes on without one.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None]):
@@ -30,7 +27,7 @@ class JobLock(contextlib.AbstractContextManager):
         self._file = -1
 
     def __enter__(self) -> "JobLock":
-        """Raises ConfigError: another process trains there; names its host and PID."""
+        """Raises ConfigError, with host and PID, if another process trains there."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

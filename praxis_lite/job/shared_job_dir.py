@@ -18,28 +18,19 @@ _SEEN_SECONDS = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class OtherJobDir(JobDir):
-    """The files of a process that is not the first, in a folder that goes with the process.
+    """The files of a process that is not the first, in a folder that is removed at its end.
 
-    Attributes:
-      shared: the job's directory, where the checkpoints are.
+    The checkpoints are in the job's directory, `shared`.
     """
 
     shared: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.shared / "checkpoints"
+    checkpoints = property(lambda self: self.shared / "checkpoints")
 
 
 def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
-    """Returns the job's directory as this process uses it.
+    """Returns the job's directory as this process uses it; the first process opens it.
 
-    Args:
-      path: as the command line has it.
-      open_dir: opens it; called by the first process.
-
-    Raises:
-      ConfigError: as `open_dir`; or a process does not see the first one's directory.
+    Raises ConfigError as `open_dir`, or if a process does not see the first one's directory.
     """
     shared = local_directory(path)
     if processes.count() == 1:
@@ -65,18 +56,12 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
             "hosts share, by the same absolute path."
         )
     if not processes.is_first():
-        job = _other(shared)
+        job = OtherJobDir(temporary_folder(), shared)
+        # What is read of a job that goes on.
+        for source in (JobDir(shared).config_json, JobDir(shared).eval_metrics_jsonl):
+            if source.is_file():
+                shutil.copy(source, job.path / source.name)
     processes.exchange("job_log_dir is open", "")  # Until then the first one writes nothing.
-    return job
-
-
-def _other(shared: Path) -> JobDir:
-    job = OtherJobDir(temporary_folder(), shared)
-    there = JobDir(shared)
-    # What is read of a job that goes on.
-    for source in (there.config_json, there.eval_metrics_jsonl):
-        if source.is_file():
-            shutil.copy(source, job.path / source.name)
     return job
 
 

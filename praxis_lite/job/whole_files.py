@@ -7,12 +7,10 @@ from praxis_lite.errors import not_written
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file beside `path`, on disk, and gives it that name.
+    """Writes a file beside `path`, on disk, and then gives it that name.
 
-    What a kill leaves is `.NAME.new`, which the next call writes over.
-
-    Raises:
-      ConfigError: it cannot be written; an old file stays as it is.
+    A kill may leave `.NAME.new` behind, which the next call writes over. Raises ConfigError if it
+    cannot be written; an old file stays as it is.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:

@@ -1,4 +1,4 @@
-"""WHEN things happen: the loops over steps, evaluations and prompts, and what they report.
+"""When does a step run, and when is it evaluated, saved and reported?
 
-Knows steps, data, checkpoints and clocks, and never a mesh axis or what a layer computes.
+Knows steps, data, checkpoints and clocks, and never sees a mesh axis or what a layer computes.
 """

@@ -1,5 +1,6 @@
-"""Means of a task's metrics over datasets: when and over what they are taken, and their lines."""
+"""Means of a task's metrics over datasets, and the lines that report them."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -14,31 +15,22 @@ from praxis_lite.trainer.metrics import JsonLinesWriter, WeightedMean, WeightedS
 from praxis_lite.trainer.metrics.records import records_of
 
 
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Means of a task's metrics over datasets, written to the job's eval_metrics.jsonl.
+    """Means of a task's metrics over datasets of one pass, or `max_eval_batches` of it.
 
-    Args:
-      pipelines: datasets by name, each one pass long, or `max_eval_batches` of it.
-      writer: of the job's file; None: nothing is written.
+    Attributes:
+      writer: of the job's eval_metrics.jsonl; None: nothing is written.
       note: told of NaN in a dataset whose metrics are not finite.
       seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
     """
 
-    def __init__(
-        self,
-        partitioner: Partitioner,
-        pipelines: Mapping[str, InputPipeline],
-        max_eval_batches: int | None,
-        writer: JsonLinesWriter | None,
-        note: Callable[[str], None] = print,
-        *,
-        seed: int = 0,
-    ):
-        self._partitioner = partitioner
-        self._pipelines = pipelines
-        self._max_eval_batches = max_eval_batches
-        self._writer, self._seed = writer, seed
-        self._note = note
+    partitioner: Partitioner
+    pipelines: Mapping[str, InputPipeline]
+    max_eval_batches: int | None
+    writer: JsonLinesWriter | None
+    note: Callable[[str], None] = print
+    seed: int = dataclasses.field(default=0, kw_only=True)
 
     def run(
         self,
@@ -51,31 +43,32 @@ class Evaluator:
 
         Args:
           step: of the weights.
-          should_stop: asked before each batch; None is returned, and nothing written, if it is so.
-          examples: filled, by dataset, with a record for each true row that the task has
-            per-example outputs for. None: they are not worked out.
+          should_stop: asked before each batch. If it returns True, None is returned and nothing is
+            written.
+          examples: filled, by dataset, with the task's per-example outputs: a record for each row
+            that is no padding. None: they are not worked out.
 
         Raises:
           ConfigError: a batch has ids that the model has no row for.
         """
-        results, num_ids = {}, self._partitioner.task.num_ids()
-        for name, pipeline in self._pipelines.items():
+        results, num_ids = {}, self.partitioner.task.num_ids()
+        for name, pipeline in self.pipelines.items():
             mean, pending, records = WeightedMean(), None, []
             num_rows = pipeline.batch_size
-            rows = self._partitioner.process_rows(num_rows)
+            rows = self.partitioner.process_rows(num_rows)
             for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
-                if index == self._max_eval_batches:
+                if index == self.max_eval_batches:
                     break
                 if should_stop():
                     return None
                 where = f"datasets.{name}, batch {index}"
                 check_ids(inputs, num_ids, where, first_row=rows.start)
-                batch = self._partitioner.global_batch(inputs, num_rows)
-                key = self._partitioner.batch_key(self._seed, step, index)
+                batch = self.partitioner.global_batch(inputs, num_rows)
+                key = self.partitioner.batch_key(self.seed, step, index)
                 if examples is None:
-                    outputs = (self._partitioner.eval_step(mdl_vars, batch, key),)
+                    outputs = (self.partitioner.eval_step(mdl_vars, batch, key),)
                 else:
-                    outputs = self._partitioner.eval_examples(mdl_vars, batch, key)
+                    outputs = self.partitioner.eval_examples(mdl_vars, batch, key)
                 if pending is not None:
                     _add(mean, records, *jax.device_get(pending))
                 pending = outputs
@@ -86,16 +79,16 @@ class Evaluator:
             results[name] = {**mean.result(), **pipeline.baselines()}
             if not all(map(math.isfinite, mean.result().values())):
                 self._note_non_finite(name, rows)
-        for name, one in results.items() if self._writer is not None else ():
-            self._writer.write({"step": step, "dataset": name, **one})
+        for name, one in results.items() if self.writer is not None else ():
+            self.writer.write({"step": step, "dataset": name, **one})
         return results
 
     def _note_non_finite(self, name: str, rows: slice) -> None:
-        """Says which batch's numbers are not finite; reads the data again up to the first."""
-        batches = self._pipelines[name].batches(rows=rows)
-        for index, inputs in enumerate(itertools.islice(batches, self._max_eval_batches)):
+        """Notes the first batch whose numbers are not finite; reads the data again up to it."""
+        batches = self.pipelines[name].batches(rows=rows)
+        for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
             if found := non_finite_rows(inputs, rows.start):
-                self._note(f"datasets.{name}: batch {index} (counted from 0) has {found}")
+                self.note(f"datasets.{name}: batch {index} (counted from 0) has {found}")
                 return
 
 

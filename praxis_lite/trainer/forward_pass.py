@@ -14,9 +14,9 @@ from praxis_lite.partitioner import Partitioner
 def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns `call(mdl_vars, *args, **named)`: what `model(*args, **named)` returns, as NumPy.
 
-    Arrays among the arguments, or in trees there, have rows first, which are split over the mesh as
-    those of batches; other arguments, such as flags, reach the model unchanged. A model of
-    plain functions has no call; it is then `task.predict(params, *args, None)`.
+    Arrays among the arguments, or in trees there, have rows first, which are split over the mesh
+    like those of a batch. Other arguments, such as flags, reach the model unchanged. A model of
+    plain functions has no call; `task.predict(params, *args, None)` stands in for it.
     """
     task = partitioner.task
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.experiment.experiment import Job, check_dataset_name
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.inputs import InputPipeline
@@ -17,19 +17,14 @@ from praxis_lite.task import Task
 
 
 def check_parts(job: Any) -> None:
-    """Checks that a job is made of what a job is made of; a config.json may say anything.
-
-    Raises:
-      ConfigError: names the path and both types.
-    """
-    if not isinstance(job, Job):
-        raise ConfigError(f"The config is of a {type(job).__name__}, wanted praxis_lite's Job.")
+    """Raises ConfigError if a job's parts have wrong types, for a config.json may say anything."""
+    _check_part("The config", job, Job)
     parts = {
-        "mesh": (job.mesh, MeshConfig), "task": (job.task, Task), "run": (job.run, RunConfig),
-        "datasets": (job.datasets, Mapping), "decode_datasets": (job.decode_datasets, Mapping),
+        "mesh": MeshConfig, "task": Task, "run": RunConfig, "datasets": Mapping,
+        "decode_datasets": Mapping,
     }
-    for path, (found, wanted) in parts.items():
-        _check_part(path, found, wanted)
+    for path, wanted in parts.items():
+        _check_part(path, getattr(job, path), wanted)
     if not hasattr(job.task, "weight_sharding"):
         name = type(job.task).__name__
         raise ConfigError(
@@ -52,11 +47,7 @@ def _check_part(path: str, found: Any, wanted: type) -> None:
 
 
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
-    """Checks that training has a batch for every step, and that every evaluation ends.
-
-    Raises:
-      ConfigError: names the dataset and what to change.
-    """
+    """Raises ConfigError unless training has a batch for every step and every evaluation ends."""
     for name, pipeline in datasets.items():
         found = pipeline.num_batches
         if name == TRAIN and found is not None and found < run.num_train_steps:
@@ -73,14 +64,7 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
 
 
 def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
-    """Checks that training has a batch for every step without those that were left out.
-
-    Args:
-      skipped: the indices of the batches left out after loss spikes.
-
-    Raises:
-      ConfigError: it has not.
-    """
+    """Raises ConfigError if training lacks batches without those `skipped` after loss spikes."""
     found = pipeline.num_batches
     if found is not None and found - len(skipped) < run.num_train_steps:
         raise ConfigError(
@@ -97,35 +81,35 @@ def check_resumable(
 
     Args:
       data: what was saved beside the state, `DataPosition.as_json`.
-      accepted: names that may differ (run.accept_changed_data); one stands for all below it too.
+      accepted: names that may differ (run.accept_changed_data), with all names below them.
 
     Returns:
       A line for each difference that was accepted.
 
     Raises:
-      ConfigError: the pipeline is not the one that the checkpoint was trained with; names what
-        differs, with both values. Or an accepted name is none of the data's.
+      ConfigError: the checkpoint was trained with another pipeline; names what differs, with both
+        values. Or the data has no such name as one that is accepted.
     """
-    # What JSON makes of both: a tuple is a list there.
+    # JSON makes a list of a tuple, so both are compared as JSON has them.
     old, new = (
         dict(flat(json.loads(json.dumps(one))))
         for one in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
-    accepted = [name for name in accepted if name != RUN_SEED]
-    covered = {name: [n for n in names if f"{n}.".startswith(f"{name}.")] for name in accepted}
-    for name, found in covered.items():
-        if not found:
+    allowed: set[str] = set()
+    for name in accepted:
+        covered = {n for n in names if f"{n}.".startswith(f"{name}.")}
+        if not covered and name != RUN_SEED:
             raise ConfigError(
                 f"run.accept_changed_data names {name!r}, but the training data is described by "
                 f"{names}.{did_you_mean(name, names)}"
             )
+        allowed |= covered
     differing = {
         name: f"{name} was {old.get(name)!r}, is {new.get(name)!r}"
         for name in names
         if old.get(name) != new.get(name)
     }
-    allowed = {name for found in covered.values() for name in found}
     if refused := [name for name in differing if name not in allowed]:
         in_brackets = ",".join(refused) + ("," if len(refused) == 1 else "")
         raise ConfigError(
@@ -141,16 +125,10 @@ RUN_SEED = "run.seed"
 
 
 def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Checks that the run draws as the checkpoint's did: another seed is another dropout.
+    """Raises ConfigError if dropout would go on with another seed than the checkpoint's.
 
-    Args:
-      data: as `check_resumable`.
-
-    Returns:
-      A line if another seed was accepted (run.accept_changed_data).
-
-    Raises:
-      ConfigError: the seed is another.
+    Returns a line if another seed was accepted (run.accept_changed_data); `data` as
+    `check_resumable`.
     """
     old = data.get("run_seed", run.seed)
     if old == run.seed:
@@ -166,27 +144,20 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
 
 
 def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
-    """Checks a batch of each dataset but `train`, whose own is read before any step is made.
+    """Raises ConfigError if the first batch of a dataset, or the fingerprint of `train`, is wrong.
 
-    And that the fingerprint of `train` can be saved with a checkpoint.
-
-    Raises:
-      ConfigError: as `checked_batches`; or the fingerprint is no JSON.
+    The first batch of `train` is read before any step is made, and not here.
     """
-    fingerprint = datasets[TRAIN].fingerprint()
+    fingerprint, problem = datasets[TRAIN].fingerprint(), ""
     try:
         json.dumps(fingerprint)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"datasets.{TRAIN}: {datasets[TRAIN].class_name()}.fingerprint returns "
-            f"{shown(repr(fingerprint))}, which is no JSON: {error}. Return a dict of numbers, "
-            "texts and lists of them."
-        ) from None
-    if not isinstance(fingerprint, Mapping):
-        raise ConfigError(
-            f"datasets.{TRAIN}: {datasets[TRAIN].class_name()}.fingerprint returns "
-            f"{shown(repr(fingerprint))}; wanted is a dict of all that determines the batches."
-        )
+        problem = f" ({error})"
+    require(
+        isinstance(fingerprint, Mapping) and not problem,
+        f"datasets.{TRAIN}: the result of {datasets[TRAIN].class_name()}.fingerprint", fingerprint,
+        f"a dict of all that determines the batches, as numbers, texts and lists of them{problem}",
+    )
     for name, pipeline in datasets.items():
         if name != TRAIN:
             next(checked_batches(pipeline, f"datasets.{name}"), None)
@@ -203,11 +174,7 @@ def nondeterministic_data(datasets: Mapping[str, InputPipeline]) -> list[str]:
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
-    """Checks that there are averages of the weights where they are to be evaluated.
-
-    Raises:
-      ConfigError: the learner keeps none.
-    """
+    """Raises ConfigError if averages of weights are to be evaluated and the learner keeps none."""
     opt_states = partitioner.layout.shapes.opt_states
     for use_ema in (run.eval_use_ema_states, run.decode_use_ema_states):
         partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
@@ -216,11 +183,9 @@ def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
 def check_watched_metrics(
     partitioner: Partitioner, datasets: Mapping[str, InputPipeline], run: RunConfig
 ) -> None:
-    """Checks that the metrics which stop training or keep a checkpoint are among those evaluated.
+    """Raises ConfigError if a metric that stops training or keeps checkpoints is not evaluated.
 
-    Raises:
-      ConfigError: one is not; names those there are. Or no evaluation comes before the last step,
-        or checkpoints are saved at steps without one.
+    It must be evaluated before the last step too, and for run.best_checkpoints at each checkpoint.
     """
     for setting in ("early_stopping", "best_checkpoints"):
         watching = getattr(run, setting)

@@ -1,6 +1,5 @@
-"""What a job's files say of the steps that were made: what was evaluated, lost and skipped."""
+"""What a job's files say of the steps that were made: evaluations, losses, skipped steps."""
 
-import json
 import math
 from collections.abc import Collection
 from typing import Any
@@ -8,25 +7,23 @@ from typing import Any
 from praxis_lite.errors import LastStepUnsound
 from praxis_lite.experiment.early_stopping import EarlyStopping
 from praxis_lite.experiment.run_config import RunConfig
-from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.loss_spikes import losses_of
 from praxis_lite.trainer.metrics import read_json_lines
 
 
 def lacks_evaluation(
-    run: RunConfig,
-    eval_sets: Collection[str],
-    job: JobDir,
-    saved_step: int | None,
-    step: int,
+    run: RunConfig, eval_sets: Collection[str], job: JobDir, saved_step: int | None, step: int
 ) -> bool:
-    """Returns whether a job that goes on from its own checkpoint has yet to evaluate that step."""
+    """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
     evaluates = step == run.num_train_steps or is_due(step, run.eval_every_steps)
     if step != saved_step or not evaluates:
         return False
     evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
-    return _of_first("lacks evaluation", bool(eval_sets) and evaluated.isdisjoint(eval_sets))
+    return from_first(
+        "lacks evaluation", lambda: bool(eval_sets) and evaluated.isdisjoint(eval_sets)
+    )
 
 
 def watched_history(
@@ -39,9 +36,9 @@ def watched_history(
     values: dict[int, float] = {}
     for line in _evaluations(job):
         if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
-            # The first of a step is training's own; --mode=eval adds others.
+            # The first line of a step is training's own; --mode=eval adds others.
             values.setdefault(line["step"], line[metric])
-    return dict(_of_first("watched history", list(values.items())))
+    return dict(from_first("watched history", lambda: list(values.items())))
 
 
 def _evaluations(job: JobDir) -> list[dict[str, Any]]:
@@ -49,32 +46,23 @@ def _evaluations(job: JobDir) -> list[dict[str, Any]]:
     return read_json_lines(path) if path.exists() else []
 
 
-def _of_first(name: str, value: Any) -> Any:
-    """Returns what the first process has found in the job's files, which are its alone."""
-    return json.loads(processes.exchange(name, json.dumps(value))[0])
-
-
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses that a spike is judged by, as the first process has them on disk."""
+    """Returns the losses on disk that the next one is compared with, to find a spike."""
     if run.loss_spike_factor is None:
         return []
-    return _of_first("losses before", losses_of(read_json_lines(job.metrics_jsonl)))
+    return from_first("losses before", lambda: losses_of(read_json_lines(job.metrics_jsonl)))
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Returns whether what is done every so many steps is done after this one; None: never."""
+    """Returns True if something that is done `every` so many steps is done after this step."""
     return every is not None and step % every == 0
 
 
 def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
-    """Checks how a run ended, once all of it is on disk.
+    """Raises LastStepUnsound if the last step was skipped, or its evaluation is not finite.
 
-    Args:
-      step: the last one made.
-      num_skipped: steps in a row, up to it, that were skipped.
-
-    Raises:
-      LastStepUnsound: the last step was skipped, or a loss of its evaluation is not finite.
+    Called once all of the run is on disk. `num_skipped` steps in a row, up to the last, were
+    skipped.
     """
     advice = (
         "Look at loss, grad_norm and learning_rate in metrics.jsonl, and run with --set "
@@ -95,7 +83,7 @@ def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
         )
     losses = {line["dataset"]: line["loss"] for line in _evaluations(job)
               if line["step"] == step and "loss" in line}
-    for dataset, loss in _of_first("last losses", losses).items():
+    for dataset, loss in from_first("last losses", lambda: losses).items():
         if not math.isfinite(loss):
             raise LastStepUnsound(
                 f"The evaluation of step {step} has {dataset}/loss {loss}, so its weights, which "

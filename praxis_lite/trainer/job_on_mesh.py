@@ -1,5 +1,6 @@
 """A job on its mesh: all of it checked, nothing compiled."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,9 +9,12 @@ import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment.experiment import Job
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN, IndexedPipeline
 from praxis_lite.inputs.batches import check_ids, check_members, checked_batches, checked_spec
 from praxis_lite.job import processes
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh, simulate_devices
@@ -24,14 +28,27 @@ from praxis_lite.trainer.job_checks import (
 from praxis_lite.trainer.memory import check_fits
 
 
+@dataclasses.dataclass(frozen=True)
+class JobOnMesh:
+    """A job as it runs: its task on the mesh, its data, and where its files are."""
+
+    partitioner: Partitioner
+    datasets: Mapping[str, InputPipeline]
+    decode_datasets: Mapping[str, InputPipeline]
+    run: RunConfig
+    files: JobDir
+
+    @property
+    def eval_sets(self) -> dict[str, InputPipeline]:
+        """The datasets that are evaluated on."""
+        return {name: one for name, one in self.datasets.items() if name != TRAIN}
+
+
 def partitioner_of(job: Job, mode: str) -> Partitioner:
     """Returns the task on its mesh, after all that can be checked before anything compiles.
 
-    Args:
-      mode: "train", "eval", "decode" or "explain": what is checked; "load": no data.
-
-    Raises:
-      ConfigError: the mesh, the data, the task or what the run watches do not fit each other.
+    Raises ConfigError if the mesh, the data, the task and what the run watches do not fit together.
+    The mode, "train", "eval", "decode" or "explain", tells what is checked; for "load" no data is.
     """
     check_parts(job)
     _use_compilation_cache()
@@ -59,14 +76,14 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
             "to the experiment's datasets()."
         )
-    wanted = {
+    roots = {
         "train": ("datasets",),
         "eval": ("datasets",),
         "decode": ("decode_datasets",),
         "explain": ("datasets", "decode_datasets"),
         "load": (),
     }[mode]
-    for root in wanted:
+    for root in roots:
         specs = {}
         for name, pipeline in getattr(job, root).items():
             check_members(pipeline, f"{root}.{name}")
@@ -85,7 +102,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 first = next(batches)[1] if rows.start < rows.stop else {}
                 num_ids = job.task.num_ids()
                 check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
-            # What a layer refuses only when it is called is heard now; the step stays traced.
+            # A layer refuses some settings only when it is called, as here. The step stays traced.
             # Training evaluates, too.
             if mode == step or (mode == "train" and step == "eval"):
                 partitioner.trace("eval_examples" if mode == "eval" else step, spec)
@@ -100,15 +117,9 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 def check_reads(
     partitioner: Partitioner, step: str, spec: Mapping[str, jax.ShapeDtypeStruct], name: str
 ) -> None:
-    """Checks that a step can read batches of a dataset.
+    """Raises ConfigError if a batch lacks what the task reads, or the mesh cannot split it.
 
-    Args:
-      step: "train", "eval" or "decode".
-      spec: of a batch, as `checked_spec` gives it.
-      name: of the dataset, for the error.
-
-    Raises:
-      ConfigError: the task reads what a batch has not, or the mesh cannot split it.
+    The step is "train", "eval" or "decode", `spec` as `checked_spec` gives it.
     """
     task = partitioner.task
     required = task.required_decode_inputs if step == "decode" else task.required_inputs

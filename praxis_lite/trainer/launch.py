@@ -1,6 +1,7 @@
 """What train, eval and decode do with a job, once it is built, checked and on its mesh."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
 from praxis_lite.errors import ConfigError
-from praxis_lite.experiment.experiment import Job
 from praxis_lite.explain.layout_table import layout_table, layout_warnings
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN
@@ -22,8 +22,9 @@ from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.processes.stopping import StopRequest
-from praxis_lite.partitioner import Partitioner, TrainState
-from praxis_lite.trainer import decoding, trainer
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.trainer import trainer
+from praxis_lite.trainer.decoding import PromptDecoder
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.trainer.job_checks import (
     check_batches_left,
@@ -33,144 +34,147 @@ from praxis_lite.trainer.job_checks import (
     nondeterministic_data,
 )
 from praxis_lite.trainer.job_history import check_last_step, lacks_evaluation, watched_history
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
-from praxis_lite.trainer.metrics import JsonLinesWriter, ProgressLine
+from praxis_lite.trainer.metrics import JsonLinesWriter
 from praxis_lite.trainer.metrics.records import write_records
+from praxis_lite.trainer.trainer import StartingPoint
 
 
-def train(
-    partitioner: Partitioner,
-    job: Job,
-    job_dir: JobDir,
-    config: fdl.Config,
-    experiment: str,
-    settings: Sequence[str],
-    packages: Sequence[str] = (),
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class LaunchedConfig:
+    """The config that a command line made, and what config.json records of that command line.
+
+    Attributes:
+      experiment: the full name of its class.
+      settings: those of --set.
+      packages: whose functions and classes the config may name, besides the library's.
+    """
+
+    config: fdl.Config
+    experiment: str
+    settings: Sequence[str] = ()
+    packages: Sequence[str] = ()
+
+
+def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
     """Trains a job from nothing, from other checkpoints, or from where it stopped.
 
-    Args:
-      config: of the job; written to its directory, with the experiment's full name.
-      settings: of the command line.
-      packages: whose functions and classes the config may name, besides the library's.
-
-    Raises:
-      ConfigError: the job's checkpoint is of another model, or of other data.
-      LastStepUnsound: it is trained and saved, but the last step was skipped.
+    Raises ConfigError if the job's checkpoint is of another model, or of other data; and
+    LastStepUnsound if the job is trained and saved, but its last step was skipped.
     """
-    run = job.run
-    check_names(partitioner.layout)
-    texts = dump_config(config, experiment, settings, packages=packages), config_lines(config)
+    run, files = job.run, job.files
+    check_names(job.partitioner.layout)
+    config_json = dump_config(
+        launched.config, launched.experiment, launched.settings, packages=launched.packages
+    )
+    texts = config_json, config_lines(launched.config)
     with contextlib.ExitStack() as held:
         stop = held.enter_context(
             StopRequest(run.time_limit_seconds, num_processes=processes.count())
         )
-        held.enter_context(JobLock(job_dir.path, _say))
-        if not job_dir.config_json.is_file():
+        held.enter_context(JobLock(files.path, _say))
+        if not files.config_json.is_file():
             # Before other files: a launch that is stopped from here on leaves a job to go on with.
-            job_dir.write_config(*texts)
+            files.write_config(*texts)
         saved = held.enter_context(
             Checkpoints(
-                job_dir.checkpoints, saving=SaveSettings.of(run), note=_say, config_json=texts[0]
+                files.checkpoints, saving=SaveSettings.of(run), note=_say, config_json=config_json
             )
         )
-        skipped: tuple[int, ...] = ()
         if saved.latest_step() is None:
-            first_step, state = _new_state(partitioner, job, job_dir)
+            start = _new_start(job)
         else:
             data = saved.latest_data()
             accepted = check_resumable(data, job.datasets[TRAIN], run.accept_changed_data)
             for line in [*accepted, *check_same_seed(data, run)]:
                 print(line)
-            first_step, state, skipped = _resumed(partitioner, saved)
-            _print_changes(job_dir, config, packages)
-        job_dir.write_config(*texts)
-        _print_layout(partitioner, job_dir)
-        if reason := _nothing_to_do(job, job_dir, first_step, saved.latest_step()):
+            start = _resumed(job, saved)
+            before = load_config_file(files.config_json, packages=launched.packages).config
+            for line in config_difference(before, launched.config):
+                print(f"changed since the job was last run: {line}")
+        files.write_config(*texts)
+        _print_layout(job.partitioner, files)
+        if reason := _nothing_to_do(job, start.step, saved.latest_step()):
             print(reason)
-            trainer.draw_loss_curve(job_dir, first_step, print)
-            check_last_step(job_dir, first_step, trainer.num_skipped_in_a_row(state))
+            trainer.draw_loss_curve(files, start.step, print)
+            check_last_step(files, start.step, trainer.num_skipped_in_a_row(start.state))
             return
         check_first_batches(job.datasets)
         for line in nondeterministic_data(job.datasets):
             print(line)
         stop.training_begins(saved.latest_step())
         print("compiling the first step", flush=True)
-        _compile_together(partitioner, job.datasets, "eval")
-        roll_backs = RollBacks()
+        _compile_together(job.partitioner, job.datasets, "eval")
+        roll_backs, skipped = RollBacks(), start.skipped_batches
         while True:
             check_batches_left(job.datasets[TRAIN], run, skipped)
-            progress = ProgressLine(
-                run.num_train_steps, sys.stdout, run.log_every_steps, first_step
-            )
             try:
-                trained = trainer.train(
-                    partitioner, job.datasets, run, job_dir, saved, state, first_step, progress,
-                    stop, skipped,
-                )
+                trained = trainer.train(job, start, saved, stop)
                 break
             except LossSpike as found:
                 # Its frames hold the state, and another one is to be restored.
                 spike = found.with_traceback(None)
             roll_backs.add(spike)
-            del state
+            del start
             skipped = tuple(sorted({*skipped, spike.batch}))
-            first_step, state = _rolled_back(partitioner, job, job_dir, saved, spike)
+            start = _rolled_back(job, saved, spike, skipped)
             print(
-                f"rolled back from the loss spike of step {spike.step} to step {first_step}; its "
+                f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "
                 f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
             )
     if trained.stopped_by:
         print(
             f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
-            f"goes on from there: {job_dir.path}"
+            f"goes on from there: {files.path}"
         )
     else:
-        print(f"trained to step {trained.step}: {job_dir.path}")
-    check_last_step(job_dir, trained.step, trained.num_skipped)
+        print(f"trained to step {trained.step}: {files.path}")
+    check_last_step(files, trained.step, trained.num_skipped)
 
 
-def evaluate(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:
-    """Evaluates a checkpoint on every dataset but `train`.
-
-    Args:
-      step: of the checkpoint, or "best"; None: the newest.
-    """
-    eval_sets = {name: one for name, one in job.datasets.items() if name != TRAIN}
-    if not eval_sets:
+def evaluate(job: JobOnMesh, step: int | str | None) -> None:
+    """Evaluates a checkpoint ("best"; None: the newest) on every dataset but `train`."""
+    partitioner, run = job.partitioner, job.run
+    if not job.eval_sets:
         raise ConfigError(
             "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
             'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
-    _compile_together(partitioner, eval_sets, "eval_examples")
-    step, mdl_vars = restored_weights(partitioner, job_dir, step, job.run.eval_use_ema_states)
-    with JsonLinesWriter(job_dir.eval_metrics_jsonl, sys.maxsize) as writer:
+    _compile_together(partitioner, job.eval_sets, "eval_examples")
+    step, mdl_vars = restored_weights(partitioner, job.files, step, run.eval_use_ema_states)
+    with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(
-            partitioner, eval_sets, job.run.max_eval_batches, writer, seed=job.run.seed
+            partitioner, job.eval_sets, run.max_eval_batches, writer, seed=run.seed
         )
         examples: dict[str, list[dict[str, Any]]] = {}
         for name, results in evaluator.run(step, mdl_vars, examples=examples).items():
             print(evaluation_line(step, name, results))
     for name, records in examples.items():
-        path = job_dir.eval_jsonl(name, step)
+        path = job.files.eval_jsonl(name, step)
         write_records(path, records, print)
         print(
             f"evaluated {len(records)} examples of {name} with the weights of step {step}: {path}"
         )
 
 
-def decode(partitioner: Partitioner, job: Job, job_dir: JobDir, step: int | str | None) -> None:
+def decode(job: JobOnMesh, step: int | str | None) -> None:
     """Decodes every decode dataset with the weights of a checkpoint; `step` as `evaluate`."""
     if not job.decode_datasets:
         raise ConfigError(
             "The experiment has no decode datasets. Add the method decode_datasets(), for "
             'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
-    _compile_together(partitioner, job.decode_datasets, "decode")
-    step, mdl_vars = restored_weights(partitioner, job_dir, step, job.run.decode_use_ema_states)
-    decoding.decode(
-        partitioner, job.decode_datasets, mdl_vars, step, job.run.seed, job_dir, print
+    _compile_together(job.partitioner, job.decode_datasets, "decode")
+    step, mdl_vars = restored_weights(
+        job.partitioner, job.files, step, job.run.decode_use_ema_states
     )
+    decoder = PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
+    for name, pipeline in job.decode_datasets.items():
+        records = decoder.records(name, pipeline)
+        path = job.files.decode_jsonl(name, step)
+        write_records(path, records, print)
+        print(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
 
 
 def restored_weights(
@@ -186,43 +190,41 @@ def restored_weights(
     return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)
 
 
-def _new_state(partitioner: Partitioner, job: Job, job_dir: JobDir) -> tuple[int, TrainState]:
-    """Returns the step and state that a job begins with: drawn, or from others' checkpoints."""
-    key, rules = partitioner.key(job.run.seed), job.run.init_from_checkpoint_rules
+def _new_start(job: JobOnMesh) -> StartingPoint:
+    """Returns what a job begins with: a state that is drawn, or from others' checkpoints."""
+    partitioner, rules = job.partitioner, job.run.init_from_checkpoint_rules
+    key = partitioner.key(job.run.seed)
     if not rules:
         print("initialising the state", flush=True)
-        return 0, partitioner.init(key)  # Not waited for: the first step compiles meanwhile.
+        return StartingPoint(0, partitioner.init(key))
     plan = plan_init(partitioner.layout, rules)
-    job_dir.init_from_checkpoint_txt.write_text("\n".join(plan.lines()) + "\n", encoding="utf-8")
+    lines = "\n".join(plan.lines()) + "\n"
+    job.files.init_from_checkpoint_txt.write_text(lines, encoding="utf-8")
     for line in plan.summary():
         print(line)
     print("initialising the state. See init_from_checkpoint.txt.", flush=True)
     state = init_from_checkpoints(partitioner, key, plan)
-    return int(state.step), state
+    return StartingPoint(int(state.step), state)
 
 
-def _resumed(
-    partitioner: Partitioner, saved: Checkpoints
-) -> tuple[int, TrainState, tuple[int, ...]]:
-    """Returns the step, the state and the batches left out so far, of the newest checkpoint."""
-    restored = saved.restore(partitioner.layout, partitioner.mesh)
+def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
+    """Returns what the newest checkpoint holds."""
+    restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
     print(f"restored the checkpoint of step {restored.step}", flush=True)
-    return restored.step, restored.state, tuple(restored.data.get("skipped", ()))
+    return StartingPoint(restored.step, restored.state, tuple(restored.data.get("skipped", ())))
 
 
 def _rolled_back(
-    partitioner: Partitioner, job: Job, job_dir: JobDir, saved: Checkpoints, spike: LossSpike
-) -> tuple[int, TrainState]:
-    """Returns the step and state of the newest checkpoint, or of the start where there is none.
+    job: JobOnMesh, saved: Checkpoints, spike: LossSpike, skipped: tuple[int, ...]
+) -> StartingPoint:
+    """Returns the newest checkpoint, or a new start if there is none, with these batches left out.
 
-    A spike ends its run before the checkpoint of its step is begun; should there be one of it or
-    of a later step, it is set aside.
+    A spike ends its run before the checkpoint of its step is begun. One of that step, or of a later
+    one, is set aside.
     """
     saved.abandon_after(spike.step - 1)
-    if saved.latest_step() is None:
-        return _new_state(partitioner, job, job_dir)
-    first_step, state, _ = _resumed(partitioner, saved)
-    return first_step, state
+    start = _new_start(job) if saved.latest_step() is None else _resumed(job, saved)
+    return dataclasses.replace(start, skipped_batches=skipped)
 
 
 def _compile_together(
@@ -230,7 +232,8 @@ def _compile_together(
 ) -> None:
     """Lets several processes compile, each at its pace, before they meet in a step.
 
-    Gloo, between processes on CPU, waits 30 s for the others in its first collective, and no more.
+    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
+    collective.
     """
     if processes.count() > 1:
         for name, pipeline in datasets.items():
@@ -243,9 +246,10 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:
+def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
-    job_dir.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
+    files.layout_txt.write_text("
+".join([table, *layout.notes, ""]), encoding="utf-8")
     for line in layout.groups.report():
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
@@ -255,29 +259,20 @@ def _print_layout(partitioner: Partitioner, job_dir: JobDir) -> None:
         print(f"WARNING: {warning}")
 
 
-def _print_changes(job_dir: JobDir, config: fdl.Config, packages: Sequence[str]) -> None:
-    before = load_config_file(job_dir.config_json, packages=packages).config
-    for line in config_difference(before, config):
-        print(f"changed since the job was last run: {line}")
-
-
-def _nothing_to_do(
-    job: Job, job_dir: JobDir, first_step: int, saved_step: int | None
-) -> str | None:
-    """Returns why a restored job makes no more steps, and what to change; None: it makes some."""
-    run, eval_sets = job.run, set(job.datasets) - {TRAIN}
-    if lacks_evaluation(run, eval_sets, job_dir, saved_step, first_step):
-        return None
+def _nothing_to_do(job: JobOnMesh, first_step: int, saved_step: int | None) -> str:
+    """Returns why a restored job makes no more steps and what to change, or "" if it makes some."""
+    run = job.run
+    if lacks_evaluation(run, job.eval_sets, job.files, saved_step, first_step):
+        return ""
     if first_step >= run.num_train_steps:
         return (
             f"The job has already made its {run.num_train_steps} steps; to go on, raise "
             "run.num_train_steps."
         )
-    values = watched_history(run.early_stopping, job_dir, first_step)
-    reason = run.early_stopping and run.early_stopping.reason_to_stop(values)
-    if reason:
+    values = watched_history(run.early_stopping, job.files, first_step)
+    if reason := run.early_stopping and run.early_stopping.reason_to_stop(values):
         return (
             f"The job stopped early at step {first_step}: {reason}. To go on, raise "
             "run.early_stopping.patience, or set run.early_stopping=None."
         )
-    return None
+    return ""

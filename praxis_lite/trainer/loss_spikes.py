@@ -8,18 +8,13 @@ from typing import Any
 
 from praxis_lite.errors import ConfigError
 
-NUM_LOSSES = 100  # Those that a loss is compared with,
-MIN_LOSSES = 10  # and before there are as many none is a spike.
+NUM_LOSSES = 100  # A loss is compared with so many before it,
+MIN_LOSSES = 10  # and is no spike if there are fewer than these.
 MAX_ROLL_BACKS = 5
 
 
 class LossSpike(Exception):
-    """Ends a run that is to go on from before a spike, without the batch that made it.
-
-    Attributes:
-      step: the step of the spike.
-      batch: the index of its batch.
-    """
+    """Ends a run at a spike; it is to go on from before, without the batch of that index."""
 
     def __init__(self, step: int, batch: int):
         super().__init__(f"the loss of step {step} is a spike")
@@ -29,12 +24,12 @@ class LossSpike(Exception):
 class SpikeDetector:
     """Compares each loss with the median of the last ones that were no spikes.
 
-    Nothing but the losses decides, which are the same bits in every process and in a run that was
-    resumed: all of them find the same spikes.
+    Only the losses decide. They are the same bits in every process and in a run that was resumed,
+    so all of them find the same spikes.
 
     Args:
-      factor: a loss above this many times the median is a spike; None: none is. Where the median
-        is not above 0 (a log-likelihood, say) none is either: no factor means anything there.
+      factor: a loss above this many times the median is a spike; None: there are no spikes. Nor
+        are there any while the median is not above 0, as of a log-likelihood.
       before: the losses of the steps before, as `losses_of` returns them.
     """
 
@@ -43,9 +38,10 @@ class SpikeDetector:
         self._losses = collections.deque(before, maxlen=NUM_LOSSES)
 
     def median_below(self, loss: float) -> float | None:
-        """Returns the median that `loss` is a spike above; None: it is none, and is kept.
+        """Returns the median if `loss` is a spike above it, or None.
 
-        What is not finite is neither: such a step is skipped.
+        A loss that is no spike is kept for the next median. One that is not finite is not: its step
+        was skipped.
         """
         if self._factor is None or not math.isfinite(loss):
             return None
@@ -58,11 +54,7 @@ class SpikeDetector:
 
 
 def losses_of(lines: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns the losses that the next one is compared with.
-
-    Args:
-      lines: of metrics.jsonl, in which `is_loss_spike` marks spikes.
-    """
+    """Returns the losses that the next one is compared with, from the lines of metrics.jsonl."""
     losses = (line["loss"] for line in lines if not line.get("is_loss_spike"))
     return [loss for loss in losses if math.isfinite(loss)][-NUM_LOSSES:]
 
@@ -74,11 +66,7 @@ class RollBacks:
         self._furthest, self._num = -1, 0
 
     def add(self, spike: LossSpike) -> None:
-        """Takes note of one more.
-
-        Raises:
-          ConfigError: MAX_ROLL_BACKS did not help.
-        """
+        """Counts one more; raises ConfigError if MAX_ROLL_BACKS did not help."""
         if spike.step > self._furthest:
             self._furthest, self._num = spike.step, 0
         self._num += 1

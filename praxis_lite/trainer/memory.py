@@ -1,4 +1,4 @@
-"""Whether a state fits into the memory of its devices, and what is said where memory runs out."""
+"""Whether a state fits into the memory of its devices, and the error when memory runs out."""
 
 import contextlib
 import math
@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.errors import ConfigError, OutOfMemory, shown
-from praxis_lite.explain.hlo import format_bytes
+from praxis_lite.errors import ConfigError, OutOfMemory, format_bytes, shown
 from praxis_lite.explain.layout_table import shape_text
 from praxis_lite.job.processes import host_memory
 from praxis_lite.partitioner import StateLayout
@@ -24,17 +23,11 @@ _SMALLER_STATE = (
 
 
 def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
-    """Checks, before any array is made, that the devices of this process can hold the state.
+    """Raises ConfigError if the devices of this process cannot hold the state, before it is made.
 
-    What is refused cannot fit. What is accepted may still be too large, for gradients, activations
-    and copies come on top.
-
-    Args:
-      layout: of the TrainState.
-      mode: "train" needs all of the state, "eval" and "decode" the weights.
-
-    Raises:
-      ConfigError: it does not fit; says how much is needed, what there is, and what to change.
+    A state that is refused cannot fit. One that is accepted may still be too large, because
+    gradients, activations and copies come on top. The mode "train" needs all of the state, "eval"
+    and "decode" only the weights.
     """
     is_training, devices = mode == "train", mesh.local_devices
     leaves = [leaf for leaf in layout.leaves() if is_training or leaf.path.startswith("mdl_vars/")]
@@ -42,7 +35,9 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     what = "The state of training" if is_training else "What is evaluated or decoded with"
     if devices[0].platform == "cpu":
         # A step makes each device a buffer of its own; arrays that were read may share one.
-        needed = each * len(devices) if is_training else sum(map(_whole_bytes, leaves))
+        needed = each * len(devices) if is_training else sum(
+            math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
+        )
         found = host_memory.available_bytes()
         if needed <= found:
             return
@@ -66,10 +61,9 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
 
 @contextlib.contextmanager
 def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
-    """Makes one paragraph of an out-of-memory of the compiler, the devices or the host.
+    """Turns an out-of-memory error of the compiler, a device or the host into one paragraph.
 
-    Raises:
-      OutOfMemory: with what was asked for, and the largest arrays of the state.
+    It is an OutOfMemory that names what was asked for, and the largest arrays of the state.
     """
     try:
         yield
@@ -98,7 +92,3 @@ def _largest(leaves: Iterable[LeafLayout]) -> str:
         for leaf in largest
     ]
     return f"The largest arrays on each device: {'; '.join(named)}."
-
-
-def _whole_bytes(leaf: LeafLayout) -> int:
-    return math.prod(leaf.padded_shape) * leaf.dtype.itemsize

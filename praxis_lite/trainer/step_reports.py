@@ -1,6 +1,7 @@
 """What is said of each training step: its line, its curve, its progress, its faults."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,21 +11,22 @@ import numpy as np
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.errors import ConfigError
-from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.inputs.batches import non_finite_rows
+from praxis_lite.job import processes
 from praxis_lite.learner.optimizer_factories import MAX_LEARNING_RATE
-from praxis_lite.partitioner import Partitioner, TrainState
+from praxis_lite.trainer.job_history import losses_before
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.trainer.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter
 
 
 @dataclasses.dataclass
 class PendingStep:
-    """A step whose outputs are still on the devices.
+    """A step whose outputs are still on the devices, and this process's rows of its batch.
 
     Attributes:
-      batch: the index of its batch.
-      inputs: this process's rows of the batch, on the host, from `first_row` on.
+      batch: the index of the batch.
+      inputs: its rows from `first_row` on, on the host.
     """
 
     step: int
@@ -35,7 +37,11 @@ class PendingStep:
 
 
 class StepReports:
-    """Reads what a step put out, once the next one runs, and says it everywhere it is said.
+    """Reads the outputs of a step while the next step runs, and reports them.
+
+    Args:
+      first_step: the number of steps that were made before; later lines of metrics.jsonl go.
+      num_left_out: how many batches were left out after loss spikes.
 
     Attributes:
       pending: the step to be read next.
@@ -44,45 +50,45 @@ class StepReports:
 
     def __init__(
         self,
-        partitioner: Partitioner,
-        run: RunConfig,
-        writer: JsonLinesWriter,
+        job: JobOnMesh,
+        first_step: int,
+        num_left_out: int,
+        checkpoints: Checkpoints,
         board: TensorBoardWriter,
         progress: ProgressLine,
-        checkpoints: Checkpoints,
-        spikes: SpikeDetector,
-        num_batches_left_out: int,
     ):
-        self._weight_unit = partitioner.task.weight_unit
-        self._run, self._writer, self._board = run, writer, board
-        self._progress, self._checkpoints = progress, checkpoints
-        self._spikes, self._num_left_out = spikes, num_batches_left_out
-        self._num_skipped = 0
-        self._board_every = run.log_every_steps or max(1, run.num_train_steps // 200)
+        self._run, self._weight_unit = job.run, job.partitioner.task.weight_unit
+        self._board, self._progress, self._checkpoints = board, progress, checkpoints
+        self._writer = JsonLinesWriter(job.files.metrics_jsonl, first_step)
+        if processes.is_first() and (kept := self._writer.num_kept) < first_step:
+            progress.note(f"note: {job.files.metrics_jsonl} has lines of {kept} of {first_step} "
+                          "steps; the others are lost, and the loss curve lacks them")
+        self._spikes = SpikeDetector(job.run.loss_spike_factor, losses_before(job.run, job.files))
+        self._num_left_out = num_left_out
+        self._board_every = job.run.log_every_steps or max(1, job.run.num_train_steps // 200)
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
 
-    def begin(self, state: TrainState) -> None:
-        """Takes from the state that training begins with how many steps were skipped before."""
-        self._num_skipped = int(jax.device_get(state.opt_states["num_skipped_steps"]))
+    def close(self) -> None:
+        self._writer.close()
 
     def report(self) -> None:
-        """Reads the pending step, if there is one, and says it."""
+        """Reads and reports the pending step, if there is one."""
         if self.pending is None:
             return
-        pending, step, batch = self.pending, self.pending.step, self.pending.batch
-        outputs = jax.device_get(self.pending.outputs)
+        pending, step, run = self.pending, self.pending.step, self._run
+        outputs = jax.device_get(pending.outputs)
         self.pending = None
         now = time.perf_counter()
         line = _metrics_line(step, outputs, now - self.last_time, self._weight_unit)
         self.last_time = now
         _check_rates(line)
         median = self._spikes.median_below(line["loss"])
-        if self._run.loss_spike_factor is not None:
-            line |= {"is_loss_spike": int(median is not None)}
-            line |= {"num_batches_left_out": self._num_left_out}
+        if run.loss_spike_factor is not None:
+            line["is_loss_spike"] = int(median is not None)
+            line["num_batches_left_out"] = self._num_left_out
         self._writer.write(line)
-        if step % self._board_every == 0 or step == self._run.num_train_steps:
+        if step % self._board_every == 0 or step == run.num_train_steps:
             self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
         has_tokens = self._weight_unit == "tokens"
         num_tokens = float(outputs["metrics"]["loss"][1]) if has_tokens else None
@@ -91,49 +97,48 @@ class StepReports:
             self._progress.note(
                 f"step {step}: loss spike: {line['loss']:.4f} is {line['loss'] / median:.1f} times "
                 f"{median:.4f}, the median of the losses before (run.loss_spike_factor is "
-                f"{self._run.loss_spike_factor})"
+                f"{run.loss_spike_factor})"
             )
-            if self._run.on_loss_spike == "roll_back":
-                raise LossSpike(step, batch)
-        self._report_skipped(pending, outputs["learner"])
+            if run.on_loss_spike == "roll_back":
+                raise LossSpike(step, pending.batch)
+        if line["num_skipped_in_a_row"]:
+            self._report_skipped(pending, line)
 
-    def _report_skipped(self, pending: PendingStep, learner: Mapping[str, Any]) -> None:
-        step, num_skipped = pending.step, int(learner["num_skipped_steps"])
-        data = ""
-        if num_skipped > self._num_skipped:
-            if found := non_finite_rows(pending.inputs, pending.first_row):
-                data = f"datasets.train: batch {pending.batch} (counted from 0) has {found}"
-            self._progress.note(
-                f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
-                f"gradient too large ({num_skipped} skipped so far); weights and slots stay"
-                + (f". {data}" if data else "")
-            )
-        self._num_skipped = num_skipped
-        in_a_row, most = int(learner["num_skipped_in_a_row"]), self._run.max_skipped_steps_in_a_row
-        if most is not None and in_a_row >= most:
-            last_good = step - in_a_row
-            kept = [saved for saved in self._checkpoints.all_steps() if saved <= last_good]
-            checkpoint = (
-                f"The newest checkpoint from before is of step {kept[-1]}, in "
-                f"{self._checkpoints.directory}"
-                if kept
-                else "There is no checkpoint from before"
-            )
-            mend_data = f"{data}: mend the data. " if data else ""
-            raise ConfigError(
-                f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
-                "gradient or learning rate was not finite, or their gradient too large; step "
-                f"{last_good} was the last good one. {checkpoint}. {mend_data}Look at grad_norm "
-                "and learning_rate in metrics.jsonl, lower the learning rate, clip, or take "
-                "bfloat16 in place of float16; to go on skipping, raise "
-                "run.max_skipped_steps_in_a_row (None: no limit)."
-            )
+    def _report_skipped(self, pending: PendingStep, line: Mapping[str, Any]) -> None:
+        step, data = pending.step, ""
+        if found := non_finite_rows(pending.inputs, pending.first_row):
+            data = f"datasets.train: batch {pending.batch} (counted from 0) has {found}"
+        self._progress.note(
+            f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
+            f"gradient too large ({line['num_skipped_steps']} skipped so far); weights and slots "
+            "stay" + (f". {data}" if data else "")
+        )
+        in_a_row, most = line["num_skipped_in_a_row"], self._run.max_skipped_steps_in_a_row
+        if most is None or in_a_row < most:
+            return
+        last_good = step - in_a_row
+        kept = [saved for saved in self._checkpoints.all_steps() if saved <= last_good]
+        checkpoint = (
+            f"The newest checkpoint from before is of step {kept[-1]}, in "
+            f"{self._checkpoints.directory}"
+            if kept
+            else "There is no checkpoint from before"
+        )
+        raise ConfigError(
+            f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
+            "gradient or learning rate was not finite, or their gradient too large; step "
+            f"{last_good} was the last good one. {checkpoint}. "
+            + (f"{data}: mend the data. " if data else "")
+            + "Look at grad_norm and learning_rate in metrics.jsonl, lower the learning rate, "
+            "clip, or take bfloat16 in place of float16; to go on skipping, raise "
+            "run.max_skipped_steps_in_a_row (None: no limit)."
+        )
 
 
 def _check_rates(line: Mapping[str, Any]) -> None:
     """Checks the rates that schedules gave; a step whose rate is not finite was skipped."""
     for name, value in line.items():
-        if name.startswith("learning_rate") and MAX_LEARNING_RATE < value < float("inf"):
+        if name.startswith("learning_rate") and MAX_LEARNING_RATE < value < math.inf:
             raise ConfigError(
                 f"The {name} of step {line['step']} is {value:g}; wanted is at most "
                 f"{MAX_LEARNING_RATE:g}. A model learns nothing at this one: mend the schedule."

@@ -2,6 +2,8 @@
 
 import json
 import textwrap
+from pathlib import Path
+from typing import Any
 
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics import read_json_lines
@@ -14,10 +16,7 @@ def summary(job: JobDir, *, num_prompts: int = 3) -> str:
 
 
 def _training(job: JobDir) -> str:
-    if not job.metrics_jsonl.is_file():
-        return ""
-    lines = read_json_lines(job.metrics_jsonl)
-    if not lines:
+    if not (lines := _lines(job.metrics_jsonl)):
         return ""
     marks = [lines[0], *(lines[len(lines) * part // 4] for part in (1, 2, 3)), lines[-1]]
     steps = "  ".join(f"{line['step']:>8}" for line in marks)
@@ -26,9 +25,7 @@ def _training(job: JobDir) -> str:
 
 
 def _evaluations(job: JobDir) -> str:
-    if not job.eval_metrics_jsonl.is_file():
-        return ""
-    newest = {line["dataset"]: line for line in read_json_lines(job.eval_metrics_jsonl)}
+    newest = {line["dataset"]: line for line in _lines(job.eval_metrics_jsonl)}
     lines = []
     for dataset, line in newest.items():
         values = {n: v for n, v in line.items() if n not in ("step", "dataset")}
@@ -40,6 +37,10 @@ def _evaluations(job: JobDir) -> str:
                 f"  {' ' * len(dataset)}  (gzip -9 needs {gzip:.4f} bits per byte for this text)"
             )
     return "\n".join(["Evaluation", *lines]) if lines else ""
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_json_lines(path) if path.is_file() else []
 
 
 def _continuations(job: JobDir, num_prompts: int) -> list[str]:

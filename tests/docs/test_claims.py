@@ -23,7 +23,7 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 ARCHITECTURE, FROM_PAX = PAGES["architecture.md"], PAGES["coming_from_pax.md"]
-FLAGS = {flag for action in main._parser()._actions for flag in action.option_strings}
+FLAGS = {flag for action in main.parser()._actions for flag in action.option_strings}
 MODULES = {path.stem for path in LIBRARY.rglob("*.py")} | {
     path.parent.name for path in LIBRARY.rglob("__init__.py")
 }

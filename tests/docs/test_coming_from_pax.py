@@ -70,7 +70,7 @@ def has(owner: object, name: str) -> bool:
 def test_every_name_given_as_ours_exists(name):
     if name.startswith("--"):
         flag, _, value = name.partition("=")
-        (action,) = [a for a in main._parser()._actions if flag in a.option_strings]
+        (action,) = [a for a in main.parser()._actions if flag in a.option_strings]
         assert not value or value in action.choices
     elif name in ("fdl.Partial", "optax"):
         pass

@@ -10,8 +10,8 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+from praxis_lite.errors import format_bytes
 from praxis_lite.explain.explain import explain
-from praxis_lite.explain.hlo import format_bytes
 from praxis_lite.explain.layout_table import layout_table
 from praxis_lite.partitioner import StateLayout
 from praxis_lite.partitioner.train_state import state_layout

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.errors import format_bytes
 from praxis_lite.explain import hlo
 from praxis_lite.explain.hlo_layers import layers_of_name, source_line, together
 
@@ -200,7 +201,7 @@ def test_table_lists_count_and_readable_bytes(mesh):
     "size, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (7 * 2**30, "7.0 GiB")]
 )
 def test_format_bytes(size, text):
-    assert hlo.format_bytes(size) == text
+    assert format_bytes(size) == text
 
 
 def test_donated_bytes_of_a_tree_are_exact(mesh):

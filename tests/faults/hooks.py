@@ -149,15 +149,15 @@ def _in_metrics_line(fault: Mapping[str, Any]) -> None:
     write, written = JsonLinesWriter.write, []
 
     def half(self, line):
-        if self._path.name != "metrics.jsonl":
+        if self.path.name != "metrics.jsonl":
             return write(self, line)
         written.append(line)
         if len(written) != fault["nth"]:
             return write(self, line)
-        text = json_lines._as_text(line)
+        text = json_lines.json_line(line)
         for part in (text[: len(text) // 2], text[len(text) // 2 :]):
-            self._file.write(part)
-            self._file.flush()
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(part)
             if not part.endswith("\n"):
                 _do(fault)
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics import (
     JsonLinesWriter,
@@ -95,7 +96,7 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/layout.txt")
-    with mock.patch("praxis_lite.main._run", side_effect=full):
+    with mock.patch.object(registry, "get_experiment", side_effect=full):
         done = launch("--exp=lm.PyDocs")
     assert done.code == 2
     assert done.err == "\n".join(textwrap.wrap(
@@ -103,11 +104,12 @@ def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback
         "mend the file system, and launch the same command again: training goes on from its "
         "newest checkpoint.", 100
     )) + "\n"
-    with mock.patch("praxis_lite.main._run", side_effect=FileNotFoundError(2, "gone", "/x")):
+    gone = FileNotFoundError(2, "gone", "/x")
+    with mock.patch.object(registry, "get_experiment", side_effect=gone):
         done = launch("--exp=lm.PyDocs")
     assert done.code == 2 and done.err.startswith("error: /x: gone. The whole traceback is in ")
     with (
-        mock.patch("praxis_lite.main._run", side_effect=KeyError("a defect of ours")),
+        mock.patch.object(registry, "get_experiment", side_effect=KeyError("a defect of ours")),
         pytest.raises(KeyError),
     ):
         launch("--exp=lm.PyDocs")

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from praxis_lite import ConfigError
 from praxis_lite.job import processes
-from praxis_lite.job.processes import start as process_start
-from praxis_lite.job.processes.agreement import Agreement, SlowHosts
 from praxis_lite.job.processes.same_everywhere import check_same
+from praxis_lite.job.processes.start import PrefixedStream, find_others
+from praxis_lite.job.processes.stop_consensus import SlowHosts, StopConsensus
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.sharding.inputs import process_rows
 
@@ -26,9 +26,9 @@ def test_one_process_exchanges_with_itself_and_asks_no_device():
 
 
 def test_one_process_agrees_with_itself_at_once(mesh_of):
-    agreement = Agreement(mesh_of(1, 4, 2))
-    agreement.host_worked(5.0)
-    assert [agreement.any(wanted) for wanted in (False, True, False)] == [False, True, False]
+    consensus = StopConsensus(mesh_of(1, 4, 2))
+    consensus.host_worked(5.0)
+    assert [consensus.reached(wanted) for wanted in (False, True, False)] == [False, True, False]
 
 
 class FakeDevice:
@@ -133,18 +133,18 @@ def test_processes_with_too_few_devices_are_named(monkeypatch):
         (("host:1", 2, None), "--process_id=K is missing"),
         ((None, 2, 1), "--coordinator=HOST:PORT is missing"),
         (("host:1", None, None), "--num_processes=N and --process_id=K are missing"),
-        (("host", 2, 1), "--coordinator=host: wanted is HOST:PORT"),
+        (("host", 2, 1), "--coordinator is 'host'; wanted is HOST:PORT"),
         (("host:70000", 2, 1), "from 1 to 65535"),
         ((":123", 2, 1), "wanted is HOST:PORT"),
         (("host:12x", 2, 1), "wanted is HOST:PORT"),
-        (("host:1", 2, 2), "--process_id=2: of 2 processes"),
-        (("host:1", 2, -1), "--process_id=-1"),
-        (("host:1", 0, 0), "--num_processes=0"),
+        (("host:1", 2, 2), "--process_id is 2; wanted is a number from 0 to 1"),
+        (("host:1", 2, -1), "--process_id is -1"),
+        (("host:1", 0, 0), "--num_processes is 0"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, words):
     with pytest.raises(ConfigError, match=words):
-        process_start._found(*flags, {})
+        find_others(*flags, {})
 
 
 SLURM = {
@@ -177,22 +177,22 @@ SLURM = {
     ],
 )
 def test_what_launchers_leave_in_the_environment_is_found(environment, found):
-    assert process_start._found(None, None, None, environment) == found
+    assert find_others(None, None, None, environment) == found
 
 
 def test_a_launcher_that_does_not_say_where_the_first_is_needs_the_flag(monkeypatch):
-    monkeypatch.setattr(process_start, "find_spec", lambda name: None)
+    monkeypatch.setattr("praxis_lite.job.processes.start.find_spec", lambda name: None)
     environment = {"PMI_SIZE": "4", "PMI_RANK": "3"}
     with pytest.raises(ConfigError, match="Add --coordinator=HOST:PORT"):
-        process_start._found(None, None, None, environment)
-    settings, words = process_start._found("host:12", None, None, environment)
+        find_others(None, None, None, environment)
+    settings, words = find_others("host:12", None, None, environment)
     assert (settings["num_processes"], settings["process_id"]) == (4, 3)
     assert words == "--coordinator=host:12"
 
 
 def test_lines_of_another_process_are_marked_once_each():
     stream = io.StringIO()
-    marked = process_start._Prefixed(stream, "[process 1] ")
+    marked = PrefixedStream(stream, "[process 1] ")
     print("one\ntwo", file=marked)
     print("three", end=" ", file=marked)
     print("four", file=marked)
@@ -222,7 +222,7 @@ def said_by(run) -> list[str]:
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("praxis_lite.job.processes.agreement")
+    log = logging.getLogger("praxis_lite.job.processes.stop_consensus")
     log.addHandler(handler)
     try:
         run()

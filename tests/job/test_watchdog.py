@@ -87,10 +87,10 @@ def test_each_sign_of_life_starts_the_clock_anew():
     dog = Watchdog(60.0, exits=False)
     signs = [lambda: dog.step_ended(1), dog.alive, lambda: dog.during(SAVING).__enter__()]
     for sign in signs:
-        before = dog._last
+        before = dog.last_sign
         time.sleep(0.001)
         sign()
-        assert dog._last > before
+        assert dog.last_sign > before
 
 
 # `sleep` of libc by PyDLL keeps Python's lock: no thread of Python runs.
@@ -139,7 +139,7 @@ def test_a_process_that_hangs_ends_if_asked_to_but_not_while_it_saves(where, tmp
         assert done.stderr in (tmp_path / "stacks.txt").read_text() or where in SAVES
 
 
-def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
+def test_no_save_begins_between_a_report_and_the_end_that_it_says():
     order, is_over = [], threading.Event()
 
     def save():
@@ -153,8 +153,9 @@ def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
         time.sleep(0.05)
         order.append("reported")
 
-    end_now = "praxis_lite.job.processes.watchdog.end_now"
-    monkeypatch.setattr(end_now, lambda status: order.append("ended"))
-    with Watchdog(0.1, exits=True, write=write) as dog:
+    def end(status):
+        order.append("ended")
+
+    with Watchdog(0.1, exits=True, write=write, end=end) as dog:
         assert is_over.wait(60)
     assert order == ["reported", "ended", "saving"]

@@ -224,9 +224,16 @@ class Launch:
     seconds: float
 
 
-@functools.cache
 def home() -> Path:
     """Returns the folder with the package `jobzoo`, on sys.path, and its texts."""
+    folder = _home()
+    if str(folder) not in sys.path:  # A test that puts sys.path back takes it away.
+        sys.path.insert(0, str(folder))
+    return folder
+
+
+@functools.cache
+def _home() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="jobzoo_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "texts").mkdir()
@@ -236,7 +243,6 @@ def home() -> Path:
     (folder / "jobzoo").mkdir()
     (folder / "jobzoo/__init__.py").touch()
     (folder / "jobzoo/experiments.py").write_text(EXPERIMENTS)
-    sys.path.insert(0, str(folder))
     return folder
 
 

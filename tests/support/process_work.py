@@ -19,10 +19,10 @@ from praxis_lite import ConfigError
 from praxis_lite.inputs import InMemory
 from praxis_lite.job import processes
 from praxis_lite.job.processes import peers
-from praxis_lite.job.processes.agreement import Agreement
+from praxis_lite.job.processes.standard_output import print_log
 from praxis_lite.job.processes.start import start
+from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.learner import Learner
-from praxis_lite.main import _print_log
 from praxis_lite.models import FunctionModel
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import global_batch, simulate_devices
@@ -83,23 +83,23 @@ def main() -> None:
     """Runs all of it."""
     start(sys.argv[1], 2, int(sys.argv[2]))
     simulate_devices(6, 2)
-    _print_log()
+    print_log()
     seen = {}
     orders = {"in turn": range(6), "interleaved": (0, 3, 1, 4, 2, 5), "nested": (0, 3, 4, 5, 1, 2)}
     for name, order in orders.items():
         mesh = mesh_of(list(order))
         seen[name] = [rows_that_arrived(mesh, num_rows) for num_rows in (1, 2, 5, 6, 13)]
     seen["examples"] = examples_are_those_of_one_process(mesh)
-    agreement, me = Agreement(mesh), processes.index()
+    consensus, me = StopConsensus(mesh), processes.index()
     # The second process asks in its third call: both hear of it in their fourth.
-    seen["agreed"] = [agreement.any(me == 1 and call == 2) for call in range(6)]
-    seen["asked by"] = agreement.wanted_by
+    seen["agreed"] = [consensus.reached(me == 1 and call == 2) for call in range(6)]
+    seen["asked by"] = consensus.wanted_by
     for _ in range(8):
-        agreement.host_worked(0.5 * me)
-        agreement.any(False)
+        consensus.host_worked(0.5 * me)
+        consensus.reached(False)
     began = time.perf_counter()
     for _ in range(200):
-        agreement.any(False)
+        consensus.reached(False)
     seen["microseconds of an agreement"] = round((time.perf_counter() - began) / 200 * 1e6)
     seen["exchanged"] = [processes.exchange("word", f"{me}.{k}") for k in range(3)]
     if me == 0:
@@ -113,7 +113,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     peers.SILENT_SECONDS = 4.0  # Of 20: only the wait is shorter.
     while True:
-        agreement.any(False)
+        consensus.reached(False)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_decode_writes_a_json_line_per_prompt(decoded):
         if not line["ended"] and all(token < 128 for token in line["output_ids"]):
             assert line["continuation"] == bytes(line["output_ids"]).decode()
     assert len({line["prefix_length"] for line in lines}) > 1, "the prompts are not ragged"
-    assert os.listdir(job.decode_dir("prompts")) == ["7.jsonl"]
+    assert os.listdir(job.decode_jsonl("prompts", 7).parent) == ["7.jsonl"]
 
 
 def assert_same_tokens(found, wanted):

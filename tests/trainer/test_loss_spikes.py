@@ -17,7 +17,6 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from praxis_lite.trainer import job_checks
-from praxis_lite.trainer import launch as launch_module
 from praxis_lite.trainer.loss_spikes import (
     MAX_ROLL_BACKS,
     LossSpike,
@@ -150,18 +149,18 @@ def test_a_run_that_is_stopped_after_a_roll_back_leaves_the_batch_out_still(
 
 
 def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, monkeypatch):
-    held, new_state = [], launch_module._new_state
+    held, key_of = [], Partitioner.key
 
-    def counting(*args):
+    def counting(*args):  # Called before a state is made, and when its steps begin.
         held.append(sum(not x.is_deleted() for x in jax.live_arrays() if x.shape == (5,)))
-        return new_state(*args)
+        return key_of(*args)
 
-    monkeypatch.setattr(launch_module, "_new_state", counting)
+    monkeypatch.setattr(Partitioner, "key", counting)
     done = succeed(
         LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoint_every_steps=None"
     )
     assert done.out.count("initialising the state") == 2
-    assert held[1] == held[0]  # The state is let go of before there is another one.
+    assert held[2] == held[0]  # The state is let go of before there is another one.
     assert "rolled back from the loss spike of step 16 to step 0" in done.out
     steps, wanted = lines_of(JobDir(tmp_path).metrics_jsonl), lines_of(jobs[1].metrics_jsonl)
     for line in (*steps, *wanted):

@@ -21,7 +21,7 @@ from praxis_lite.models import FunctionModel, LinenModel, NnxModel
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.trainer.non_finite.steps import MAX_REPORTS, NonFiniteSteps
+from praxis_lite.trainer.non_finite.reports import MAX_REPORTS, NonFiniteReports
 from tests.support.float16 import HALF, needs_float16
 from tests.support.job_runs import home, lines_of, succeed
 from tests.support.line_jobs import LINE
@@ -98,17 +98,16 @@ class Bench:
 
     partitioner: Partitioner
     num_rows: int
-    reports: NonFiniteSteps = None
+    reports: NonFiniteReports = None
     lines: list = dataclasses.field(default_factory=list)
 
     def report(self, tmp_path, fault=None, batch=None):
         """Returns what is said of a step made with a fault in its weights or batch."""
         key, lines = self.partitioner.key(0), []
         if self.reports is None:
-            self.reports = NonFiniteSteps(
-                self.partitioner, tmp_path / "non_finite.txt", self.lines.append
+            self.reports = NonFiniteReports(
+                self.partitioner, tmp_path / "non_finite.txt", self.lines.append, max_reports=99
             )
-        self.reports._num_reports = 0
         state = planted(self.partitioner.init(key), fault or {})
         batch = self.partitioner.global_batch({**batch_of(self.num_rows), **(batch or {})})
         state, outputs = self.partitioner.train_step(state, batch, key)
@@ -248,9 +247,9 @@ def test_a_mask_is_blamed_only_where_it_leaves_nothing(settings, tmp_path):
 def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
     made = bench()
     partitioner, said = made.partitioner, []
-    reports = NonFiniteSteps(partitioner, tmp_path / "many.txt", said.append)
+    reports = NonFiniteReports(partitioner, tmp_path / "many.txt", said.append)
     made.report(tmp_path, {"stack/blocks/gate/log_of": (2, -1.0)})
-    reports._search = made.reports._search  # Compiled once.
+    reports.search = made.reports.search  # Compiled once.
     key = partitioner.key(0)
     state = planted(partitioner.init(key), {"stack/blocks/gate/log_of": (2, -1.0)})
     batch = partitioner.global_batch(batch_of(13))
@@ -378,7 +377,7 @@ def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
     made = Partitioner(job.task, make_mesh(job.mesh))
     key, said = made.key(0), []
     batch = made.global_batch(next(job.datasets["train"].batches()))
-    reports = NonFiniteSteps(made, tmp_path / "non_finite.txt", said.append)
+    reports = NonFiniteReports(made, tmp_path / "non_finite.txt", said.append)
     for name, layer in (("ff_layer/ffn_layer2", 1), ("ff_layer/ffn_layer1", 0)):
         weight = f"transformer/blocks/{name}/linear/w"
         state = planted(made.init(key), {weight: (layer, 3e38)})

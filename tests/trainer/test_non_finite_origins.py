@@ -78,7 +78,7 @@ def test_an_infinity_is_found_where_it_was_made(search, fault, operation, turns)
     found = search(args, only_nan=False)
     assert [origin is not None for origin in found] == [i == fault for i in range(6)]
     origin = found[fault]
-    assert (origin.site.operation, origin.turns) == (operation, turns)
+    assert (origin.operation.primitive, origin.turns) == (operation, turns)
     assert search(args, only_nan=True) == [None] * 6
 
 
@@ -87,7 +87,7 @@ def test_what_was_not_finite_at_the_start_is_an_argument(search):
     found = search(args, only_nan=True)
     # The faults are elements of one array: only what really depends on the bad one is bad.
     assert [origin is not None for origin in found] == [False, False, True, False, False, False]
-    assert found[2].site.argument == 0
+    assert found[2].operation.argument == 0
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -115,10 +115,10 @@ def test_outputs_of_several_devices_are_traced_to_the_one_that_made_them(check_v
         return search([jax.device_put(x, placed)], only_nan=False)[0]
 
     assert found(x) is None
-    assert found(x.at[2].set(-1.0)).site.operation == "log"
+    assert found(x.at[2].set(-1.0)).operation.primitive == "log"
     assert found(x.at[2].set(9.0)) == Origin(None)  # The constant.
     summed = found(jnp.full(4, 1.0).at[1].set(jnp.inf))
-    assert summed.site.argument == 0
+    assert summed.operation.argument == 0
 
 
 def test_a_row_that_is_finite_has_nothing_of_the_other_rows():
@@ -133,4 +133,4 @@ def test_a_row_that_is_finite_has_nothing_of_the_other_rows():
 
     x = jnp.array([1.0, -1.0, 7.0])  # Logarithms: 0, NaN, finite.
     (found,) = OriginSearch(jax.jit(made).trace(x).jaxpr, [0])([x], only_nan=False)
-    assert (found.site.operation, found.turns) == ("div", (0,))
+    assert (found.operation.primitive, found.turns) == ("div", (0,))

@@ -1,4 +1,4 @@
-"""The end of a process without Python's own clean-up, and what is removed all the same."""
+"""The end of a process without Python's own clean-up; its temporary folders are removed."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ _folders: list[Path] = []
 
 
 def temporary_folder() -> Path:
-    """Returns a new folder, removed when this process ends in any way but by a kill or an abort."""
+    """Returns a new folder, which is removed unless this process is killed or aborts."""
     _folders.append(Path(tempfile.mkdtemp(prefix="praxis_lite_")))
     return _folders[-1]
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still get: of the machine, its container, its own limit."""
+"""How much memory the machine, the container and its own limit still allow this process."""
 
 import math
 import os
@@ -15,12 +15,10 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """Returns how many bytes this process might still get; infinite where that is not known.
+    """Returns how many bytes this process might still get, or infinity if that is not known.
 
-    In a container /proc/meminfo speaks of the whole machine, so control groups are asked too.
-
-    Args:
-      root: below which /proc and /sys are.
+    In a container /proc/meminfo speaks of the whole machine, so control groups are asked too. /proc
+    and /sys are below `root`.
     """
     meminfo = _read(root / "proc/meminfo")
     found = {name: 1024 * int(kilobytes) for name, kilobytes in
@@ -39,7 +37,7 @@ def _left_in_groups(root: Path) -> Iterator[float]:
             version, base = 1, root / "sys/fs/cgroup/memory"
         else:
             continue
-        # Parents' limits hold as well. Where the path is of the host's tree, which is not mounted
+        # Parents' limits hold as well. If the path is one of the host's tree, which is not mounted
         # in the container, the base is the container's own group.
         folder = base / path.strip("/")
         for group in (folder, *folder.parents):

@@ -1,9 +1,9 @@
 """Ends all processes of a job when one of them ends before its time, and says which and why.
 
-Without it the others would wait in a collective: JAX's own answer is a heartbeat that is missed
-after 100 s, and an abort that names no host. Each process has two threads here. One writes a beat
-to JAX's coordination service, and in the first process looks at everyone's; the other waits there
-for word that a process has ended.
+Without it the others would wait in a collective: JAX aborts them, naming no host, when a heartbeat
+has been missed for 100 s. Each process has two threads here. One writes a beat to JAX's
+coordination service, and in the first process reads all beats; the other waits there for word
+that a process has ended.
 """
 
 import contextlib
@@ -22,13 +22,14 @@ from praxis_lite.job import processes
 from praxis_lite.job.processes.exits import end_now
 
 BEAT_SECONDS = 2.0
-# A process may hold Python's lock for a while, and be alive.
+# A process that is alive may hold Python's lock for a while.
 SILENT_SECONDS = 20.0
-# JAX's own, for what this file does not see: the first process stopped, but not gone. JAX sends a
-# beat in half of it: it aborts 25 to 50 s after a death, later than this file hears of it.
+# JAX's own, for a first process that is stopped but not gone, which this file does not see. JAX
+# sends a beat in half of it, so it aborts 25 to 50 s after a death, later than this file acts.
 JAX_HEARTBEAT_SECONDS = 50
 # How long the first process, which has the service, stays so that the others hear its word.
 _LINGER_SECONDS = 3.0
+_GONE = "is gone: it was killed, or its host or network failed"
 
 _BEATS, _ENDED = "praxis_lite/beats", "praxis_lite/ended"
 _NONE = -1  # No process has failed: all have ended well.
@@ -46,10 +47,10 @@ def watch() -> None:
 
 
 def _speak_before_aborts() -> None:
-    """Has the first process's end said in a line, where JAX's own thread hears of it first.
+    """Has the first process's end said in a line even if JAX's own thread hears of it first.
 
-    JAX leaves no choice there but an abort, from the very thread that would bring _listen its
-    answer. So Python is called from the handler of SIGABRT; when it returns, the abort goes on.
+    JAX then aborts, from the very thread that would bring _listen its answer. So Python is called
+    from the handler of SIGABRT; when it returns, the abort goes on.
     """
     c = ctypes.CDLL(None)
     c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -63,15 +64,16 @@ def _on_abort(signum: int) -> None:
 
 
 def _first_is_gone() -> NoReturn:
-    os.write(2, f"error: {_gone(0)}; so process {processes.index()} ends too\n".encode())
+    said = f"error: {processes.name(0)} {_GONE}; so process {processes.index()} ends too\n"
+    os.write(2, said.encode())
     end_now(1)
 
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Waits, where several processes end well, for all; ends them all where one does not.
+    """Waits until all processes have ended well, or ends them all when one has failed.
 
-    The status is the exception's, for all processes; a process that was killed makes it 1.
+    The status of all is that of the exception, or 1 if a process was killed.
     """
     try:
         yield
@@ -95,7 +97,7 @@ def ending_together() -> Iterator[None]:
 
 def _fail(error: BaseException) -> NoReturn:
     if _is_of_a_collective(error):
-        # Most likely its peer is gone: _listen hears who that is, and ends this process.
+        # Most likely its peer is gone: _listen hears which one that is, and ends this process.
         threading.Event().wait(SILENT_SECONDS + 5 * BEAT_SECONDS)
     _is_failing.set()
     code = 1
@@ -111,7 +113,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Returns whether an exception, or one that it came of, is of the devices or of their links."""
+    """Returns True if an exception, or one that caused it, is of the devices or their links."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OutOfMemory):
@@ -139,12 +141,6 @@ def _leave(code: int) -> NoReturn:
     end_now(code)
 
 
-def _end(words: str, code: int) -> NoReturn:
-    line = f"[{processes.name(processes.index())}] error: {words}; so this process ends too\n"
-    os.write(2, line.encode(errors="replace"))
-    _leave(code)
-
-
 def _listen() -> None:
     client = processes.client()
     while not _is_over.is_set():
@@ -160,7 +156,10 @@ def _listen() -> None:
             return
         # Several processes may fail of the same: each says it in its own words.
         if note["process"] != processes.index() and not _is_failing.wait(1.0):
-            _end(f"{processes.name(note['process'])} {note['words']}", note["code"] or 1)
+            words = f"{processes.name(note['process'])} {note['words']}"
+            line = f"[{processes.name(processes.index())}] error: {words}; so this process ends too"
+            os.write(2, f"{line}\n".encode(errors="replace"))
+            _leave(note["code"] or 1)
         return
 
 
@@ -185,12 +184,5 @@ def _beat() -> None:
             num_silent[process] = 0 if beat != last.get(process) else num_silent[process] + 1
             last[process] = beat
             if num_silent[process] * BEAT_SECONDS >= SILENT_SECONDS:
-                _tell(process, _gone_words(f"has not been heard of for {SILENT_SECONDS:.0f} s"), 1)
-
-
-def _gone(process: int) -> str:
-    return f"{processes.name(process)} {_gone_words('is gone')}"
-
-
-def _gone_words(what: str) -> str:
-    return f"{what}: it was killed, or its host or network failed"
+                silent = f"has not been heard of for {SILENT_SECONDS:.0f} s"
+                _tell(process, _GONE.replace("is gone", silent), 1)

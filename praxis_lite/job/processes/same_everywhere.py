@@ -6,23 +6,22 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
 from praxis_lite.job import processes
 
 _PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "orbax-checkpoint")
 
 
 def check_same(what: str, fields: Mapping[str, Any]) -> None:
-    """Checks that all processes have the same values, which JSON can write.
+    """Checks that all processes have the same values, which JSON can hold.
 
-    Raises:
-      ConfigError: on every process; names two of them, their hosts, the first field and its values.
+    Otherwise all raise a ConfigError with two processes, their hosts, a field and its values.
     """
     if processes.count() == 1:
         return
     texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
     found = [json.loads(one) for one in processes.exchange(what, json.dumps(texts))]
-    # In this process's order, then what only others have.
+    # In this process's order, then the names that only others have.
     names = dict.fromkeys(name for one in found for name in one)
     differing = [name for name in names if len({one.get(name) for one in found}) > 1]
     if not differing:
@@ -31,10 +30,10 @@ def check_same(what: str, fields: Mapping[str, Any]) -> None:
     other = next(k for k, one in enumerate(found) if one.get(name) != first)
     more = f" Other differences: {', '.join(differing[1:6])}." if len(differing) > 1 else ""
     raise ConfigError(
-        f"{what}: {name} is {_shown(first)} on {processes.name(0)} and "
-        f"{_shown(found[other].get(name))} on {processes.name(other)}.{more} All processes of a "
-        "job need the same: start the same command, with the same packages and files, on every "
-        "host."
+        f"{what}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
+        f"{shown(found[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} All "
+        "processes of a job need the same: start the same command, with the same packages and "
+        "files, on every host."
     )
 
 
@@ -47,9 +46,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
             found[package] = "not installed"
     return {f"version of {name}": version for name, version in found.items()}
-
-
-def _shown(text: str | None) -> str:
-    if text is None:
-        return "absent"
-    return text if len(text) < 200 else f"{text[:200]}..."

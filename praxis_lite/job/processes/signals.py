@@ -20,7 +20,7 @@ from praxis_lite.job.processes.exits import end_now
 # SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# `timeout` signals its command and then the group that the command is in: that is one request.
+# `timeout` signals its command and then the command's group, which is one request.
 SAME_SECONDS = 0.2
 
 # How long the main thread may take to clean up, when it ends without a checkpoint to write.
@@ -30,14 +30,14 @@ CLEAN_UP_SECONDS = 2.0
 class SignalListener(contextlib.AbstractContextManager):
     """Hears SIGNALS while it is entered; a subclass says what they mean.
 
-    Outside the main thread Python installs no handlers, and no signal is heard. What was ignored
-    before stays ignored.
+    Outside the main thread Python installs no handlers, so no signal is heard there. A signal that
+    was ignored before stays ignored.
     """
 
     def __init__(self) -> None:
         # When _time_is_up is called, in seconds of time.monotonic; only the thread changes it.
         self._wakes_at: float | None = None
-        self._heard_first: tuple[int, float] | None = None  # And when.
+        self._heard_first: tuple[int, float] | None = None  # The signal, and when it came.
         self._raised: SystemExit | None = None
         self._unraisable_hook = sys.unraisablehook
 
@@ -80,15 +80,15 @@ class SignalListener(contextlib.AbstractContextManager):
         self._write.close()
         sys.unraisablehook = self._unraisable_hook
         if self._raised is not None and error is not self._raised:
-            # It was lost on its way, or made something else fail.
+            # What was raised was lost on its way, or made something else fail.
             raise self._raised from None
 
     def _end(self, status: int) -> None:
         """Raises SystemExit, once; for the main thread."""
         if self._raised is None:
             self._raised = SystemExit(status)
-            # Where a finalizer or JAX's callback of the garbage collector happens to run, Python
-            # drops what is raised, with a traceback. The thread ends the process then.
+            # If a finalizer or JAX's callback of the garbage collector happens to run, Python drops
+            # what is raised and prints a traceback. Then the thread ends the process.
             sys.unraisablehook = self._unless_raised
             raise self._raised
 
@@ -100,7 +100,7 @@ class SignalListener(contextlib.AbstractContextManager):
         if self in _entered:
             _entered.remove(self)
             for one, handler in self._handlers.items():
-                # None: not installed by Python, which cannot put it back.
+                # Python cannot put back a handler that it has not installed (None).
                 signal.signal(one, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup_fd)
 
@@ -123,7 +123,7 @@ class SignalListener(contextlib.AbstractContextManager):
     def _heard(self, signum: int) -> None:
         now = time.monotonic()
         if self._heard_first is None or signum == signal.SIGHUP:
-            # A session that is closed sends SIGHUP beside SIGTERM: it is never the second.
+            # A session that is closed sends SIGHUP beside SIGTERM, so SIGHUP is never the second.
             if signum != signal.SIGHUP:
                 self._heard_first = signum, now
             self._asked(signum)
@@ -135,8 +135,8 @@ class SignalListener(contextlib.AbstractContextManager):
 class EndsBySignal(SignalListener):
     """Ends the process at the first signal: one line, exit status 128 + its number, no traceback.
 
-    The main thread gets a SystemExit, so that it removes what it has half written; where it does
-    not end by that in time, in a compiler for instance, the process ends all the same.
+    The main thread gets a SystemExit, so that it removes what it has half written. If that does not
+    end it in time, in a compiler for instance, the process ends all the same.
     """
 
     def __init__(self) -> None:

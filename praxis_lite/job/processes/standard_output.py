@@ -1,6 +1,7 @@
-"""Printing that ends no training: to a pipe without a reader, a full disk, no terminal."""
+"""Keeps a program running when its output cannot be written: a closed pipe, a full disk."""
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -8,11 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from praxis_lite.job import processes
 from praxis_lite.job.processes.signals import say
 
 
 class _MayBeLost:
-    """A text stream that is /dev/null from its first error on."""
+    """A text stream that turns into /dev/null at its first error."""
 
     def __init__(self, stream: Any, name: str, *, goes_on: bool):
         self._stream, self._name, self._goes_on = stream, name, goes_on
@@ -33,8 +35,7 @@ class _MayBeLost:
 
     def _lose(self, error: OSError) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
-        # Below Python's stream: what it still holds in its buffer goes there too, and its exit
-        # finds nothing to complain about.
+        # Below Python's stream, so that its buffer goes there too and Python exits in silence.
         os.dup2(null, self._stream.fileno())
         os.close(null)
         if not self._goes_on:
@@ -47,7 +48,7 @@ class _MayBeLost:
     def without_lines(self, prefix: bytes) -> None:
         """Drops lines with this prefix that libraries write to file descriptor 1 themselves.
 
-        Their other lines are passed on; Python's own go another way, so that none is late or lost.
+        Their other lines are passed on. Python's own lines go another way: none is late or lost.
         """
         self.flush()
         real = os.dup(1)
@@ -80,9 +81,9 @@ class _MayBeLost:
 
 
 def without_lines_of_gloo() -> None:
-    """Keeps off the output what gloo, between processes on CPU, prints for each group of devices.
+    """Drops what gloo, which links processes on CPU, prints for each group of devices.
 
-    Inside `output_may_be_lost`; where standard output is no file, nothing changes.
+    To be called inside `output_may_be_lost`; if standard output is no file, nothing changes.
     """
     if isinstance(sys.stdout, _MayBeLost):
         with contextlib.suppress(OSError, AttributeError):
@@ -95,7 +96,7 @@ def output_may_be_lost(*, goes_on: bool) -> Iterator[None]:
     """Lets a program outlive its standard output and standard error.
 
     Args:
-      goes_on: whether it then goes on without, or ends quietly, as programs of a pipe do.
+      goes_on: True: it then goes on without them. False: it ends quietly, as programs of a pipe do.
     """
     before = sys.stdout, sys.stderr
     own = (
@@ -110,8 +111,24 @@ def output_may_be_lost(*, goes_on: bool) -> Iterator[None]:
             with contextlib.suppress(SystemExit):
                 stream.flush()
             stream._end_filter()
-        # Unless another was put in its place meanwhile.
+        # Unless another stream was put in its place meanwhile.
         if sys.stdout is own[0]:
             sys.stdout = before[0]
         if sys.stderr is own[1]:
             sys.stderr = before[1]
+
+
+class _Print(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # The output of other processes than the first is dropped, but not their warnings.
+        is_heard = processes.is_first() or record.levelno < logging.WARNING
+        print(record.getMessage(), file=sys.stdout if is_heard else sys.stderr, flush=True)
+
+
+def print_log() -> None:
+    """Prints what the library logs, such as which attention kernel was chosen and why."""
+    log = logging.getLogger("praxis_lite")
+    if not log.handlers:
+        log.addHandler(_Print())
+        log.setLevel(logging.INFO)
+        log.propagate = False  # Some library's handler of all logs would print it again.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, TextIO
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.job import processes
 from praxis_lite.job.processes import peers
 
@@ -30,13 +30,11 @@ def start(
 ) -> None:
     """Connects this process with the others of its job, and makes the first one speak for it.
 
-    Before JAX makes a device. Where neither flags nor the environment tell of other processes,
-    nothing happens, and jax is not imported.
-
-    Raises:
-      ConfigError: half of the flags, or values that cannot be; or no connection.
+    It must come before JAX makes a device. If neither flags nor the environment tell of other
+    processes, nothing happens, and jax is not imported. Raises ConfigError if a flag is wrong or
+    missing, or the processes cannot be connected.
     """
-    settings, found = _found(coordinator, num_processes, process_id, os.environ)
+    settings, found = find_others(coordinator, num_processes, process_id, os.environ)
     if settings is None:
         return
     _connect(settings, start_seconds)
@@ -49,13 +47,16 @@ def start(
         _speak_as_another(processes.index())
 
 
-def _found(
+def find_others(
     coordinator: str | None,
     num_processes: int | None,
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[dict[str, Any] | None, str]:
-    """Returns what jax.distributed.initialize is called with, None: not at all; and in words."""
+    """Returns the arguments of jax.distributed.initialize, and where they were found, in words.
+
+    (None, "") if this process is alone. Raises ConfigError as `start`; asks nothing of JAX.
+    """
     launcher, size, rank = _launcher(environment)
     if (coordinator, num_processes, process_id) != (None, None, None):
         if num_processes is None and process_id is None and size is not None:
@@ -98,17 +99,19 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | No
 
 
 def _is_tpu(environment: Mapping[str, str]) -> bool:
-    """Returns whether this is a host of a TPU slice of several."""
+    """Returns True on a host of a TPU slice that has several hosts."""
     return (
         "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
-        # A TPU VM outside Kubernetes: JAX asks its metadata server, also where it is one host.
+        # On a TPU VM outside Kubernetes JAX asks the metadata server, even if it is one host.
         or ("TPU_WORKER_HOSTNAMES" not in environment and environment.get("JAX_PLATFORMS") != "cpu"
             and os.path.exists("/dev/accel0") and find_spec("libtpu") is not None)
     )
 
 
-def _check_flags(coordinator: str | None, num_processes: int | None, process_id: int | None):
+def _check_flags(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
     flags = {
         "--coordinator=HOST:PORT": coordinator, "--num_processes=N": num_processes,
         "--process_id=K": process_id,
@@ -121,18 +124,17 @@ def _check_flags(coordinator: str | None, num_processes: int | None, process_id:
             f"{'it' if len(missing) == 1 else 'them'}, or leave all three out."
         )
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(
-            f"--coordinator={coordinator}: wanted is HOST:PORT, the first process's host and a "
-            "free port there from 1 to 65535, such as 10.0.0.1:12345."
-        )
-    if num_processes < 1:
-        raise ConfigError(f"--num_processes={num_processes}: wanted is 1 or more.")
-    if not 0 <= process_id < num_processes:
-        raise ConfigError(
-            f"--process_id={process_id}: of {num_processes} processes (--num_processes) each has a "
-            f"number of its own, from 0 to {num_processes - 1}."
-        )
+    require(
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16, "--coordinator", coordinator,
+        "HOST:PORT, the first process's host and a free port there from 1 to 65535, such as "
+        "10.0.0.1:12345",
+    )
+    require(num_processes >= 1, "--num_processes", num_processes, "1 or more")
+    require(
+        0 <= process_id < num_processes, "--process_id", process_id,
+        f"a number from 0 to {num_processes - 1}, another one for each of the {num_processes} "
+        "processes",
+    )
 
 
 def _connect(settings: Mapping[str, Any], seconds: int) -> None:
@@ -155,7 +157,7 @@ def _connect(settings: Mapping[str, Any], seconds: int) -> None:
 
     threading.Thread(target=give_up, daemon=True).start()
     try:
-        # JAX aborts the process when its own time is up: it is longer.
+        # JAX aborts the process when its own time is up, so that is longer.
         jax.distributed.initialize(
             **settings, initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
@@ -167,17 +169,14 @@ def _connect(settings: Mapping[str, Any], seconds: int) -> None:
         ) from error
     finally:
         is_connected.set()
-    if _is_alone_on_its_host(os.environ) and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+    hosts = os.environ.get("SLURM_STEP_NUM_NODES")
+    is_alone_on_its_host = (hosts is not None and hosts == os.environ.get("SLURM_NTASKS")) or (
+        os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    )
+    if is_alone_on_its_host and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         # Under SLURM and Open MPI JAX shows a process one GPU: the host has one process for each.
         for platform in ("cuda", "rocm"):
             jax.config.update(f"jax_{platform}_visible_devices", "all")
-
-
-def _is_alone_on_its_host(environment: Mapping[str, str]) -> bool:
-    hosts = environment.get("SLURM_STEP_NUM_NODES")
-    return (hosts is not None and hosts == environment.get("SLURM_NTASKS")) or (
-        environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-    )
 
 
 def _speak_as_another(process: int) -> None:
@@ -186,11 +185,11 @@ def _speak_as_another(process: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
-    sys.stderr = _Prefixed(sys.stderr, f"[process {process}] ")
+    sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")
 
 
-class _Prefixed:
-    """A text stream that begins each line with a prefix."""
+class PrefixedStream:
+    """A text stream, each line of which begins with a prefix."""
 
     def __init__(self, stream: TextIO, prefix: str):
         self._stream, self._prefix, self._is_new_line = stream, prefix, True

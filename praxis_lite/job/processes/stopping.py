@@ -6,26 +6,26 @@ import time
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.exits import end_now
 
-# Several processes end after the same step. Where the first one compiles for longer than this, a
-# process that was asked ends by itself: schedulers wait 30 s before they kill.
+# Several processes end after the same step. A process that was asked to end waits for its first
+# step no longer than this and then ends by itself: schedulers wait 30 s before they kill.
 PEERS_SECONDS = 20.0
 
 
 class StopRequest(signals.SignalListener):
     """Hears SIGTERM, SIGINT, SIGHUP and a time limit while it is entered.
 
-    The first of them is answered with one line on standard error, at once. Until `step_ended` is
-    called there is nothing to save: the process ends then and there, with status 0 after a signal,
-    and 2 where the time limit leaves no time for a step: started again, it would do no better. From
-    then on it only sets `reason`; whoever runs the steps asks for that, and saves. A second signal
-    ends the process at once, with status 128 + its number, whatever it is doing.
+    The first of them is answered at once with a line on standard error. Until `step_ended` is
+    called there is nothing to save, and the process ends then and there: with status 0 after a
+    signal, and 2 at the time limit, because a job that is started again would do no better. From
+    then on only `reason` is set; the loop over steps reads it, and saves. A second signal ends the
+    process at once, with status 128 + its number, whatever it is doing.
 
     Args:
-      time_limit_seconds: from entering on. None: none.
-      num_processes: of the job. With several, all end after the same step, the first if need be.
+      time_limit_seconds: counted from entering; None: there is no limit.
+      num_processes: of the job. Several end after the same step, if need be the first.
 
     Attributes:
-      reason: what asked this process for the end, such as "SIGTERM"; None: nothing has.
+      reason: what asked this process to end, such as "SIGTERM", or None.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
@@ -46,7 +46,7 @@ class StopRequest(signals.SignalListener):
         return self
 
     def training_begins(self, newest_step: int | None) -> None:
-        """Says of which step the newest checkpoint is, for the line of an end before any step."""
+        """Takes the step of the newest checkpoint, for what is said of an end before any step."""
         self._newest = (
             "no step had been made"
             if newest_step is None
@@ -54,7 +54,7 @@ class StopRequest(signals.SignalListener):
         )
 
     def step_ended(self) -> None:
-        """From now on there is something to save. Called after every step."""
+        """Says that there is something to save from now on. Called after every step."""
         if not self._has_stepped:
             with self._lock:
                 if self._leaves:
@@ -89,7 +89,7 @@ class StopRequest(signals.SignalListener):
                 end_now(self._status)
 
     def _ask(self, reason: str) -> None:
-        """Answers the first request, in whichever thread is there first."""
+        """Answers the first request, in the thread that comes first."""
         with self._lock:
             if self.reason is not None:
                 return

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.job.processes.exits import end_now
 
@@ -24,20 +25,22 @@ _ADVICE = {
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Reports, while it is entered, when nothing has gone on for `seconds`.
+    """Reports, while it is entered, that there was no sign of life for `seconds` (None: never).
 
-    A report is a line, with the last step and what was being done, and the stacks of all threads.
-    The next one comes after twice the time. Where stuck C code keeps Python's lock, so that no
-    thread of Python runs, `faulthandler` writes the stacks, after up to twice the time.
+    A report is a line with the last step and what was being done, and the stacks of all threads.
+    The next one comes after twice the time. If stuck C code keeps Python's lock, so that no thread
+    of Python runs, `faulthandler` writes the stacks after up to twice the time.
 
     Args:
-      seconds: None: never.
-      exits: end the process after the first report, status 1; but not while it saves: not within
-        `during(SAVING)`, nor as long as `is_saving`.
-      is_saving: returns whether a save goes on in the background. One begins within
-        `during(SAVING)` only.
-      stacks_txt: a file that gets the reports too. None: none.
-      write: told the reports; standard error, unless tests hand in another.
+      exits: the process ends after the first report, with status 1, but not while it saves: within
+        `during(SAVING)`, or while `is_saving` returns True, as it does for saves that go on in the
+        background. They begin within `during(SAVING)` only.
+      stacks_txt: a file that gets the reports too; None: there is no such file.
+      write: takes the reports; None: they go to standard error.
+      end: ends the process.
+
+    Attributes:
+      last_sign: when the last sign of life was, in seconds of time.monotonic.
     """
 
     def __init__(
@@ -48,26 +51,27 @@ class Watchdog(contextlib.AbstractContextManager):
         is_saving: Callable[[], bool] = lambda: False,
         stacks_txt: Path | None = None,
         write: Callable[[str], None] | None = None,
+        end: Callable[[int], Any] = end_now,
     ):
         self._seconds, self._stacks_txt = seconds, stacks_txt
         self._exits, self._is_saving = exits, is_saving
-        self._write = write or _to_stderr
+        self._write, self._end = write or _to_stderr, end
         self._step: int | None = None
         self._doing = COMPILING
-        # Held while it is decided that the process ends, until it does: no save begins meanwhile.
+        # Held from the decision that the process ends until it does, so that no save begins.
         self._lock = threading.Lock()
-        self._last = self._last_step = time.monotonic()
+        self.last_sign = self._last_step = time.monotonic()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def step_ended(self, step: int) -> None:
-        """Starts the clock anew."""
+        """Starts the clock anew, and keeps the step for the reports."""
         self._step, self._doing = step, TRAINING
-        self._last = self._last_step = time.monotonic()
+        self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
-        """Starts the clock anew: something goes on, though no step has ended."""
-        self._last = time.monotonic()
+        """Starts the clock anew: a sign of life, though no step has ended."""
+        self.last_sign = time.monotonic()
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
@@ -85,16 +89,16 @@ class Watchdog(contextlib.AbstractContextManager):
                 self._set_off()
 
     def _ends(self) -> bool:
-        """Returns whether the process is to end where nothing goes on; the lock is held."""
+        """Returns True if a report is to end the process; the lock is held."""
         return self._exits and self._doing != SAVING and not self._is_saving()
 
     def _set_off(self) -> None:
-        """Lets `faulthandler` fire where the thread of this class cannot; the lock is held."""
+        """Lets `faulthandler` fire if this class's thread cannot; the lock is held."""
         faulthandler.dump_traceback_later(2 * self._seconds, exit=self._ends(), file=2)
 
     def __enter__(self) -> "Watchdog":
         if self._seconds is not None:
-            self._last = self._last_step = time.monotonic()
+            self.last_sign = self._last_step = time.monotonic()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -106,16 +110,16 @@ class Watchdog(contextlib.AbstractContextManager):
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        seen, patience = self._last, self._seconds
+        seen, patience = self.last_sign, self._seconds
         while True:
             with self._lock:  # Anew each time this thread wakes up.
                 self._set_off()
             left = seen + patience - time.monotonic()
             if self._is_over.wait(min(max(left, 0.0), self._seconds)):
                 return
-            with self._lock:  # Else the end of a save, which is a sign of life, may come between.
-                if self._last != seen:
-                    seen, patience = self._last, self._seconds
+            with self._lock:  # Otherwise the end of a save, a sign of life, may come between.
+                if self.last_sign != seen:
+                    seen, patience = self.last_sign, self._seconds
                 if time.monotonic() - seen >= patience:
                     self._report()
                     patience *= 2
@@ -129,16 +133,16 @@ class Watchdog(contextlib.AbstractContextManager):
         advice = _ADVICE.get(self._doing, _ADVICE[TRAINING])
         report = (
             f"watchdog: no step has ended for {now - self._last_step:.0f} s ({last}); for "
-            f"{now - self._last:.0f} s now: {doing}; {advice}. "
+            f"{now - self.last_sign:.0f} s now: {doing}; {advice}. "
             f"{'The process ends, status 1. ' if ends else ''}All threads:\n{_stacks()}"
         )
         self._write(report)
         if self._stacks_txt is not None:
-            # What cannot be written there has been said already.
+            # A report that cannot be written there has been said already.
             with contextlib.suppress(OSError), self._stacks_txt.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
         if ends:
-            end_now(1)
+            self._end(1)
 
 
 def _stacks() -> str:

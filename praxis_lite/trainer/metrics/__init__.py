@@ -1,6 +1,6 @@
-"""What a run measures and where it is written: JSON lines, TensorBoard, the terminal, a PNG.
+"""Where does a run write its numbers? JSON lines, TensorBoard, the terminal, a PNG.
 
-NumPy and the standard library at import; matplotlib and tensorboardX load on first use, tensorflow
+Never sees a device or a model. matplotlib and tensorboardX are loaded on first use, tensorflow
 never.
 """
 

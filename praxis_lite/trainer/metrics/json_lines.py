@@ -6,8 +6,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -17,87 +16,74 @@ from praxis_lite.job.whole_files import write_whole
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# What a person looks for first; the other keys follow by name, so that the order depends on
-# nothing but the keys themselves.
+# What a person looks for first; the other keys follow by name.
 _LEADING_KEYS = ("step", "dataset", "loss")
 
 
-class JsonLinesWriter:
+class JsonLinesWriter(contextlib.AbstractContextManager):
     """Appends lines to a file, one per step, each flushed as it is written.
 
-    Opening the file mends what an earlier run left: a last line cut short by a kill goes, and so do
-    the lines after `resume_step`, which the resumed run writes anew. The mended file replaces the
-    old one in one step, so a kill in the middle loses nothing.
+    Opening the file mends what an earlier run left: a last line that a kill cut short goes, and so
+    do the lines after `resume_step`, which the resumed run writes anew. The mended file replaces
+    the old one whole, so a kill in the middle loses nothing. Raises ConfigError if a line in the
+    middle cannot be read.
 
-    Numbers are written with as many digits as float64 needs, so float32 round-trips bit for bit.
-    NaN and the infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+    Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
+    infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+      resume_step: None: every line is dropped; sys.maxsize: every line stays.
 
     Attributes:
-      num_kept: the lines of earlier runs that stay.
+      num_kept: how many lines of earlier runs stay.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
-        """Opens `path`, and creates its directory where there is none.
-
-        Args:
-            path: the file; its lines are those of this class.
-            resume_step: lines of a later step are dropped. None: the run starts from nothing and
-                every line is dropped. sys.maxsize: every line stays.
-        Raises:
-            ConfigError: a line in the middle of the file cannot be read.
-        """
-        self._path = pathlib.Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = pathlib.Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
-        if resume_step is not None and self._path.exists():
-            kept = [line for line in read_json_lines(self._path) if line["step"] <= resume_step]
+        if resume_step is not None and self.path.exists():
+            kept = [line for line in read_json_lines(self.path) if line["step"] <= resume_step]
         self.num_kept = len(kept)
-        content = "".join(map(_as_text, kept)).encode()
+        content = "".join(map(json_line, kept)).encode()
         # A file that is in order stays the same file: another process may be adding to it.
-        if not self._path.exists() or self._path.read_bytes() != content:
-            write_whole(self._path, content)
-        self._file = self._path.open("a", encoding="utf-8")
+        if not self.path.exists() or self.path.read_bytes() != content:
+            write_whole(self.path, content)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line, which must have an integer `step`; scalar arrays become numbers.
 
-        Raises:
-            ConfigError: the disk is full; the lines before stay whole.
+        Raises ConfigError if the disk is full; the lines before stay whole.
         """
         if not isinstance(line.get("step"), int | np.integer):
-            raise ValueError(f"{self._path}: a line needs an integer 'step', got {dict(line)}")
+            raise ValueError(f"{self.path}: a line needs an integer 'step', got {dict(line)}")
         # One write per line: a reader sees at most one unfinished line, the last.
-        size = os.path.getsize(self._path)
+        size = os.path.getsize(self.path)
         try:
-            self._file.write(_as_text(line))
+            self._file.write(json_line(line))
             self._file.flush()
         except OSError as error:
-            # What is left in the buffer goes with the file; then a part of it that was written.
+            # Closing drops the rest of the buffer; truncating drops the part that was written.
             with contextlib.suppress(OSError):
                 self._file.close()
             with contextlib.suppress(OSError):
-                os.truncate(self._path, size)
-            raise not_written(self._path, error) from error
+                os.truncate(self.path, size)
+            raise not_written(self.path, error) from error
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the file's lines, "NaN" and the infinities as floats again.
 
-    A last line that is cut short is left out: its writer was killed, or is writing it now.
-
-    Raises:
-        ConfigError: there is no such file, or another line is no JSON object with a `step`.
+    A last line that is cut short is left out: its writer was killed, or is writing it now. Raises
+    ConfigError if there is no such file, or another line is no JSON object with a `step`.
     """
     path = pathlib.Path(path)
     try:
@@ -121,7 +107,8 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _as_text(line: Mapping[str, Any]) -> str:
+def json_line(line: Mapping[str, Any]) -> str:
+    """Returns a line of the file, with its line break."""
     keys = [key for key in _LEADING_KEYS if key in line]
     keys += sorted(line.keys() - set(keys))
     plain = {key: strict_json(line[key], key) for key in keys}
@@ -131,11 +118,8 @@ def _as_text(line: Mapping[str, Any]) -> str:
 def strict_json(value: Any, key: str) -> Any:
     """Returns `value` as what strict JSON can hold: NaN and the infinities become words.
 
-    Args:
-        value: numbers, texts, scalar arrays, and mappings and lists of them.
-        key: what an error names.
-    Raises:
-        ValueError: another kind of value is in it.
+    Numbers, texts, scalar arrays, and mappings and lists of them are taken. For others a ValueError
+    names the `key`.
     """
     if value is None or isinstance(value, str | bool | int):
         return value

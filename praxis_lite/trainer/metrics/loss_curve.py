@@ -21,17 +21,13 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
                     eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
     """Draws loss against step: training faint and smoothed, evaluations as points.
 
-    The learning rate gets a panel of its own below, where the lines have one.
+    The learning rate, if the lines have one, gets a panel of its own below. Raises ConfigError if
+    no line has a loss, or if the picture cannot be written; one that was there stays.
 
     Args:
-        metrics_path: lines with `step`, `loss` and perhaps `learning_rate`.
-        png_path: the file to write.
-        eval_path: lines with `step`, `dataset`, `loss` and perhaps `bits_per_byte`; None, or a file
-            that is not there yet: no evaluation is drawn.
-        title: stands above the plot.
-    Raises:
-        ConfigError: no line of `metrics_path` has a loss; or the picture could not be written, and
-            one that was there stays.
+      metrics_path: lines with `step`, `loss` and perhaps `learning_rate`.
+      eval_path: lines with `step`, `dataset`, `loss` and perhaps `bits_per_byte`. No evaluation is
+        drawn if it is None or not there yet.
     """
     # A Figure without pyplot draws with Agg and leaves a user's own backend and figures alone.
     from matplotlib.figure import Figure
@@ -53,7 +49,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
         loss_axes = rate_axes = figure.subplots()
 
     loss_axes.plot(steps, losses, color=_TRAIN_COLOR, alpha=0.28, linewidth=0.9)
-    smooth_losses = _smoothed(losses)
+    smooth_losses = smoothed(losses)
     loss_axes.plot(steps, smooth_losses, color=_TRAIN_COLOR, linewidth=2,
                    label=f"training, smoothed: {smooth_losses[-1]:.3f}")
     if eval_path is not None and os.path.exists(eval_path):
@@ -97,13 +93,12 @@ def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, n
     return np.array([step for step, _ in points]), np.array([value for _, value in points], float)
 
 
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of each value's neighbours, 2% of the run on each side; skips non-finite.
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of each value's finite neighbours, 2% of the run on each side.
 
-    Centred, unlike the usual running average, which lags behind while the loss falls fast. Near the
-    first step, where neighbours before it are missing and the loss is steepest, it is a straight
-    line through them; at the last step it loses only the side that does not exist yet, for one
-    noisy step is no result.
+    It is centred: a running average lags behind while the loss falls fast. Near the first step,
+    where neighbours are missing and the loss is steepest, it is a straight line through them. Near
+    the last step it is the mean of those there are, because one noisy step is no result.
     """
     num_values = len(values)
     is_finite, index = np.isfinite(values), np.arange(num_values)

@@ -1,37 +1,33 @@
 """How far the run is: one live line on a terminal, a few whole lines anywhere else."""
 
 import collections
+import contextlib
 import math
 import shutil
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
-_REDRAW_SECONDS = 0.2     # five redraws a second: smooth to the eye, free to the loop
-_LINES_PER_RUN = 20       # where nobody watches
-_SPEED_STEPS = 50         # speed and time left are of this many steps: steady, yet up to date
+_REDRAW_SECONDS = 0.2  # Five redraws a second: smooth to the eye, free to the loop.
+_LINES_PER_RUN = 20  # Where nobody watches.
+_SPEED_STEPS = 50  # Speed and time left are of this many steps: steady, yet up to date.
 
 
-class ProgressLine:
+class ProgressLine(contextlib.AbstractContextManager):
     """Shows step, loss, speed and time left as a run goes.
 
-    On a terminal one line is redrawn in place, at most five times a second. Elsewhere (a file, a
-    pipe) a whole line is printed every `log_every_steps` and at the last step.
+    On a terminal (`isatty()`) one line is redrawn in place, at most five times a second. Elsewhere
+    a whole line is printed every `log_every_steps` and at the last step.
+
+    Args:
+      num_steps: the run's last step.
+      log_every_steps: at least 1. None: about 20 lines for the run, whatever its length.
+      first_step: the step that this process starts from: 0, or the one it restored.
+      clock: seconds that never go back.
     """
 
     def __init__(self, num_steps: int, stream: TextIO, log_every_steps: int | None, first_step: int,
                  *, clock: Callable[[], float] = time.monotonic):
-        """Prints nothing yet.
-
-        Args:
-            num_steps: the run's last step.
-            stream: where to print; a terminal is told by `isatty()`.
-            log_every_steps: steps between lines where the stream is no terminal, at least 1. None:
-                about 20 lines for the run, whatever its length.
-            first_step: the step that this process starts from: 0, or the one it restored.
-            clock: seconds that never go back.
-        """
         self._num_steps = num_steps
         self._stream = stream
         self._is_live = stream.isatty()
@@ -43,18 +39,15 @@ class ProgressLine:
         self._marks = collections.deque(maxlen=_SPEED_STEPS + 1)
         self._num_tokens = 0.0
         self._next_redraw = -math.inf
-        self._text = ""             # the newest state
-        self._is_shown = True       # whether it stands in the output
-        self._drawn_width = 0       # columns of the live line on the screen
+        self._text = ""  # The newest state,
+        self._is_shown = True  # and whether the output has it.
+        self._drawn_width = 0  # Columns of the live line on the screen.
         self._is_closed = False
 
     def update(self, step: int, *, loss: Any = None, num_tokens: Any = None) -> None:
         """Takes the newest state and shows it if its turn has come.
 
-        Args:
-            step: steps done.
-            loss: the step's loss; None leaves it out.
-            num_tokens: that the step trained on; None leaves the speed in tokens out.
+        A loss of None is left out; so is the speed in tokens if the step's `num_tokens` is None.
         """
         now = self._clock()
         self._num_tokens += float(num_tokens or 0.0)
@@ -72,8 +65,9 @@ class ProgressLine:
 
     def note(self, message: str) -> None:
         """Prints `message` as whole lines; the live line moves below it."""
-        if self._is_live:
-            self._erase()
+        if self._drawn_width:
+            self._stream.write("\r" + " " * self._drawn_width + "\r")
+            self._drawn_width = 0
         self._stream.write(message + "\n")
         if self._is_live and self._text and not self._is_closed:
             self._draw()
@@ -92,11 +86,7 @@ class ProgressLine:
         elif not self._is_shown:
             self._print_whole()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _describe(self, step: int, loss: Any, *, has_tokens: bool) -> str:
@@ -118,16 +108,11 @@ class ProgressLine:
     def _draw(self) -> None:
         # A line as wide as the terminal wraps, and '\r' would come back to its second half.
         text = self._text[:max(1, shutil.get_terminal_size().columns - 1)]
-        # Blanks, not an escape code, cover what a longer line left: every terminal knows them.
+        # Every terminal knows blanks: they, not an escape code, cover what a longer line left.
         self._stream.write("\r" + text.ljust(self._drawn_width))
         self._stream.flush()
         self._drawn_width = len(text)
         self._is_shown = True
-
-    def _erase(self) -> None:
-        if self._drawn_width:
-            self._stream.write("\r" + " " * self._drawn_width + "\r")
-            self._drawn_width = 0
 
     def _print_whole(self) -> None:
         self._stream.write(self._text + "\n")

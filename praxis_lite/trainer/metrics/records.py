@@ -14,11 +14,9 @@ from praxis_lite.trainer.metrics.json_lines import strict_json
 
 
 def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
-    """Returns a record for each true row: its numbers, or nested lists of them, by name.
+    """Returns a record for each row that is no padding: its numbers, or lists of them, by name.
 
-    Args:
-      outputs: arrays [B, ...] of any number type.
-      is_true_row: bool [B].
+    `outputs` are arrays [B, ...] of any number type, `is_true_row` bool [B].
     """
     arrays = {name: _of_numpy(np.asarray(x)) for name, x in outputs.items()}
     rows = np.flatnonzero(np.asarray(is_true_row))
@@ -28,16 +26,10 @@ def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, A
 def write_records(
     path: Path, records: Sequence[Mapping[str, Any]], note: Callable[[str], None]
 ) -> None:
-    """Writes a file of records, whole. Other records that it had are kept beside it.
+    """Writes a file of records, whole; raises ConfigError if it cannot be written.
 
-    These go to NAME.1, or the next number that is free; the same records are written over. NaN
-    and the infinities are the strings "NaN", "Infinity" and "-Infinity".
-
-    Args:
-      note: told where the other records are.
-
-    Raises:
-      ConfigError: the file cannot be written.
+    Other records that the file had are kept as NAME.1, or with the next number that is free, and
+    `note` is told. NaN and the infinities are the strings "NaN", "Infinity" and "-Infinity".
     """
     lines = [json.dumps(strict_json(one, path.name), ensure_ascii=False) for one in records]
     content = "".join(f"{line}\n" for line in lines).encode()

@@ -5,33 +5,26 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 
-class TensorBoardWriter:
-    """Writes scalars, texts and images that `tensorboard --logdir` shows.
+class TensorBoardWriter(contextlib.AbstractContextManager):
+    """Writes scalars that `tensorboard --logdir` shows.
 
-    These are pictures of what metrics.jsonl has: a full disk ends them, with a note, and no run.
+    These are pictures of what metrics.jsonl has: a full disk ends them, with a note, but not the
+    run. TensorBoard hides what earlier files have of steps after `resume_step` (None: it hides
+    nothing).
 
-    tensorboardX's events, written and flushed here: its SummaryWriter hands each scalar to a thread
-    through a multiprocessing queue, which took 1 ms of a step with eight scalars.
+    The events are tensorboardX's, written and flushed here: its SummaryWriter hands each scalar to
+    a thread through a multiprocessing queue, which took 1 ms of a step with eight scalars.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], resume_step: int | None = None,
                  note: Callable[[str], None] = print):
-        """Opens a new event file in `log_dir`.
-
-        Args:
-            log_dir: the directory; a writer of the same run may have left files there.
-            resume_step: TensorBoard hides what earlier files hold of later steps. None: hides
-                nothing.
-            note: told, once, why no more is written.
-        """
-        from tensorboardX import event_file_writer, summary
+        from tensorboardX import event_file_writer
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._event_pb2, self._summary_pb2, self._summary = event_pb2, summary_pb2, summary
+        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
         self._log_dir, self._note, self._is_closed = pathlib.Path(log_dir), note, False
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -48,18 +41,8 @@ class TensorBoardWriter:
         """Writes one point per scalar, at `step`."""
         values = [self._summary_pb2.Summary.Value(tag=name, simple_value=float(value))
                   for name, value in scalars.items()]
-        self._write_summary(step, self._summary_pb2.Summary(value=values))
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Writes a Markdown text, a sample of decoded output for instance."""
-        self._write_summary(step, self._summary.text(name, text))
-
-    def image(self, step: int, name: str, png_path: str | os.PathLike[str]) -> None:
-        """Writes the image in a PNG file."""
-        from matplotlib import image
-
-        pixels = image.imread(png_path)
-        self._write_summary(step, self._summary.image(name, pixels, dataformats="HWC"))
+        summary = self._summary_pb2.Summary(value=values)
+        self._write(self._event_pb2.Event(step=int(step), summary=summary))
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -68,15 +51,8 @@ class TensorBoardWriter:
             with contextlib.suppress(OSError):  # Each event was flushed.
                 self._events.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _write_summary(self, step: int, summary: Any) -> None:
-        self._write(self._event_pb2.Event(step=int(step), summary=summary))
 
     def _write(self, event: Any) -> None:
         if self._is_closed:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 # Value and weight are scalars: Python numbers, NumPy or JAX arrays of shape ().
 WeightedScalars = Mapping[str, tuple[Any, Any]]
@@ -15,8 +15,8 @@ WeightedScalars = Mapping[str, tuple[Any, Any]]
 class WeightedMean:
     """Mean of each metric over all that was added: sum(value * weight) / sum(weight), in float64.
 
-    A pair of weight 0 counts for nothing, its value included: a batch of filler rows may well
-    report NaN, and 0 * NaN would spoil the whole mean. A NaN that carries weight is news and stays.
+    A pair of weight 0 is left out: a batch of filler rows may report NaN, and 0 * NaN would spoil
+    the whole mean. A NaN that has weight stays.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,14 @@ class WeightedMean:
     def add(self, scalars: WeightedScalars) -> None:
         """Adds one batch's metrics.
 
-        Raises:
-            ConfigError: a value or weight is not a scalar, or a weight is negative or not finite.
+        Raises ConfigError if a value or weight is no scalar, or a weight is negative or not finite.
         """
         for name, (value, weight) in scalars.items():
             value, weight = _scalar(name, "value", value), _scalar(name, "weight", weight)
-            if not (math.isfinite(weight) and weight >= 0):
-                raise ConfigError(
-                    f"metric {name!r}: weight {weight} is negative or not finite; a weight counts "
-                    "examples or tokens.")
+            require(
+                math.isfinite(weight) and weight >= 0, f"The weight of metric {name!r}", weight,
+                "a finite number from 0 on",
+            )
             if weight > 0:
                 self._sums[name] = self._sums.get(name, 0.0) + value * weight
                 self._weights[name] = self._weights.get(name, 0.0) + weight

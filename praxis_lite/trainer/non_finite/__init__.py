@@ -1,5 +1,5 @@
-"""Where a NaN or an infinity was made: run.debug_nans.
+"""Which layer and which line made a NaN or an infinity? (run.debug_nans)
 
-`steps` says it of a training step, `origins` of any jaxpr; `tags` runs one with a tag on each
-array, and `jaxprs` reads them alike from jax 0.10 to 0.12.
+`reports` answers for a training step, `origins` for any jaxpr; `tags` runs one with a tag on each
+array, and `jaxprs` reads them alike from jax 0.10 to 0.12. Never sees a checkpoint or the data.
 """

@@ -11,13 +11,13 @@ CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call",
     "custom_vjp_call", "custom_vjp_call_jaxpr",
 }
-# Under shard_map, what brings a device the numbers of others.
+# Under shard_map these bring a device the numbers of others.
 COLLECTIVES = {
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
     "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute", "reduce_scatter",
     "unreduced_psum", "unreduced_reduce_scatter",
 }
-# What has the numbers of its one operand, no other ones, and all of them.
+# Their result has just the numbers of their one operand.
 SAME_NUMBERS = {
     "reshape", "transpose", "broadcast_in_dim", "neg", "abs", "copy", "copy_p", "squeeze", "rev",
     "expand_dims", "name", "stop_gradient", "sharding_constraint", "pvary", "layout_constraint",
@@ -26,7 +26,7 @@ SAME_NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop around an operation, as a Site; `length` in turns, None: unknown."""
+    """A loop around an operation: where it is written, and its length, or None if unknown."""
 
     name_stack: str
     tracebacks: tuple[Any, ...]
@@ -35,18 +35,19 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """An operation of the program; an argument of it where `argument` is its index.
+class Operation:
+    """An operation of a program, or an argument of it.
 
     Attributes:
-      operation: its name in JAX, such as "log".
+      primitive: its name in JAX, such as "log".
       name_stack: the scopes that it stands in, as JAX writes them.
       tracebacks: of where it is written and of the calls and loops around it, innermost first;
         JAX cuts each off at the call around it.
       loops: those around it, outermost first.
+      argument: the index of an argument, or None.
     """
 
-    operation: str
+    primitive: str
     name_stack: str = ""
     tracebacks: tuple[Any, ...] = ()
     loops: tuple[Loop, ...] = ()
@@ -59,7 +60,7 @@ def opened(jaxpr: Any) -> Any:
 
 
 def num_equations(jaxpr: Any) -> int:
-    """Returns how many operations a program has, those of its loops, branches and calls too."""
+    """Returns how many operations a program has, with those of its loops, branches and calls."""
     return sum(1 + sum(map(num_equations, _inner(one))) for one in opened(jaxpr).eqns)
 
 
@@ -82,7 +83,7 @@ def needed(equations: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 def joined(around: str, inside: str) -> str:
     """Returns the scopes of an operation inside a call, with those of the call before them."""
-    # What a custom_jvp calls has the scopes around it once more.
+    # A program that a custom_jvp calls repeats the scopes around it.
     if inside and f"/{around}".endswith(f"/{inside}"):
         return around
     return "/".join(part for part in (around, inside) if part)
@@ -97,7 +98,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def only_widens(one: Any) -> bool:
-    """Returns whether an operation turns floats into those of a type that has them all."""
+    """Returns True if an operation turns floats into a type that holds all of them."""
     if one.primitive.name != "convert_element_type":
         return False
     old, new = one.invars[0].aval.dtype, one.params["new_dtype"]

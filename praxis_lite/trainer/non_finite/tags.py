@@ -1,12 +1,12 @@
-"""Which operation made the first NaN or infinity: what goes beside each array of a program.
+"""A program run with a tag beside each array, which tells where it stopped being finite.
 
-A tag says whether all of an array is finite and, if not, where it stopped being so. An operation is
-an origin if it makes a number that is not finite out of finite ones. Tags go where the numbers go,
-through loops, branches and calls, and end where the numbers end.
+An operation is an origin if it makes a number that is not finite out of finite ones. Tags go where
+the numbers go, through loops, branches and calls, and end where the numbers end.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from praxis_lite.trainer.non_finite.jaxprs import (
     COLLECTIVES,
     SAME_NUMBERS,
     Loop,
-    Site,
+    Operation,
     joined,
     needed,
     only_widens,
@@ -29,43 +29,39 @@ from praxis_lite.trainer.non_finite.jaxprs import (
     scan_counts,
 )
 
-# A tag is an int32: site * turns + turn, so that the smallest of several is the first in the
+# A tag is an int32: operation * turns + turn, so that the smallest of several is the first in the
 # program.
-NOWHERE = np.int32(2**31 - 1)  # Of what is finite.
-ELSEWHERE = np.int32(2**31 - 2)  # Of what another device made, and sent.
+NOWHERE = np.int32(2**31 - 1)  # All of the array is finite.
+ELSEWHERE = np.int32(2**31 - 2)  # Another device made it, and sent it.
 CONSTANT = np.int32(2**31 - 3)
 NUM_WHILE_TURNS = 1000  # Of a loop of unknown length, the turns that are told apart.
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.inexact)
-
-
 class TaggedRun:
-    """One trace of a program with tags: what has been seen, and where in the program it is."""
+    """One trace of a program with tags: the operations seen so far, and where the trace is."""
 
     def __init__(self, num_turns: int, infinities_count: jax.Array, never: jax.Array):
-        self.sites: list[Site] = []
+        self.operations: list[Operation] = []
         self._num_turns, self._infinities_count, self._never = num_turns, infinities_count, never
         self._name_stack, self._tracebacks, self._loops = "", (), ()
         self._turn: Any = np.int32(0)  # Of all loops around, as one number.
         # Each look at an array waits for the one before: collectives without an order between
         # them may meet in different orders on different devices, and hang.
         self._before: Any = np.bool_(False)
-        # Manual axes of the shard_maps around that check what varies: tags do, over all of them.
+        # Manual axes of the shard_maps around that check what varies: tags vary over all of them.
         self._varying_axes: tuple[str, ...] = ()
 
     def argument_tag(self, index: int, x: Any) -> Any:
         if not _is_float(x):
             return NOWHERE
-        self.sites.append(Site("argument", argument=index))
+        self.operations.append(Operation("argument", argument=index))
         return self._tag(x, [], self._here())
 
     def call(
         self, jaxpr: Any, args: Sequence[Any], tags: Sequence[Any],
         outputs: Sequence[int] | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the outputs of a jaxpr and their tags; `outputs`: of these, running no more."""
+        """Returns the outputs of a jaxpr and their tags; only those in `outputs`, if given."""
         inner = opened(jaxpr)
         outvars = inner.outvars if outputs is None else [inner.outvars[i] for i in outputs]
         equations = inner.eqns if outputs is None else needed(inner.eqns, outvars)
@@ -95,7 +91,7 @@ class TaggedRun:
         if name in CALLS:
             jaxpr = one.params["jaxpr"] if "jaxpr" in one.params else one.params["call_jaxpr"]
             if one.params.get("differentiated") and one.params.get("prevent_cse", True):
-                # What is computed again to save memory must not be kept from the first time.
+                # Values that are computed again to save memory must not be kept instead.
                 arrays = [i for i, x in enumerate(args) if not jnp.issubdtype(
                     x.dtype, jax.dtypes.extended)]
                 held = lax.optimization_barrier([args[i] for i in arrays])
@@ -112,17 +108,17 @@ class TaggedRun:
             return results, tags[:1]
         if not any(map(_is_float, results)):
             return results, [NOWHERE] * len(results)
-        self.sites.append(Site(name, self._name_stack, self._tracebacks, self._loops))
-        # What its own device had no part in comes from one that knows the place.
+        self.operations.append(Operation(name, self._name_stack, self._tracebacks, self._loops))
+        # A number that another device sent was made there, and that device knows where.
         here = ELSEWHERE if name in COLLECTIVES else self._here()
         return results, [self._tag(x, tags, here) for x in results]
 
     def _here(self) -> Any:
-        first = (len(self.sites) - 1) * self._num_turns
+        first = (len(self.operations) - 1) * self._num_turns
         return lax.add(np.int32(first), lax.min(self._turn, np.int32(self._num_turns - 1)))
 
     def _tag(self, x: Any, tags: Sequence[Any], here: Any) -> Any:
-        """Returns the tag of `x`, made of operands with these tags by the site that `here` is."""
+        """Returns the tag of `x`, which the operation `here` made of operands with these tags."""
         if not _is_float(x):
             return NOWHERE
         origin = here
@@ -132,7 +128,7 @@ class TaggedRun:
         return lax.select(self._is_bad(x), origin, NOWHERE)
 
     def _is_bad(self, x: Any) -> Any:
-        """Returns whether a number of `x` is NaN, or infinite where infinities count."""
+        """Returns True if a number of `x` is NaN, or is infinite and infinities count."""
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = lax.abs(x)
         elif x.dtype.itemsize < 2:
@@ -160,37 +156,35 @@ class TaggedRun:
         return lax.select(self._infinities_count, CONSTANT, NOWHERE)
 
     def _scan(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
-        params = one.params
+        params, length = one.params, one.params["length"]
         num_consts, num_carry = scan_counts(params)
-        num_fixed, length = num_consts + num_carry, params["length"]
-        consts, xs_tags = tags[:num_consts], tags[num_fixed:]
-        outer = self._turn
+        num_fixed = num_consts + num_carry
         loop = Loop(self._name_stack, self._tracebacks, length, params["reverse"])
 
-        def body(carry: Any, xs: list[Any]) -> tuple:
-            values, carry_tags, index, self._before = carry
-            with self._inside(loop, outer, index):
-                carry_tags = [*consts, *_opened(carry_tags, values)]
-                row_tags = list(map(self._row_tag, xs, xs_tags))
+        def body(state: tuple, xs: list[Any]) -> tuple:
+            values, value_tags, index, self._before = state
+            with self._in_turn(loop, index):
+                row_tags = [
+                    lax.select(self._is_bad(x), tag, NOWHERE) if _is_float(x) else NOWHERE
+                    for x, tag in zip(xs, tags[num_fixed:], strict=True)
+                ]
                 outs, out_tags = self.call(
-                    params["jaxpr"], [*args[:num_consts], *values, *xs], carry_tags + row_tags
+                    params["jaxpr"], [*args[:num_consts], *values, *xs],
+                    [*tags[:num_consts], *value_tags, *row_tags],
                 )
-            new, ys = outs[:num_carry], outs[num_carry:]
-            new_tags = _closed(out_tags[:num_carry], new)
-            state = (new, new_tags, lax.add(index, np.int32(1)), self._before)
-            return self._carried(state), (ys, _closed(out_tags[num_carry:], ys))
+            carry = outs[:num_carry], out_tags[:num_carry], lax.add(index, np.int32(1))
+            return self._carried(*carry), (outs[num_carry:], out_tags[num_carry:])
 
-        first = list(args[num_consts:num_fixed])
-        state = (first, _closed(tags[num_consts:num_fixed], first), np.int32(0), self._before)
+        first = self._carried(args[num_consts:num_fixed], tags[num_consts:num_fixed], np.int32(0))
         (last, last_tags, _, self._before), (ys, ys_tags) = lax.scan(
-            body, self._carried(state), list(args[num_fixed:]), length, reverse=params["reverse"]
+            body, first, list(args[num_fixed:]), length, reverse=params["reverse"]
         )
-        return [*last, *ys], [*_opened(last_tags, last), *map(_first, _opened(ys_tags, ys))]
+        return [*last, *ys], [*last_tags, *map(_first, ys_tags)]
 
     def _while(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
         params = one.params
-        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-        num_fixed, outer = num_cond + num_body, self._turn
+        num_cond = params["cond_nconsts"]
+        num_fixed = num_cond + params["body_nconsts"]
         loop = Loop(self._name_stack, self._tracebacks, None)
 
         def cond(state: tuple) -> Any:
@@ -199,44 +193,49 @@ class TaggedRun:
             return jax.core.eval_jaxpr(opened(jaxpr), consts, *args[:num_cond], *state[0])[0]
 
         def body(state: tuple) -> tuple:
-            values, carry_tags, index, self._before = state
-            with self._inside(loop, outer, lax.min(index, np.int32(NUM_WHILE_TURNS - 1))):
-                values, carry_tags = self.call(
+            values, value_tags, index, self._before = state
+            with self._in_turn(loop, lax.min(index, np.int32(NUM_WHILE_TURNS - 1))):
+                values, value_tags = self.call(
                     params["body_jaxpr"], [*args[num_cond:num_fixed], *values],
-                    [*tags[num_cond:num_fixed], *_opened(carry_tags, values)],
+                    [*tags[num_cond:num_fixed], *value_tags],
                 )
-            index = lax.add(index, np.int32(1))
-            return self._carried((values, _closed(carry_tags, values), index, self._before))
+            return self._carried(values, value_tags, lax.add(index, np.int32(1)))
 
-        first = list(args[num_fixed:])
-        state = (first, _closed(tags[num_fixed:], first), np.int32(0), self._before)
-        values, carry_tags, _, self._before = lax.while_loop(cond, body, self._carried(state))
-        return values, _opened(carry_tags, values)
+        first = self._carried(args[num_fixed:], tags[num_fixed:], np.int32(0))
+        values, value_tags, _, self._before = lax.while_loop(cond, body, first)
+        return values, value_tags
 
     def _cond(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
-        index, *operands = args
-
         def branch(jaxpr: Any) -> Callable[..., tuple]:
             def run(operands: list, operand_tags: list, before: Any) -> tuple:
                 self._before = before
-                outs, out_tags = self.call(jaxpr, operands, _opened(operand_tags, operands))
-                return self._carried((outs, _closed(out_tags, outs), self._before))
+                return self._carried(*self.call(jaxpr, operands, operand_tags))
 
             return run
 
         branches = [branch(jaxpr) for jaxpr in one.params["branches"]]
         outs, out_tags, self._before = lax.switch(
-            index, branches, operands, _arrays(_closed(tags[1:], operands)), _arrays(self._before)
+            args[0], branches, args[1:], _arrays(tags[1:]), _arrays(self._before)
         )
-        return outs, _opened(out_tags, outs)
+        return outs, out_tags
 
-    def _carried(self, state: tuple) -> tuple:
-        """Returns values and what is known of them as a loop carries them and a branch ends."""
-        values, *known = _arrays(state)
+    def _carried(self, values: Sequence[Any], *known: Any) -> tuple:
+        """Returns values and their tags in the types that a loop carries and a branch returns."""
+        values, *known = _arrays((list(values), *known, self._before))
         return values, *varying_over(known, self._varying_axes)
 
+    @contextlib.contextmanager
+    def _in_turn(self, loop: Loop, index: Any) -> Iterator[None]:
+        before = self._loops, self._turn
+        length = loop.length or NUM_WHILE_TURNS
+        most = np.int32((2**31 - 1) // max(length, 1) - 1)
+        self._loops = (*self._loops, loop)
+        self._turn = lax.add(lax.mul(lax.min(self._turn, most), np.int32(length)), index)
+        yield
+        self._loops, self._turn = before
+
     def _shard_map(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
-        # Each device has tags of its own: none may wait for another that took another branch.
+        # Each device has its own tags: it must not wait for one that took another branch.
         params = one.params
         around = self._before, self._turn, self._infinities_count, self._never
         axes, outer_axes = tuple(params["newly_manual_axes"]), self._varying_axes
@@ -244,61 +243,29 @@ class TaggedRun:
         def on_a_device(values: tuple, value_tags: list, state: tuple) -> tuple:
             self._before, self._turn, self._infinities_count, self._never = state
             self._varying_axes = outer_axes + axes if params["check_vma"] else ()
-            outs, out_tags = self.call(params["jaxpr"], values, _opened(value_tags, values))
-            out_tags = jax.tree.map(_row, _closed(out_tags, outs))
-            return tuple(outs), out_tags, _row(self._before)
+            outs, out_tags = self.call(params["jaxpr"], values, value_tags)
+            return tuple(outs), jax.tree.map(_row, (out_tags, self._before))
 
         whole, per_device = PartitionSpec(), PartitionSpec(axes)
-        outs, out_tags, seen = jax.shard_map(
+        outs, (out_tags, seen) = jax.shard_map(
             on_a_device, mesh=params["mesh"],
             in_specs=(tuple(params["in_specs"]), whole, whole),
-            out_specs=(tuple(params["out_specs"]), per_device, per_device),
+            out_specs=(tuple(params["out_specs"]), per_device),
             axis_names=set(axes), check_vma=params["check_vma"],
-        )(tuple(args), _arrays(_closed(tags, args)), _arrays(around))
+        )(tuple(args), _arrays(tags), _arrays(around))
         self._varying_axes = outer_axes
         _, self._turn, self._infinities_count, self._never = around
         self._before = lax.reduce(seen, np.bool_(False), lax.bitwise_or, (0,))
-        return list(outs), [_first(tag) for tag in _opened(out_tags, outs)]
-
-    def _inside(self, loop: Loop, outer: Any, index: Any) -> "_Inside":
-        length = loop.length or NUM_WHILE_TURNS
-        most = np.int32((2**31 - 1) // max(length, 1) - 1)
-        turn = lax.add(lax.mul(lax.min(outer, most), np.int32(length)), index)
-        return _Inside(self, loop, turn)
-
-    def _row_tag(self, x: Any, tag: Any) -> Any:
-        if tag is NOWHERE or not _is_float(x):
-            return NOWHERE
-        return lax.select(self._is_bad(x), tag, NOWHERE)
+        return list(outs), list(map(_first, out_tags))
 
 
-class _Inside:
-    """A context in which a run is in a turn of a loop."""
-
-    def __init__(self, run: TaggedRun, loop: Loop, turn: Any):
-        self._run, self._new = run, ((*run._loops, loop), turn)
-
-    def __enter__(self) -> None:
-        run = self._run
-        self._old = run._loops, run._turn
-        run._loops, run._turn = self._new
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._run._loops, self._run._turn = self._old
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.inexact)
 
 
 def _first(tags: Any) -> Any:
-    """Returns the tag of a whole of the tags [n] of its parts."""
-    return tags if tags is NOWHERE else lax.reduce(tags, NOWHERE, lax.min, (0,))
-
-
-def _closed(tags: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Returns tags as a pytree that a loop can carry: None for what is no floating array."""
-    return [tag if _is_float(x) else None for tag, x in zip(tags, values, strict=True)]
-
-
-def _opened(tags: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    return [NOWHERE if tag is None else tag for tag, _ in zip(tags, values, strict=True)]
+    """Returns the tag of an array, given the tags [n] of its parts."""
+    return lax.reduce(tags, NOWHERE, lax.min, (0,))
 
 
 def _arrays(tree: Any) -> Any:

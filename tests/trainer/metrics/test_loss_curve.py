@@ -7,7 +7,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.trainer.metrics import JsonLinesWriter, plot_loss_curve
-from praxis_lite.trainer.metrics.loss_curve import _smoothed
+from praxis_lite.trainer.metrics.loss_curve import smoothed
 
 
 def write_lines(path, lines):
@@ -33,19 +33,19 @@ def test_smoothing_is_the_mean_of_the_neighbours_and_a_line_through_them_at_the_
         finite = np.isfinite(near)
         line = np.polyfit(steps[finite], near[finite], 1 if index < 5 else 0)
         want.append(np.polyval(line, index))
-    np.testing.assert_allclose(_smoothed(values), want, rtol=1e-9)
+    np.testing.assert_allclose(smoothed(values), want, rtol=1e-9)
 
 
 def test_a_first_step_off_the_curve_makes_no_kink_and_a_steep_start_is_no_plateau():
     descent = 5 - 0.01 * np.arange(1013)
-    np.testing.assert_allclose(_smoothed(descent)[:993], descent[:993], rtol=1e-12)
+    np.testing.assert_allclose(smoothed(descent)[:993], descent[:993], rtol=1e-12)
     noisy = descent + np.where(np.arange(1013) == 0, 0.5, 0.0)
-    drops = -np.diff(_smoothed(noisy)[:40])
+    drops = -np.diff(smoothed(noisy)[:40])
     assert np.all(drops > 0) and drops[0] < 0.05
 
 
 def test_nothing_finite_stays_nan():
-    assert np.isnan(_smoothed(np.full(7, math.nan))).all()
+    assert np.isnan(smoothed(np.full(7, math.nan))).all()
 
 
 @pytest.mark.parametrize("lines", [

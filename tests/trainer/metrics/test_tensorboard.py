@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import numpy as np
-from matplotlib import image
 from tensorboardX.proto import event_pb2
 
 from praxis_lite.trainer.metrics import TensorBoardWriter
@@ -52,32 +51,17 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     with TensorBoardWriter(tmp_path, resume_step=7) as writer:
         for step in range(8, 18):
             writer.scalars(step, {"loss": float(step)})
-        writer.text(17, "sample", "to be or not")
     # TensorBoard prefers tensorflow where it is installed; the test need not wait for that.
     code = f"""
 import sys; sys.modules["tensorflow"] = None
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 events = EventAccumulator({str(tmp_path)!r}).Reload()
 print([(point.step, point.value) for point in events.Scalars("loss")])
-print(events.Tensors("sample/text_summary")[0].tensor_proto.string_val[0].decode())
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    points, text = result.stdout.splitlines()
     want = [(step, 100.0 + step) for step in range(1, 8)] + [(s, float(s)) for s in range(8, 18)]
-    assert points == str(want)
-    assert text == "to be or not"
-
-
-def test_an_image_comes_back_pixel_for_pixel(tmp_path):
-    pixels = np.random.default_rng(7).integers(0, 256, (13, 37, 3), dtype=np.uint8)
-    image.imsave(tmp_path / "in.png", pixels)
-    with TensorBoardWriter(tmp_path / "events") as writer:
-        writer.image(7, "loss_curve", tmp_path / "in.png")
-    (value,) = [v for event in events_in(tmp_path / "events") for v in event.summary.value]
-    (tmp_path / "out.png").write_bytes(value.image.encoded_image_string)
-    got = image.imread(tmp_path / "out.png")
-    np.testing.assert_array_equal(np.round(got[..., :3] * 255).astype(np.uint8), pixels)
+    assert result.stdout.strip() == str(want)
 
 
 def test_metrics_load_neither_jax_nor_tensorflow(tmp_path):

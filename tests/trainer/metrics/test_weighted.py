@@ -59,7 +59,7 @@ def test_jax_scalars_are_taken():
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_weight_that_counts_nothing_is_refused(weight):
-    with pytest.raises(ValueError, match="'loss': weight"):
+    with pytest.raises(ValueError, match="The weight of metric 'loss' is"):
         WeightedMean().add({"loss": (1.0, weight)})
 
 

@@ -1,6 +1,5 @@
 """What the processes of a job agree on at every step, through the devices."""
 
-import functools
 import logging
 import time
 
@@ -19,14 +18,11 @@ _SLOW_STEPS = 5  # In a row.
 _REPEAT_SECONDS = 300.0
 
 
-class Agreement:
-    """Tells every process, at the same step, what any of them wants, and who is slow.
+class StopConsensus:
+    """Tells every process, at the same step, if any of them wants to stop; names slow ones.
 
-    Args:
-      mesh: over which the processes meet.
-
-    Attributes:
-      wanted_by: which processes wanted it, in words, when `any` last returned True.
+    The processes meet over a mesh. `wanted_by` says in words which of them wanted to stop when
+    `reached` last returned True.
     """
 
     def __init__(self, mesh: Mesh):
@@ -38,8 +34,7 @@ class Agreement:
         devices = list(mesh.devices.flat)
         # One device of each process, by its place in the mesh's order.
         self._places = {d.process_index: place for place, d in reversed(list(enumerate(devices)))}
-        replicated = NamedSharding(mesh, PartitionSpec())
-        self._gather = jax.jit(jnp.copy, out_shardings=replicated)
+        self._gather = jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._pending: jax.Array | None = None
         self._own_seconds = 0.0
@@ -50,18 +45,18 @@ class Agreement:
         if not self._is_alone:
             self._own_seconds += seconds
 
-    def any(self, wanted: bool) -> bool:
-        """Returns whether any process wanted it, the same on all; of several, one call late.
+    def reached(self, wanted: bool) -> bool:
+        """Returns True if any process wanted to stop, on all processes alike.
 
-        So nothing is waited for: what is read is of the call before, whose step has ended when the
-        metrics of that step are read anyway.
+        With several processes the answer is that of the call before: its step has ended when the
+        metrics of that step are read, so nothing is waited for.
         """
         if self._is_alone:
             return wanted
         row = np.array([[wanted, self._own_seconds]], np.float32)
         self._own_seconds = 0.0
         whole = jax.make_array_from_callback(
-            (self._mesh.size, 2), self._split, functools.partial(_rows, row)
+            (self._mesh.size, 2), self._split, lambda index: row
         )
         last, self._pending = self._pending, self._gather(whole)
         if last is None:
@@ -97,7 +92,3 @@ class SlowHosts:
                     "slow: %s takes %.2f s a step for its own work, such as reading data, where "
                     "%.2f s is usual; all wait for it", processes.name(process), own, usual,
                 )
-
-
-def _rows(row: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-    return row
