@@ -199,11 +199,14 @@ def refused(where: str, module: str, name: str) -> str:
     is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
         one.partition(".")[0] == top for one in LIBRARIES
     )
-    hint = (
-        f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
-        if is_own
-        else "Put a function or class of your own, in your package, around it."
-    )
+    hint = "Put a function or class of your own, in your package, around it."
+    if is_own:
+        hint = f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
+    elif top == "praxis_lite":
+        hint = (
+            "Of praxis_lite take what praxis_lite.layers, .learner, .models and such list in "
+            f"__all__. {hint}"
+        )
     return (
         f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
         "the packages given by --packages and in the experiments, tasks, layers, models, inputs "

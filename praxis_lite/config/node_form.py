@@ -138,7 +138,7 @@ class _Checker:
         module, colon, name = text.partition(":") if type(text) is str else ("", "", "")
         if not colon:
             raise damaged(path, f"found {_text(text)}, wanted a name such as jax.nn:gelu")
-        module = name_today(module, self._format, self._packages)
+        module, name = name_today(module, name, self._format, self._packages)
         if not is_allowed(module, name, self._packages):
             raise ConfigError(refused("config.json", module, name))
         self.names[text] = (module, name)

@@ -11,7 +11,7 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config import nodes
-from praxis_lite.config.former_names import name_today
+from praxis_lite.config.former_names import experiment_today
 from praxis_lite.config.json_text import parse_json, read_json
 from praxis_lite.config.names import imported
 from praxis_lite.config.node_form import FORMAT, check
@@ -111,7 +111,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if not isinstance(config, fdl.Buildable):
         raise _damaged("'config' is no config")
     _check_parameters(config)
-    experiment = name_today(experiment, config_format, packages)
+    experiment = experiment_today(experiment, config_format, packages)
     return LoadedConfig(config, experiment, tuple(overrides))
 
 
