@@ -256,9 +256,11 @@ def _loaded(library: str) -> Any:
 
 
 def _name_in(holder: Any, value: Any) -> str | None:
-    name = getattr(value, "__name__", None)
-    if isinstance(name, str) and not name.startswith("__") and _is_at(holder, name, value):
-        return name
+    # The first has the class before it, of a static method: `WeightInit.Xavier`.
+    for attribute in ("__qualname__", "__name__"):
+        name = getattr(value, attribute, None)
+        if isinstance(name, str) and not name.startswith("__") and _is_at(holder, name, value):
+            return name
     # An instance at the top of a module, such as some of JAX's remat policies.
     names = vars(holder).items() if holder is not None else ()
     return next((name for name, one in names if one is value and not name.startswith("__")), None)

@@ -6,7 +6,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.config.former_names import experiment_today, name_today
-from praxis_lite.config.names import imported, is_allowed
+from praxis_lite.config.names import imported, is_allowed, name_of
 from praxis_lite.config.node_form import check
 
 FORMER = Path(__file__).parent
@@ -24,9 +24,9 @@ def test_each_name_leads_to_a_public_one_that_is_there():
     for module, name in names:
         today = name_today(module, name, 2, ())
         assert is_allowed(*today, ()), (module, name)
-        found = imported(*today)
-        if isinstance(found, type) and "." not in name:
-            assert found.__name__ == today[1]
+        written = name_of(imported(*today))
+        assert written is not None and is_allowed(*written, ()), (module, name)
+        assert written[1] == name
     assert len(names) > 200
 
 
