@@ -1,4 +1,4 @@
-"""Batches as the loops read them: their shapes as promised, their ids known, their NaNs found."""
+"""Batches as the loops read them: with the promised shapes and known ids, and NaNs reported."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ def checked_batches(
       name: of the dataset, for the error: "datasets.train".
 
     Raises:
-      ConfigError: a batch is of other names, shapes or dtypes than `element_spec` says; names it.
+      ConfigError: a batch has other names, shapes or dtypes than `element_spec` says; names it.
     """
     spec = checked_spec(pipeline, name)
     num_rows = None if rows is None else rows.stop - rows.start
@@ -40,11 +40,10 @@ def checked_batches(
 
 
 def check_members(pipeline: InputPipeline, name: str) -> None:
-    """Checks what a pipeline of the user's own may have of another kind than `InputPipeline` says.
+    """Checks that a user's own pipeline has the members of `InputPipeline`.
 
     Raises:
-      ConfigError: it has no batch_size, num_batches is no number, or `batches` takes others
-        arguments; names the dataset.
+      ConfigError: it has no batch_size, or `batches` takes other arguments; names the dataset.
     """
     owner = f"{name}: {pipeline.class_name()}"
     if not hasattr(pipeline, "batch_size"):
@@ -64,8 +63,8 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
     """Returns the pipeline's `element_spec`.
 
     Raises:
-      ConfigError: it is no dict of shapes and dtypes, or num_batches is no number; names the
-        dataset.
+      ConfigError: it is not a dict of shapes and dtypes, or num_batches is neither a number nor
+        None; names the dataset.
     """
     owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
     if num_batches is not None and not isinstance(num_batches, int | np.integer):
@@ -87,12 +86,10 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
 
 
 def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
-    """Returns which leaves of a host batch hold NaN or infinity, and in which rows.
-
-    None if all its numbers are finite.
+    """Returns which leaves of a host batch hold NaN or infinity, and in which rows, or None.
 
     Args:
-      first_row: of the global batch, which the batch's first row is.
+      first_row: the number in the global batch of the batch's first row.
     """
     words = []
     for path, leaf in _leaves(batch).items():
@@ -158,15 +155,14 @@ def check_ids(
 ) -> None:
     """Checks that the integers of a batch are ids that its model has.
 
-    An id that is too large is refused wherever it stands, for an embedding makes NaN of it, which
-    spreads. Labels, and negative ids, count only where `weights` are above 0: such a label
-    changes nothing, and a negative id is a padding's.
+    An id that is too large is always refused, for an embedding makes NaN of it, which spreads.
+    Labels and negative ids are checked only where `weights` are above 0: others are padding.
 
     Args:
       inputs: the rows that this process has of a batch, as NumPy arrays.
       sizes: how many ids there are, by the leaf's name (`Task.num_ids`).
       where: the dataset and the batch, for the message.
-      first_row: which row of the whole batch the first one here is.
+      first_row: the number in the whole batch of the first row here.
 
     Raises:
       ConfigError: names the dataset, the row and the value.

@@ -347,7 +347,7 @@ REFUSED = {
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
     "MeshTuple": r"mesh\(\) returns a tuple, wanted an fdl.Config, such as fdl.Config\(MeshConfig",
-    "ListOfArrays": "InMemory: the arrays are a list; wanted is a dict of arrays by name",
+    "ListOfArrays": "InMemory.arrays is <class 'list'>; wanted is a dict of arrays by name",
 }
 
 
