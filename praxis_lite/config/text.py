@@ -11,12 +11,12 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config import nodes
+from praxis_lite.config.callables import text_of_value
 from praxis_lite.config.former_names import experiment_today
 from praxis_lite.config.json_text import parse_json, read_json
 from praxis_lite.config.names import imported
 from praxis_lite.config.node_form import FORMAT, check
 from praxis_lite.config.paths import callable_name, iterate_fields
-from praxis_lite.config.text_forms import text_of_value
 from praxis_lite.errors import ConfigError, shown
 
 # Format 2 names the packages of the library's tasks and experiments as they were called then.

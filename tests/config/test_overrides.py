@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError, Job, RunConfig
-from praxis_lite.config.overrides import all_paths, apply_overrides, check_required
+from praxis_lite.config.overrides import apply_overrides, check_required
+from praxis_lite.config.paths import iterate_fields
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig
 from tests.support import callables as zoo
@@ -254,6 +255,10 @@ def test_a_field_of_paxs_below_a_split_dims_mapping_is_told_to_be_the_mapping(ma
 def test_a_wrong_value_is_told_what_may_stand_there_in_words(configured, setting, words):
     with pytest.raises(ConfigError, match=words):
         apply_overrides(fdl.Config(configured), [setting])
+
+
+def all_paths(config):
+    return [field.path for field in iterate_fields(config)]
 
 
 def test_all_paths_holds_defaults_positions_and_names():
