@@ -30,7 +30,7 @@ def packages(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "HOME", "experiments")
     for name in [one for one in sys.modules if one.partition(".")[0] in ("experiments", "zoo")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(**files):
