@@ -63,7 +63,7 @@ def name_today(
 def experiment_today(name: str, config_format: int, packages: Collection[str]) -> str:
     """Returns the `module.Class` of today for the experiment that a config.json names."""
     module, _, name = name.rpartition(".")
-    return ".".join(name_today(module, name, config_format, packages))
+    return ".".join(name_today(module, name, config_format, packages)).removeprefix(".")
 
 
 def _module_since_format_3(module: str, packages: Collection[str]) -> str:

@@ -167,13 +167,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
                 return library, name
     if module not in sys.modules:
         return None
-    holder = sys.modules[module]
-    qualname = getattr(value, "__qualname__", None)
-    if isinstance(qualname, str) and _is_at(holder, qualname, value):
-        owner, dot, within = qualname.partition(".")
-        of_owner = name_of(getattr(holder, owner)) if dot else None
-        return (of_owner[0], f"{of_owner[1]}.{within}") if of_owner else (module, qualname)
-    name = _name_in(holder, value)
+    name = _name_in(sys.modules[module], value)
     return None if name is None else (module, name)
 
 
