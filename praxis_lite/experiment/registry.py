@@ -5,7 +5,6 @@ lists, and of no others. So a mistyped one is answered before jax is imported, a
 that holds the class runs.
 """
 
-import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
@@ -25,19 +24,6 @@ _LIBRARY = "praxis_lite"
 
 # Classes by full name.
 registered: dict[str, type] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Listed:
-    """An experiment as `--list` shows it.
-
-    Attributes:
-        name: what `--exp` takes.
-        summary: the first line of the class's docstring, or ''.
-    """
-
-    name: str
-    summary: str
 
 
 def register(experiment: ExperimentT) -> ExperimentT:
@@ -122,16 +108,18 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
             f"--exp={name} may mean {' or '.join(sorted(found))}: give one of these names."
         )
     if not found:
-        known = [one.name for one in list_experiments(packages)]
-        raise ConfigError(_unknown(name, allowed, known))
+        raise ConfigError(_unknown(name, allowed, list(list_experiments(packages))))
     full, place = found.popitem()
     if isinstance(place, type):
         return place
     return _imported(full, place)
 
 
-def list_experiments(packages: Sequence[str] = ()) -> list[Listed]:
-    """Returns the library's experiments, those of `packages` and those registered, by name."""
+def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the first line of the docstring, or '', by the name that `--exp` takes.
+
+    Of the library's experiments, those of `packages` and those registered; in order.
+    """
     listed = {
         one.name.removeprefix(f"{HOME}."): one.summary
         for package in allowed_packages(packages)
@@ -139,7 +127,7 @@ def list_experiments(packages: Sequence[str] = ()) -> list[Listed]:
     }
     for key, experiment in registered.items():
         listed[key.removeprefix(f"{HOME}.")] = source_scan.first_line(experiment.__doc__)
-    return [Listed(name, summary) for name, summary in sorted(listed.items())]
+    return dict(sorted(listed.items()))
 
 
 def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Place]":

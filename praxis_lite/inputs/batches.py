@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.leaves import narrow_dtype
 
@@ -47,9 +47,7 @@ def check_members(pipeline: InputPipeline, name: str) -> None:
     """
     owner = f"{name}: {pipeline.class_name()}"
     if not hasattr(pipeline, "batch_size"):
-        raise ConfigError(
-            f"{owner} has no batch_size, the rows of a global batch. Set it in __init__."
-        )
+        raise ConfigError(f"{owner} has no batch_size, the rows of a batch. Set it in __init__.")
     try:
         inspect.signature(pipeline.batches).bind(start=0, rows=None)
     except TypeError as error:
@@ -67,21 +65,18 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
         None; names the dataset.
     """
     owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
-    if num_batches is not None and not isinstance(num_batches, int | np.integer):
-        raise ConfigError(
-            f"{owner}.num_batches is {_found(num_batches)}; wanted is a property: a whole number "
-            "of batches in one pass, or None for a pipeline without end."
-        )
+    require(
+        num_batches is None or isinstance(num_batches, int | np.integer), f"{owner}.num_batches",
+        num_batches, "a property: the number of batches in one pass, or None for no end",
+    )
     spec = pipeline.element_spec()
-    leaves = _leaves(spec)
-    if not isinstance(spec, Mapping) or not leaves or not all(
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves.values()
-    ):
-        raise ConfigError(
-            f"{owner}.element_spec returns {shown(repr(spec), 200)}; wanted is a "
-            "jax.ShapeDtypeStruct for each name, such as praxis_lite.inputs.base.spec_of(x=((32, "
-            "5), np.float32))."
-        )
+    leaves = _leaves(spec).values()
+    require(
+        isinstance(spec, Mapping) and leaves
+        and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves),
+        f"{owner}.element_spec()", spec, "a jax.ShapeDtypeStruct for each name",
+        "Return for instance praxis_lite.inputs.base.spec_of(x=((32, 5), np.float32)).",
+    )
     return spec
 
 

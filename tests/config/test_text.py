@@ -239,7 +239,7 @@ def test_every_line_can_be_pasted_behind_set():
     _check_lines(config)
 
 
-@pytest.mark.parametrize("name", [one.name for one in registry.list_experiments()])
+@pytest.mark.parametrize("name", registry.list_experiments())
 def test_every_line_of_every_experiment_can_be_pasted_behind_set(name):
     _check_lines(registry.get_experiment(name)().config())
 
