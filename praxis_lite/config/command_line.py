@@ -29,4 +29,4 @@ class Parser(argparse.ArgumentParser):
         hint = did_you_mean(f"--{word}", flags, limit=1)
         if value and "." in word:
             hint = f" Fields of the config are set behind --set: --set {word}={value}."
-        return f"{given} is no option of praxis_lite.{hint} --help lists them all."
+        return f"{given} is not an option of praxis_lite.{hint} --help lists them all."

@@ -69,5 +69,5 @@ def _constant(word: str) -> Any:
 def _float(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:80]} is no number of 64 bits")
+        raise ValueError(f"{text[:80]} is too large for 64 bits")
     return value

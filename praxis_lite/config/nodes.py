@@ -190,7 +190,7 @@ class _Reader:
         function = imported(*self._names[content])
         if kind == "namedtuple":
             if not (isinstance(function, type) and issubclass(function, tuple)):
-                raise damaged(path, f"{content} is no named tuple")
+                raise damaged(path, f"{content} is not a named tuple")
             return function._make(values)
         if not callable(function):
             raise damaged(path, f"{content} is {describe(function)}, which cannot be called")

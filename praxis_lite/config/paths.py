@@ -72,7 +72,7 @@ def settings_of(value: Any) -> fdl.Buildable | None:
     """Returns `value`, or the config of a class, function or instance of a dataclass, or None."""
     if isinstance(value, fdl.Buildable):
         return value
-    # What jax.jit returns is no routine, but wraps one.
+    # What jax.jit returns wraps a routine, but is not one.
     is_jitted = callable(value) and hasattr(value, "__wrapped__")
     is_function = isinstance(value, type) or inspect.isroutine(value) or is_jitted
     try:

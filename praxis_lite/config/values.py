@@ -18,7 +18,7 @@ _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class WrongType(Exception):
-    """The text is no value of the wanted type; `str()` of it names the type."""
+    """The text has no value of the wanted type; `str()` of the error names the type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
 
     Args:
         text: a Python literal, `none`, `true`, `false`, a bare word, or items split by commas.
-        annotation: of the parameter; `UNKNOWN` where there is none, and then the value must have
+        annotation: of the parameter, or `UNKNOWN`; then the value must have
             the type of `present`.
         present: the present value or the default.
 

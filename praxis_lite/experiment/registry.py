@@ -37,7 +37,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
 
     if not (isinstance(experiment, type) and issubclass(experiment, Experiment)):
         raise ConfigError(
-            f"@register on {experiment!r}, which is no subclass of Experiment: write "
+            f"@register on {experiment!r}, which is not a subclass of Experiment: write "
             "`class MyLm(Experiment):`."
         )
     key = full_name(experiment)
@@ -68,7 +68,7 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
     for package in listed:
         if not package.isidentifier() or package in sys.stdlib_module_names:
             raise ConfigError(
-                f"--packages={shown(package)} is no package of your own: wanted top-level names "
+                f"--packages={shown(package)} is not a package of your own: wanted top-level names "
                 "with commas between them, such as --packages=mypackage,other."
             )
         if not source_scan.exists(package):
@@ -94,7 +94,7 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
     """
     if len(name) > 200 or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
-            f"--exp='{shown(name)}' is no name of an experiment: wanted module.Class, such as "
+            f"--exp='{shown(name)}' is not the name of an experiment: wanted module.Class, such as "
             "lm.PyDocs."
         )
     allowed = allowed_packages(packages)

@@ -46,7 +46,7 @@ class InputPipeline(abc.ABC):
         """Returns batch `start`, `start + 1`, ..., or these rows of each.
 
         Args:
-            rows: from start to stop, of the batch_size rows of the global batch; None: all. A
+            rows: a slice of the batch_size rows of the global batch. None: all. A
                 process asks for those that its devices hold (`sharding.inputs.process_rows`).
 
         Raises:
@@ -86,7 +86,7 @@ class InputPipeline(abc.ABC):
         }
 
     def require_at_least(self, minimum: int, *settings: str) -> None:
-        """Raises ConfigError for the first of these attributes that is no integer >= minimum."""
+        """Raises ConfigError unless each of these attributes is an integer >= minimum."""
         for setting in settings:
             value = getattr(self, setting)
             require(
@@ -109,7 +109,7 @@ class IndexedPipeline(InputPipeline):
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        # Checks now, not at the first next(): the function that does so is no generator.
+        # Not a generator, so that it checks now and not at the first next().
         self.check()
         rows, end = self.whole_or(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)

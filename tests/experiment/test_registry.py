@@ -98,7 +98,7 @@ def test_an_unknown_name_suggests_and_imports_nothing(packages):
 
 @pytest.mark.parametrize("name", ["", "lm.", ".PyDocs", "lm/PyDocs", "a..b", "--x"])
 def test_what_is_no_dotted_name_is_said_to_be_none(packages, name):
-    with pytest.raises(ConfigError, match="no name of an experiment"):
+    with pytest.raises(ConfigError, match="not the name of an experiment"):
         registry.get_experiment(name)
 
 
@@ -187,7 +187,7 @@ def test_two_classes_cannot_share_a_name(packages):
 
 
 def test_only_experiments_can_be_registered(packages):
-    with pytest.raises(ConfigError, match="no subclass of Experiment"):
+    with pytest.raises(ConfigError, match="not a subclass of Experiment"):
         registry.register(int)
 
 

@@ -452,7 +452,7 @@ def test_a_nan_in_the_data_is_named_by_batch_and_rows(in_a_row, tmp_path):
 
 def test_options_that_there_are_not_are_told_the_nearest():
     for argv, words in {
-        ("--job_dir=x",): "--job_dir=x is no option of praxis_lite. Did you mean --job_log_dir?",
+        ("--job_dir=x",): "--job_dir=x is not an option of praxis_lite. Did you mean --job_log_dir?",
         ("run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
         ("--run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
         ("--mode=test",): "argument --mode: invalid choice: 'test'",
