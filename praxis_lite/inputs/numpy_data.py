@@ -134,11 +134,10 @@ class InMemory(IndexedPipeline):
         leaves = {}
         for name, leaf in given.items():
             try:
-                leaves[name] = narrow("InMemory", name, np.asarray(leaf))
+                array = np.asarray(leaf)
             except ValueError as error:
-                if isinstance(error, ConfigError):
-                    raise
                 raise ConfigError(f"InMemory: {name!r} is not an array: {error}") from None
+            leaves[name] = narrow("InMemory", name, array)
         num_rows = {len(leaf) if leaf.ndim else 0 for leaf in leaves.values()}
         require(
             len(num_rows) == 1 and 0 not in num_rows, "InMemory.arrays",
