@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.experiments.vision import digits
-from praxis_lite.inputs import InMemory
+from praxis_lite.experiments.vision import Digits
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.sharding import WeightSharding
@@ -65,9 +64,7 @@ class DigitsMlp(Experiment):
                           inputs_split_mapping={"map_1d": batch, "map_4d": batch})
 
     def datasets(self):
-        train, heldout = (fdl.Partial(digits, split) for split in ("train", "heldout"))
-        return {"train": fdl.Config(InMemory, train, batch_size=61, shuffle=True),
-                "heldout": fdl.Config(InMemory, heldout, batch_size=61, shuffle=False)}
+        return Digits.datasets(self)
 
     def decode_datasets(self):
         return {"heldout": self.datasets()["heldout"]}

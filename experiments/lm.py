@@ -1,5 +1,7 @@
 """Language models on text."""
 
+import functools
+
 import fiddle as fdl
 import optax
 
@@ -63,23 +65,17 @@ class PyDocs(Experiment):
         )
 
     def datasets(self):
+        windows = functools.partial(fdl.Config, tf_data.TextWindows, self.corpus, seq_len=128)
         return {
-            "train": fdl.Config(
-                tf_data.TextWindows, self.corpus, "train", batch_size=16, seq_len=128, shuffle=True
-            ),
-            "heldout": fdl.Config(
-                tf_data.TextWindows, self.corpus, "heldout", batch_size=47, seq_len=128,
-                stride=64, shuffle=False,
-            ),
+            "train": windows(split="train", batch_size=16, shuffle=True),
+            "heldout": windows(split="heldout", batch_size=47, stride=64, shuffle=False),
         }
 
     def decode_datasets(self):
-        return {
-            "heldout": fdl.Config(
-                TextPrompts, self.corpus, "heldout", batch_size=5, num_prompts=5,
-                min_prompt_bytes=40, max_prompt_bytes=90,
-            )
-        }
+        return {"heldout": fdl.Config(
+            TextPrompts, self.corpus, "heldout", batch_size=5, num_prompts=5,
+            min_prompt_bytes=40, max_prompt_bytes=90,
+        )}
 
     def run(self):
         return fdl.Config(
@@ -125,8 +121,7 @@ class Llama(PyDocs):
 class Synthetic(Experiment):
     """Two layers on made-up tokens, without tensorflow: starts fast, learns in seconds."""
 
-    def mesh(self):
-        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
+    mesh = PyDocs.mesh
 
     def task(self):
         lm = rotary_lm(
@@ -142,12 +137,8 @@ class Synthetic(Experiment):
         )
 
     def datasets(self):
-        return {
-            "train": fdl.Config(SyntheticLm, vocab_size=61, batch_size=16, seq_len=32),
-            "heldout": fdl.Config(
-                SyntheticLm, vocab_size=61, batch_size=16, seq_len=32, seed=1, num_batches=3
-            ),
-        }
+        train = fdl.Config(SyntheticLm, vocab_size=61, batch_size=16, seq_len=32)
+        return {"train": train, "heldout": fdl.copy_with(train, seed=1, num_batches=3)}
 
     def run(self):
         return fdl.Config(RunConfig, num_train_steps=100)

@@ -76,24 +76,20 @@ class ReversedWords(IndexedPipeline):
             "src_paddings": is_padding.astype(np.float32),
             "labels": labels,
         }
+        begin = np.full((len(bits), 1), END, np.int32)
         if self.for_decoding:
-            ones = np.ones(len(bits))
-            return batch | {
-                "ids": np.full((len(bits), 1), END, np.int32),
-                "prefix_lengths": ones.astype(np.int32),
-                "weights": ones.astype(np.float32),
-            }
-        ids = np.concatenate([np.full((len(bits), 1), END, np.int32), labels[:, :-1]], axis=1)
+            ones = np.ones(len(bits), np.int32)
+            weights = ones.astype(np.float32)
+            return batch | {"ids": begin, "prefix_lengths": ones, "weights": weights}
+        ids = np.concatenate([begin, labels[:, :-1]], axis=1)
         is_true = (labels != PADDING).astype(np.float32)
         return batch | {"ids": ids, "weights": is_true, "paddings": 1.0 - is_true}
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"pipeline": "ReversedWords"} | {
-            name: getattr(self, name)
-            for name in (
-                "num_letters", "max_letters", "batch_size", "seed", "num_batches", "for_decoding"
-            )
-        }
+        settings = self.settings_fingerprint(
+            "num_letters", "max_letters", "batch_size", "seed", "num_batches", "for_decoding"
+        )
+        return settings | {"pipeline": "ReversedWords"}
 
 
 @register
@@ -136,18 +132,14 @@ class Reverse(Experiment):
 
     def datasets(self):
         words = fdl.Config(ReversedWords, num_letters=26, max_letters=9, batch_size=64)
-        return {
-            "train": words,
-            "heldout": fdl.copy_with(words, batch_size=53, seed=1, num_batches=3),
-        }
+        heldout = fdl.copy_with(words, batch_size=53, seed=1, num_batches=3)
+        return {"train": words, "heldout": heldout}
 
     def decode_datasets(self):
-        return {
-            "heldout": fdl.Config(
-                ReversedWords, num_letters=26, max_letters=9, batch_size=5, seed=2,
-                num_batches=2, for_decoding=True,
-            )
-        }
+        words = self.datasets()["train"]
+        return {"heldout": fdl.copy_with(
+            words, batch_size=5, seed=2, num_batches=2, for_decoding=True
+        )}
 
     def run(self):
         return fdl.Config(RunConfig, num_train_steps=500, eval_every_steps=250)

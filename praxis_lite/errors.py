@@ -1,4 +1,4 @@
-"""The one exception for what a user can get wrong, and the words that go with it."""
+"""The exception for a user's mistakes, and the words that go with it."""
 
 import difflib
 import errno
@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Sequence
 
-# What is said of a disk, a quota or a file that takes no more.
+# A disk, a quota or a file that is full.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -94,7 +94,7 @@ def format_bytes(size: int) -> str:
 
 
 def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:
-    """Returns what is said of a file of a job that could not be written."""
+    """Returns the error for a file of a job that could not be written."""
     return ConfigError(
         f"{os.fspath(path)} could not be written: {error.strerror}. Make room, or mend the "
         "file system, and launch the same command again: training goes on from its newest "

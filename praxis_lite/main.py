@@ -56,9 +56,9 @@ def _main(args: argparse.Namespace) -> None:
     try:
         if args.list:
             listed = registry.list_experiments(args.packages)
-            width = max((len(one.name) for one in listed), default=0)
-            for one in listed:
-                print(f"{one.name:<{width}}  {one.summary}")
+            width = max(map(len, listed), default=0)
+            for name, summary in listed.items():
+                print(f"{name:<{width}}  {summary}")
             return
         start(args.coordinator, args.num_processes, args.process_id, args.start_seconds)
         if processes.count() > 1:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from praxis_lite import Task
 from praxis_lite.layers import aux_loss
 from praxis_lite.models import NnxModel
 from praxis_lite.task import WeightedScalars
+from praxis_lite.tasks.language_model import outputs_of_logits
 
 
 class ClassificationTask(Task):
@@ -24,7 +24,7 @@ class ClassificationTask(Task):
     required_inputs = ("inputs", "labels", "weights")
 
     def num_ids(self) -> dict[str, int]:
-        """Returns how many classes the model's softmax has, if that is known, for labels."""
+        """Returns how many classes the model's softmax has, for labels, or {} if not known."""
         if not isinstance(self.model, NnxModel):
             return {}
         module = self.model.abstract_module()
@@ -36,27 +36,18 @@ class ClassificationTask(Task):
     ) -> WeightedScalars:
         """Returns metrics, weighted by examples.
 
-        loss: nats per example, and what the layers add to it (aux_loss, then a metric too);
-        accuracy.
+        loss: nats per example, with the layers' aux_loss, which is then a metric too; accuracy.
         """
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
         num_examples = jnp.sum(weights)
         if hasattr(model, "compute_loss"):
-            # With what its softmax is set to: label smoothing, z-loss, chunks.
+            # With its softmax's label smoothing, z-loss and chunks.
             outputs = model.compute_loss(inputs["inputs"], labels, weights, key=key)
-            metrics = {"loss": outputs["avg_xent"], "accuracy": outputs["accuracy"]}
         else:
             takes_key = "key" in inspect.signature(model).parameters
             logits = model(inputs["inputs"], **({"key": key} if takes_key else {}))
-            xent = optax.softmax_cross_entropy_with_integer_labels(
-                logits.astype(jnp.float32), labels
-            )
-            correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-            divisor = jnp.maximum(num_examples, 1e-9)
-            metrics = {
-                "loss": jnp.sum(xent * weights) / divisor,
-                "accuracy": jnp.sum(correct * weights) / divisor,
-            }
+            outputs = outputs_of_logits(logits, labels, weights)
+        metrics = {"loss": outputs["avg_xent"], "accuracy": outputs["accuracy"]}
         added = aux_loss(model) if isinstance(model, nnx.Module) else None
         if added is not None:
             metrics |= {"loss": metrics["loss"] + added, "aux_loss": added}

@@ -34,17 +34,16 @@ PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 class LanguageModelTask(Task):
     """Trains a model of (ids [B, T]) -> (logits [B, T, V], cache) on next tokens; decodes from it.
 
-    Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T], and where a batch has them
-    `segment_ids`, `segment_pos` int32 [B, T] (packed rows), `paddings` float32 [B, T] and
-    `inputs_indicator` (prefix models) for models with a `compute_loss`; to decode, `ids` int32
-    [B, P],
+    Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T], and, for models with a
+    `compute_loss`, optional `segment_ids`, `segment_pos` int32 [B, T] (packed rows), `paddings`
+    float32 [B, T] and `inputs_indicator` (prefix models). To decode: `ids` int32 [B, P],
     `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
 
     Args:
       model, learner, inputs_split_mapping, fprop_dtype: see Task.
       tokenizer: for the text of what is decoded; its `token_unit` names the metric bits_per_...
-      decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become this
-        tokenizer's tokens.
+      decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens
+        of this tokenizer.
     """
 
     weight_unit = "tokens"
@@ -87,9 +86,9 @@ class LanguageModelTask(Task):
     ) -> WeightedScalars:
         """Returns metrics, weighted by tokens.
 
-        loss: nats per token, and what the layers add to it (aux_loss, then a metric too);
+        loss: nats per token, with the layers' aux_loss, which is then a metric too;
         bits_per_<token unit>: of the cross-entropy alone; accuracy; the layers' summaries, each
-        the mean of the layers that report one of that name.
+        the mean over the layers that report that name.
         """
         outputs = _outputs_of(model, inputs, key)
         num_tokens = outputs["total_weight"]
@@ -109,11 +108,10 @@ class LanguageModelTask(Task):
     ) -> dict[str, jax.Array]:
         """Returns what `Decoder.__call__` does; `key` is folded with the row.
 
-        Batches may have `temperature` float [B] and `per_example_max_decode_steps` int [B], which
-        then go before the decoder's own.
+        A batch's `temperature` float [B] and `per_example_max_decode_steps` int [B] override the
+        decoder's own.
         """
-        is_true_row = inputs["weights"] > 0
-        lengths = jnp.where(is_true_row, inputs["prefix_lengths"], 0)
+        lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
         keys = self.row_keys(key, len(lengths))
         return self.decoder(model, inputs["ids"], lengths, keys, **self.per_row_settings(inputs))
 
@@ -130,7 +128,7 @@ class LanguageModelTask(Task):
     ) -> list[dict[str, Any]]:
         """Returns a record per true row and hypothesis: prompt, continuation and how it came.
 
-        Where a prompt has several hypotheses, the best first, each names its place ("sample") and
+        Of several hypotheses of a prompt the best comes first; each has its place, "sample", and
         its score.
         """
         records, num_hyps = [], self.decoder.num_hyps
@@ -157,7 +155,7 @@ class LanguageModelTask(Task):
 
 
 def reports_of_batches(model: Any) -> bool:
-    """Returns True if layers of a model report of a batch, as experts do of their load."""
+    """Returns True if layers of a model report on a batch, as experts do on their load."""
     return isinstance(model, nnx.Module) and bool(intermediates(model, Summary))
 
 
@@ -166,10 +164,10 @@ def paddings_with_filler(
 ) -> jax.Array:
     """Returns float32 paddings of the shape [B, T] in which rows without any weight are padding.
 
-    For experts: what fills a batch up must not enter their load and their loss, nor take places.
+    For experts: filler rows must not enter their load and loss, nor take places.
 
     Args:
-      weights: [B, any], of the tokens of a row; 0 in all of a row that fills the batch up.
+      weights: [B, any], of the tokens of a row; all 0 in a filler row.
       paddings, segment_ids: [B, T], of the batch; at least one of them.
     """
     is_padding = (segment_ids == 0) if paddings is None else (paddings >= 0.5)
@@ -179,7 +177,7 @@ def paddings_with_filler(
 def _outputs_of(
     model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """Returns what the model's own `compute_loss` does, or as much of it from its logits."""
+    """Returns what the model's `compute_loss` does, or the same of its logits if it has none."""
     ids, labels, weights = (inputs[name] for name in LanguageModelTask.required_inputs)
     if hasattr(model, "compute_loss"):
         given = {
@@ -190,17 +188,21 @@ def _outputs_of(
             segment_ids = given.get("segment_ids", jnp.ones_like(ids))
             given["paddings"] = paddings_with_filler(weights, given.get("paddings"), segment_ids)
         return model.compute_loss(ids, labels, weights, key=key, **given)
-    logits, _ = model(ids, key=key)
-    logits = logits.astype(jnp.float32)  # A foreign model's may be bfloat16, of three digits.
-    weights = weights.astype(jnp.float32)
+    outputs = outputs_of_logits(model(ids, key=key)[0], labels, weights)
+    return {**outputs, "total_loss": outputs["avg_xent"]}
+
+
+def outputs_of_logits(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns avg_xent (nats), accuracy and total_weight of logits [..., V] in any dtype."""
+    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     is_hit = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
     total_weight = jnp.sum(weights)
     divisor = jnp.maximum(total_weight, 1e-9)
-    avg_xent = jnp.sum(xent * weights) / divisor
     return {
-        "total_loss": avg_xent,
-        "avg_xent": avg_xent,
+        "avg_xent": jnp.sum(xent * weights) / divisor,
         "accuracy": jnp.sum(is_hit * weights) / divisor,
         "total_weight": total_weight,
     }

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite import ConfigError, Task
+from praxis_lite.errors import require
 from praxis_lite.learner import Learner
 from praxis_lite.models import Model
 from praxis_lite.models.function_model import check_takes, function_name
@@ -27,28 +28,26 @@ class LossTask(Task):
     `model` is what `Model.module` returns: an NNX module, a bound Linen module, the params of a
     `FunctionModel`. `inputs` is a batch, name -> array [B, ...]; `key` is None in evaluation.
 
-    What a loss returns is the loss, or (loss, {name: metric}). Each of them is one of
+    A loss returns the loss, or (loss, {name: metric}). Each of them is one of
       - an array of the shape of inputs["weights"] (a value per row, or per token): its mean is
-        taken with those weights, so that filler rows (weight 0) of an evaluation's last batch
-        count for nothing, whatever their values;
-      - a scalar: a mean that the loss has taken itself. It weighs sum(inputs["weights"]). Where a
-        batch may have filler rows take it with the weights: sum(x * weights) / sum(weights);
+        taken with those weights, so that filler rows (weight 0) count for nothing; --mode=eval
+        also writes it, a line per row;
+      - a scalar: a mean that the loss has taken itself, which weighs sum(inputs["weights"]). If
+        a batch may have filler rows, take sum(x * weights) / sum(weights);
       - a pair of scalars (value, weight): a mean over something else than rows.
     A batch without "weights" has weight 1 for each row.
-
-    What has a value for each weight is also written by --mode=eval, a line per row.
 
     Args:
       model, learner, weight_sharding, inputs_split_mapping, fprop_dtype: see Task.
       loss: what training minimises.
-      eval_loss: what evaluation reports instead, where it draws random numbers: it returns what a
-        loss may, and its `key` is that of `Task.compute_eval_loss`. None: `loss`, without a key.
+      eval_loss: a loss for evaluations that draw random numbers, with the `key` of
+        `Task.compute_eval_loss`. None: `loss`, without a key.
       predict: returns an array [B, ...] or a dict of them, written for each row by --mode=decode.
       required_inputs: keys that batches of `datasets` must have.
 
     Raises:
-      ConfigError: a function that does not take three arguments; while a step is traced, one that
-        returns something else. Names the function.
+      ConfigError: a function does not take three arguments, or, while a step is traced, returns
+        something else; names it.
     """
 
     def __init__(
@@ -73,11 +72,8 @@ class LossTask(Task):
         for setting, function in functions.items():
             if function is not None:
                 check_takes(f"LossTask.{setting}", function, "model", "inputs", "key")
-        if isinstance(required_inputs, str):
-            raise ConfigError(
-                f"LossTask.required_inputs is {required_inputs!r}; wanted are keys in brackets: "
-                f"({required_inputs!r},)."
-            )
+        is_keys = not isinstance(required_inputs, str)
+        require(is_keys, "LossTask.required_inputs", required_inputs, "keys in brackets")
         self.loss, self.eval_loss, self.predict = loss, eval_loss, predict
         self.required_inputs = tuple(required_inputs)
 
@@ -86,7 +82,7 @@ class LossTask(Task):
         return self._outputs(self.loss, model, inputs, key)[0]
 
     def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
-        """Returns the means as `compute_loss`; and of what has a value for each weight, these."""
+        """Returns the means as `compute_loss`, and what has a value for each weight."""
         if self.eval_loss is not None:
             return self._outputs(self.eval_loss, model, inputs, key)
         if type(self).compute_loss is not LossTask.compute_loss:
@@ -153,7 +149,7 @@ class LossTask(Task):
 
 
 def _weighted(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """Returns (mean, weight) of what a loss returned for one name; None: it cannot be read."""
+    """Returns (mean, weight) of what a loss returned for one name, or None if unreadable."""
     is_pair = isinstance(found, tuple | list) and len(found) == 2
     value, *weight = [_real(x) for x in (found if is_pair else [found])]
     if value is None or (is_pair and (weight[0] is None or value.shape or weight[0].shape)):
@@ -171,7 +167,7 @@ def _weighted(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | N
 
 
 def _real(x: Any) -> jax.Array | None:
-    """Returns `x` as float32; None where it is no real number or array of them."""
+    """Returns `x` as float32, or None if it is not a real number or an array of them."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
         return None
     x = jnp.asarray(x)

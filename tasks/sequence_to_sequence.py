@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite import ConfigError, Task
+from praxis_lite import Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import for_tokenizer
+from praxis_lite.errors import require
 from praxis_lite.inputs.text import ByteTokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.learner import Learner
@@ -34,11 +35,10 @@ class SequenceToSequenceTask(Task):
     """Trains a TransformerEncoderDecoder on the next tokens of targets; decodes targets.
 
     Reads `src_ids` int32 [B, S] and `src_paddings` float32 [B, S] (1.0 for padding); `ids`,
-    `labels` int32 [B, T] and `weights` float32 [B, T] of the targets, and where a batch has them
-    `paddings` and, of packed rows, `segment_ids`, `segment_pos`, `src_segment_ids`,
-    `src_segment_pos`. To decode: the source, and `ids` int32 [B, P], `prefix_lengths` int32 [B],
-    how the targets begin, and `weights` float32 [B] (0 for a filler row); `labels` int32 [B, T],
-    if there, are what should come, 0 after the end.
+    `labels` int32 [B, T] and `weights` float32 [B, T] of the targets; optional `paddings` and, of
+    packed rows, `segment_ids`, `segment_pos`, `src_segment_ids`, `src_segment_pos`. To decode: the
+    source; `ids` int32 [B, P] and `prefix_lengths` int32 [B], how the targets begin; `weights`
+    float32 [B] (0 for a filler row); optional `labels` int32 [B, T], the targets, 0 after the end.
 
     Args:
       model, learner, inputs_split_mapping: see Task.
@@ -46,7 +46,7 @@ class SequenceToSequenceTask(Task):
       decoder: how targets are found; None: greedily.
 
     Raises:
-      ConfigError: the decoder keeps rows of several batches at a time, of other sources.
+      ConfigError: the decoder has `num_cache_slots`, which mix rows of several batches.
     """
 
     weight_unit = "tokens"
@@ -65,11 +65,11 @@ class SequenceToSequenceTask(Task):
         super().__init__(model, learner, inputs_split_mapping=inputs_split_mapping)
         self.tokenizer = tokenizer
         decoder = decoder or Greedy()
-        if getattr(decoder, "num_cache_slots", 0):
-            raise ConfigError(
-                "SequenceToSequenceTask.decoder has num_cache_slots set, but the rows of a batch "
-                "have sources of their own. Set num_cache_slots=0."
-            )
+        num_slots = getattr(decoder, "num_cache_slots", 0)
+        require(
+            not num_slots, "SequenceToSequenceTask.decoder.num_cache_slots", num_slots,
+            "0, for the rows of a batch have sources of their own",
+        )
         self.decoder = decoder if tokenizer is None else for_tokenizer(decoder, tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
@@ -92,9 +92,8 @@ class SequenceToSequenceTask(Task):
     ) -> WeightedScalars:
         """Returns metrics.
 
-        loss (nats per token, and what the layers add to it: aux_loss, then a metric too),
-        accuracy; exact_match: the share of the rows whose every token is predicted, given the
-        true ones before it.
+        loss: nats per token, with the layers' aux_loss, which is then a metric too; accuracy;
+        exact_match: the share of rows whose every token is predicted, given the true ones before.
         """
         given = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
@@ -134,9 +133,9 @@ class SequenceToSequenceTask(Task):
     ) -> list[dict[str, Any]]:
         """Returns a record per true row and hypothesis, the best first.
 
-        Fields: source_ids and output_ids (the end of text included), with a tokenizer source and
-        output; log_prob; with labels target_ids and is_match; where a source has several
-        hypotheses "sample", its place, and its score.
+        Fields: source_ids and output_ids (with the end of text), and with a tokenizer source and
+        output; log_prob; with labels target_ids and is_match; of several hypotheses of a source
+        "sample", its place, and its score.
         """
         records = []
         for row in np.flatnonzero(inputs["weights"] > 0):

@@ -1,4 +1,4 @@
-"""A config becomes objects, and what a constructor refuses is said of the config's path."""
+"""A config becomes objects; what a constructor refuses is reported with the config's path."""
 
 import re
 import traceback
@@ -19,8 +19,8 @@ def build(config: fdl.Config) -> Any:
 
     Raises:
         ConfigError: a class or function of an installed package refuses its arguments, or a class
-            lacks methods; names the path. What code of the user's or of the library's raises
-            itself is raised as it is.
+            lacks methods; names the path. What the user's or the library's own code raises is
+            raised as it is.
     """
     try:
         return fdl.build(config)

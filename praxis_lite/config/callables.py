@@ -1,4 +1,4 @@
-"""Functions and classes in a config, as text: `optax.lion`, and `optax.constant_schedule()`.
+"""Fields as text, functions and classes among them: `optax.lion`, `optax.constant_schedule()`.
 
 A name is the function or class itself, with the fields below it as its settings (a template, an
 optimizer). With `()` it is what that returns (a config of its own, such as a schedule's).
@@ -13,17 +13,36 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config.names import name_of, named, names_in
-from praxis_lite.config.paths import settings_of
-from praxis_lite.config.values import UNKNOWN, is_plain, union_parts
+from praxis_lite.config.paths import Unknown, describe, holds_only_literals, settings_of
+from praxis_lite.config.values import UNKNOWN, format_value, is_plain, union_parts
 from praxis_lite.errors import did_you_mean
 
+_PLAIN = (bool, int, float, str, bytes, complex, type(None))
 
-def text_of(value: Any) -> str | None:
-    """Returns the full name of a function, a class or a constant, with `()` for a Config.
 
-    Of an instance of a dataclass too, where it has no name. None for anything else without a name:
-    it is defined in a function, or made by one.
+def text_of_value(value: Any, annotation: Any) -> str | None:
+    """Returns the text behind `path=`, which `--set` turns into the same value, or None.
+
+    None if the value is not there to be seen, if it holds configs that have lines of their own, and
+    if it is a default without a name.
     """
+    if isinstance(value, Unknown):
+        return None
+    if not holds_only_literals(value):
+        return _full_name(value)
+    text = format_value(value, annotation)
+    # A value of another type than its annotation says is written all the same.
+    return repr(value) if text is None and _is_plain(value) else text
+
+
+def shown_value(value: Any, annotation: Any) -> str:
+    """Returns the text for a message: that of `--set`, or what the value is."""
+    text = text_of_value(value, annotation)
+    return describe(value) if text is None else text
+
+
+def _full_name(value: Any) -> str | None:
+    # An instance of a dataclass stands for the call that makes it, with `()`, as a Config does.
     symbol = None if isinstance(value, fdl.Buildable | functools.partial) else name_of(value)
     if symbol is not None:
         return ".".join(symbol)
@@ -32,6 +51,14 @@ def text_of(value: Any) -> str | None:
     if symbol is None:
         return None
     return ".".join(symbol) + ("()" if isinstance(settings, fdl.Config) else "")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    if type(value) in (list, tuple, set, frozenset):
+        return all(_is_plain(one) for one in value)
+    return type(value) in _PLAIN
 
 
 def parse_callable(text: str, present: Any, annotation: Any, packages: Collection[str]) -> Any:

@@ -23,9 +23,9 @@ def configured(
 ) -> fdl.Config:
     """Returns the config of an experiment with the settings of `--set` applied.
 
-    A setting whose path begins with an attribute of the class, its own or inherited, sets that one
-    first, whatever the order: of an instance, so that `self.BATCH_SIZE` is what was set. All others
-    are fields of the config that the experiment then makes.
+    A setting whose path begins with an attribute of the class, its own or inherited, sets that
+    attribute of an instance, before the experiment makes its config; all others are fields of the
+    config.
 
     Args:
         experiment: the class.
@@ -39,7 +39,7 @@ def configured(
     made, known = _made(experiment), _attributes(experiment)
     own = [one for one in settings if _first_key(one) in known]
     named = {_first_key(one) for one in own}
-    # Copies: what the class holds is every instance's.
+    # Copies, for what the class holds is shared by all instances.
     values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
     apply_overrides(values, own, packages)
     for name in named:
@@ -72,8 +72,8 @@ def _attributes(experiment: type) -> dict[str, Any]:
     }
 
 
-def _attributes_of(**values):  # Without annotations: each keeps the type that it has.
-    """Stands for the class."""
+def _attributes_of(**values):
+    """Stands for the class; without annotations, so that each value keeps its type."""
 
 
 def _first_key(setting: str) -> str:

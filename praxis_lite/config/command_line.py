@@ -1,4 +1,4 @@
-"""What is said of options that there are not: one paragraph, with the nearest one."""
+"""A command line whose mistakes are one paragraph, with the option that may be meant."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are ConfigErrors.
 
     Raises:
-        ConfigError: from `parse_args`: an option's value is wrong, or there is no such option; says
-            which one may be meant.
+        ConfigError: from `parse_args`: an option's value is wrong, or there is no such option.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -30,4 +29,4 @@ class Parser(argparse.ArgumentParser):
         hint = did_you_mean(f"--{word}", flags, limit=1)
         if value and "." in word:
             hint = f" Fields of the config are set behind --set: --set {word}={value}."
-        return f"{given} is no option of praxis_lite.{hint} --help lists them all."
+        return f"{given} is not an option of praxis_lite.{hint} --help lists them all."

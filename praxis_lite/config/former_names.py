@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-# Until format 2 a name was that of the module in which it was defined, by these parts of
-# praxis_lite; what stood in such a module is shown by the package beside it today.
+# Until format 2 a name was that of the module in which it was defined. Each of these parts of
+# praxis_lite held what the public package beside it shows today.
 _MODULES_OF_FORMAT_2 = {
     "checkpoints.best_checkpoints": "praxis_lite",
     "checkpoints.loading_rules": "praxis_lite",
@@ -34,25 +34,45 @@ _PACKAGES_OF_FORMAT_2 = {
     "tasks": "praxis_lite.tasks",
     "experiments": "praxis_lite.experiments",
 }
+# Classes and functions that have another public name than they had, in a file of any format.
+_RENAMED = {
+    "praxis_lite.experiments.lm:rotary_lm": "praxis_lite.layers:rotary_lm",
+    "praxis_lite.layers:WeightSpec": "praxis_lite.sharding:WeightSpec",
+}
 
 
-def name_today(name: str, config_format: int, packages: Collection[str]) -> str:
-    """Returns what a module or an experiment that a config.json names is called today.
+def name_today(
+    module: str, name: str, config_format: int, packages: Collection[str]
+) -> tuple[str, str]:
+    """Returns the (module, name) of today for what a config.json names.
 
     Args:
-        name: `praxis_lite.layers.attentions` or `tasks.loss`, as the file has it.
+        module: `praxis_lite.layers.attentions` or `tasks.loss`, as the file has it.
+        name: in the module: `DotProductAttention`, `WeightInit.Xavier`.
         config_format: of the file.
         packages: that the user listed: `tasks` among them is the user's own.
     """
-    if config_format != 2:
-        return name
-    top, _, below = name.partition(".")
+    if config_format == 2:
+        module = _module_since_format_3(module, packages)
+    top, dot, below = name.partition(".")
+    if f"{module}:{top}" in _RENAMED:
+        module, top = _RENAMED[f"{module}:{top}"].split(":")
+    return module, f"{top}{dot}{below}"
+
+
+def experiment_today(name: str, config_format: int, packages: Collection[str]) -> str:
+    """Returns the `module.Class` of today for the experiment that a config.json names."""
+    module, _, name = name.rpartition(".")
+    return ".".join(name_today(module, name, config_format, packages)).removeprefix(".")
+
+
+def _module_since_format_3(module: str, packages: Collection[str]) -> str:
+    top, _, part = module.partition(".")
     if top in _PACKAGES_OF_FORMAT_2 and top not in packages:
-        return f"{_PACKAGES_OF_FORMAT_2[top]}.{below}".removesuffix(".")
+        return f"{_PACKAGES_OF_FORMAT_2[top]}.{part}".removesuffix(".")
     if top != "praxis_lite":
-        return name
+        return module
     # The longest former name that the module's own begins with.
-    part = below
     while part and part not in _MODULES_OF_FORMAT_2:
         part = part.rpartition(".")[0]
-    return _MODULES_OF_FORMAT_2.get(part, name)
+    return _MODULES_OF_FORMAT_2.get(part, module)

@@ -1,4 +1,4 @@
-"""JSON from a file that anyone may have written: no bombs, no two readings of one text."""
+"""JSON from a file that anyone may have written: of limited size, and with one reading only."""
 
 import json
 import os
@@ -15,8 +15,8 @@ def parse_json(text: str) -> Any:
     """Returns what the text means.
 
     Raises:
-        ValueError: no JSON, or a key that stands twice, or NaN, an infinity, a number without end,
-            or brackets too deep; `str()` of it is the reason.
+        ValueError: it is not JSON, has a key twice, NaN, an infinity, a number too large for
+            64 bits, or brackets too deep; `str()` of it is the reason.
     """
     try:
         return json.loads(
@@ -30,7 +30,7 @@ def read_json(path: Path) -> Any:
     """Returns what a file of at most `MAX_BYTES` means.
 
     Raises:
-        ConfigError: it cannot be read, is too large, or is no JSON.
+        ConfigError: it cannot be read, is too large, or is not JSON.
     """
     wanted = "Restore the file or start a new job."
     try:
@@ -69,5 +69,5 @@ def _constant(word: str) -> Any:
 def _float(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:80]} is no number of 64 bits")
+        raise ValueError(f"{text[:80]} is too large for 64 bits")
     return value

@@ -1,7 +1,7 @@
-"""What a config may name: decided from the words alone, and looked at again once imported.
+"""What a config may name: decided from the words alone, and checked again once imported.
 
-`module:name` in a config.json becomes an import and then a call. So a job's directory, which may
-come from anyone, names only what stands here.
+`module:name` in a config.json becomes an import and then a call, and a job's directory may come
+from anyone: so only what stands here may be named.
 """
 
 import enum
@@ -14,8 +14,8 @@ from typing import Any
 from praxis_lite.config.values import is_dtype
 from praxis_lite.errors import ConfigError, shown
 
-# What configs are made of here, by the names that the library gives it: files move, these stay.
-# Of two that show one thing, the first is written. No function of these writes a file.
+# The library's public names: files move, these stay. Of two packages that show one thing, the first
+# is written. No function of these writes a file.
 PUBLIC = (
     "praxis_lite",
     "praxis_lite.decode",
@@ -31,10 +31,10 @@ PUBLIC = (
     "praxis_lite.sharding",
 )
 
-# Actions, not settings: a file does not begin them.
+# Actions, which a file may not begin.
 _ACTIONS = {("praxis_lite", "TrainedModel"), ("praxis_lite", "load"), ("praxis_lite", "register")}
 
-# Everything public that is defined in them, by the name that the library gives it.
+# Everything public that is defined in them.
 WHOLE_LIBRARIES = (
     "jax.nn",
     "jax.nn.initializers",
@@ -43,13 +43,13 @@ WHOLE_LIBRARIES = (
     "optax",
     "optax.contrib",
 )
-# Scalar types, ufuncs and jitted functions alone: their other functions read and write files.
+# Only scalar types, ufuncs and jitted functions: their other functions read and write files.
 ARRAY_LIBRARIES = ("jax.numpy", "numpy")
-# Subclasses of their Module alone.
+# Only subclasses of their Module.
 LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
 LIBRARIES = WHOLE_LIBRARIES + ARRAY_LIBRARIES + LAYER_LIBRARIES
 
-# All that is defined in them, as in the packages that a user lists.
+# Everything that is defined in them, as in the packages that a user lists.
 PACKAGES = ("praxis_lite.tasks", "praxis_lite.experiments")
 
 # Where a bare name behind --set is looked up.
@@ -68,7 +68,7 @@ BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice",
 
 
 def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
-    """Returns whether a config may name `module:name`, from the words alone. Imports nothing."""
+    """Returns True if a config may name `module:name`, from the words alone; imports nothing."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in (*parts, *module.split("."))):
         return False
@@ -91,19 +91,14 @@ def imported(module: str, name: str) -> Any:
     """Returns what `module:name`, which is allowed, is.
 
     Raises:
-        ConfigError: it is not there, or is no class, function or constant defined there. What the
-            module itself raises comes as it is.
+        ConfigError: it is not there, or is not a class, function or constant defined there. What
+            the module itself raises comes as it is.
     """
     gone = (
         f"config.json names {module}.{name}, which is not there: the code has changed since the "
         "job began, or its package is not on sys.path. Restore it, or start a new job."
     )
-    try:
-        found = _holder(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, and what it imports is not.
-        raise ConfigError(gone) from None
+    found = _holder(module)
     for depth, part in enumerate(name.split(".")):
         # Not getattr of an instance: a name leads to what stands in modules and classes only.
         if depth > 0 and not isinstance(found, type):
@@ -114,19 +109,19 @@ def imported(module: str, name: str) -> Any:
         # `os.system` is an attribute of every module that imports os.
         if not _is_defined_in(found, module, depth):
             raise ConfigError(refused("config.json", module, name))
-    if not is_of_kind(module, found):
+    if not _is_of_kind(module, found):
         raise ConfigError(refused("config.json", module, name))
     return found
 
 
 def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> Any:
-    """Returns what a name behind `--set` means, or None: nothing that a config may name.
+    """Returns what a name behind `--set` means, or None if a config may not name it.
 
     Args:
         text: a full name, `optax.lion`; or a bare one, `lion`, which is looked up in the modules
             `beside` and SHORT, in this order.
         packages: top-level packages of the user's own.
-        beside: where what is to be replaced is defined.
+        beside: modules that define what is to be replaced.
     """
     parts = text.split(".")
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
@@ -137,7 +132,7 @@ def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> A
         may_look = is_beside or is_allowed(module, name, packages)
         value = _shown_in(module, name) if may_look else None
         symbol = None if value is None else name_of(value)
-        # A module shows what others define: what counts is the place where it is defined.
+        # A module shows what others define: the place of the definition decides.
         if symbol is not None and is_allowed(*symbol, packages):
             return imported(*symbol)
     return None
@@ -155,7 +150,7 @@ def names_in(beside: Sequence[str]) -> list[str]:
 def name_of(value: Any) -> tuple[str, str] | None:
     """Returns (module, name) under which `value` itself is imported, or None.
 
-    What a library shows under a public name has that one: private places move between releases.
+    It is the library's public name for it, if there is one: private modules move.
     """
     if isinstance(value, enum.Enum):
         owner = name_of(type(value))
@@ -172,38 +167,34 @@ def name_of(value: Any) -> tuple[str, str] | None:
                 return library, name
     if module not in sys.modules:
         return None
-    holder = sys.modules[module]
-    qualname = getattr(value, "__qualname__", None)
-    if isinstance(qualname, str) and _is_at(holder, qualname, value):
-        owner, dot, within = qualname.partition(".")
-        of_owner = name_of(getattr(holder, owner)) if dot else None
-        return (of_owner[0], f"{of_owner[1]}.{within}") if of_owner else (module, qualname)
-    name = _name_in(holder, value)
+    name = _name_in(sys.modules[module], value)
     return None if name is None else (module, name)
 
 
-def is_of_kind(module: str, value: Any) -> bool:
-    """Returns whether `value` is of the kind that a config may name from `module`."""
+def _is_of_kind(module: str, value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return False
     if module in ARRAY_LIBRARIES:
         return is_dtype(value) or isinstance(value, _array_functions())
     if module in LAYER_LIBRARIES:
-        return isinstance(value, type) and issubclass(value, _holder(module).Module)
+        return isinstance(value, type) and issubclass(value, sys.modules[module].Module)
     return module not in WHOLE_LIBRARIES or callable(value) or isinstance(value, enum.Enum)
 
 
 def refused(where: str, module: str, name: str) -> str:
-    """Returns the paragraph on a name that a config may not have."""
+    """Returns the paragraph about a name that a config may not have."""
     top = module.partition(".")[0]
     is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
         one.partition(".")[0] == top for one in LIBRARIES
     )
-    hint = (
-        f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
-        if is_own
-        else "Put a function or class of your own, in your package, around it."
-    )
+    hint = "Put a function or class of your own, in your package, around it."
+    if is_own:
+        hint = f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
+    elif top == "praxis_lite":
+        hint = (
+            "Of praxis_lite take what praxis_lite.layers, .learner, .models and such list in "
+            f"__all__. {hint}"
+        )
     return (
         f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
         "the packages given by --packages and in the experiments, tasks, layers, models, inputs "
@@ -213,38 +204,36 @@ def refused(where: str, module: str, name: str) -> str:
 
 
 def _shown_in(module: str, name: str) -> Any:
-    try:
-        found = _holder(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, and what it imports is not.
-        return None
+    found = _holder(module)
     for depth, part in enumerate(name.split(".")):
         found = getattr(found, part, None) if depth == 0 or isinstance(found, type) else None
     return found
 
 
 def _holder(module: str) -> Any:
-    if module == "jax.checkpoint_policies":  # No module.
+    """Returns a module, or None if there is none by that name."""
+    if module == "jax.checkpoint_policies":  # An attribute, not a module.
         return importlib.import_module("jax").checkpoint_policies
-    return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # The module is there, but something that it imports is not.
+        return None
 
 
 def _is_defined_in(value: Any, module: str, depth: int) -> bool:
     place = getattr(value, "__module__", None)
-    if not isinstance(place, str):
-        place = type(value).__module__
-    if isinstance(value, enum.Enum):
+    if not isinstance(place, str) or isinstance(value, enum.Enum):
         place = type(value).__module__
     top = module.partition(".")[0]
     if module in ARRAY_LIBRARIES:
         return True  # jax.numpy shows some of numpy's; the kind decides.
-    if module in LIBRARIES:
-        return place.partition(".")[0] in (top, "jaxlib")
-    if module in PUBLIC:
-        return place.partition(".")[0] == top
-    # A class method may come from a class of praxis_lite.
-    return place == module if depth == 0 else place.partition(".")[0] in (top, "praxis_lite")
+    if module not in (*LIBRARIES, *PUBLIC) and depth == 0:
+        return place == module
+    # Classes of the user's inherit methods from praxis_lite's, and libraries show jaxlib's.
+    others = ("jaxlib",) if module in LIBRARIES else ("praxis_lite",)
+    return place.partition(".")[0] in (top, *others)
 
 
 def _loaded(library: str) -> Any:
@@ -253,9 +242,11 @@ def _loaded(library: str) -> Any:
 
 
 def _name_in(holder: Any, value: Any) -> str | None:
-    name = getattr(value, "__name__", None)
-    if isinstance(name, str) and not name.startswith("__") and _is_at(holder, name, value):
-        return name
+    # The first has the class before it, of a static method: `WeightInit.Xavier`.
+    for attribute in ("__qualname__", "__name__"):
+        name = getattr(value, attribute, None)
+        if isinstance(name, str) and not name.startswith("__") and _is_at(holder, name, value):
+            return name
     # An instance at the top of a module, such as some of JAX's remat policies.
     names = vars(holder).items() if holder is not None else ()
     return next((name for name, one in names if one is value and not name.startswith("__")), None)

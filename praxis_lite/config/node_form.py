@@ -16,11 +16,10 @@ _TEXTS = {
     "dtype": re.compile(r"[a-z]+[0-9]*(_?[a-z0-9]+)*"),
     "bytes": re.compile(r"([0-9a-f]{2})*"),
 }
-# Beyond any config by far: a language model's has 200 nodes, 9 deep. Of shared nodes every place
-# counts: 30 lists that each hold the one before twice are 2**30 lists to whoever walks through it.
+# A language model's config has 200 nodes, 9 deep. A shared node counts once per place: 30 lists
+# that each hold the one before twice are 2**30 lists to a function that walks through them.
 _MOST_NODES = 100_000
 _DEEPEST = 60
-
 
 FORMAT = 3
 
@@ -38,8 +37,8 @@ def check(
         config_format: of the file; names of an older one are those of then.
 
     Raises:
-        ConfigError: it is nothing that `write` writes, or holds a name that is not allowed, or is
-            larger than any config.
+        ConfigError: it is not what `write` writes, holds a name that is not allowed, or is larger
+            than any config.
     """
     checker = _Checker(packages, config_format)
     checker.check(node, "config", 1)
@@ -47,7 +46,7 @@ def check(
 
 
 def children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
-    """Yields the nodes directly below one, with what to call each."""
+    """Yields the nodes directly below one, each with a name for messages."""
     if kind == "dict":
         for key, value in node[kind]:
             yield "key", key
@@ -81,7 +80,7 @@ class _Checker:
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def check(self, node: Any, path: str, depth: int) -> tuple[int, int]:
-        """Returns how many nodes it is, every place counted, and how deep they stand."""
+        """Returns how many nodes there are, counted once per place, and how deep they lie."""
         if node is None or type(node) in (bool, int, float, str):
             return 1, 1
         if type(node) is not dict or not node:
@@ -138,7 +137,7 @@ class _Checker:
         module, colon, name = text.partition(":") if type(text) is str else ("", "", "")
         if not colon:
             raise damaged(path, f"found {_text(text)}, wanted a name such as jax.nn:gelu")
-        module = name_today(module, self._format, self._packages)
+        module, name = name_today(module, name, self._format, self._packages)
         if not is_allowed(module, name, self._packages):
             raise ConfigError(refused("config.json", module, name))
         self.names[text] = (module, name)

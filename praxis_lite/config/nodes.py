@@ -5,8 +5,8 @@ kind as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
 
     {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
 
-What stands in several places is written at the first one, with an "id", and is `{"again": 3}` at
-the others: so the text has no cycles.
+What stands in several places is written at the first one, with an "id", and as `{"again": 3}` at
+the others. So the text has no cycles.
 """
 
 import functools
@@ -52,7 +52,7 @@ class _Writer:
     def __init__(self, packages: Collection[str]):
         self._packages = packages
         self._num_ids = 0
-        # The value is kept too: a freed one's id could come again.
+        # The value is kept too, for a freed one's id could come again.
         self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
 
     def write(self, value: Any, path: str) -> Any:
@@ -83,7 +83,7 @@ class _Writer:
         kind = type(value).__name__
         numpy, sharding = sys.modules.get("numpy"), sys.modules.get("jax.sharding")
         if isinstance(value, fdl.Buildable):
-            # What else fiddle has is for tools that edit configs.
+            # Fiddle's other Buildables are for tools that edit configs.
             if _BUILDABLES.get(kind) is not type(value):
                 raise ConfigError(f"{path}: is {describe(value)}: write an fdl.Config.")
             name = self._name(fdl.get_callable(value), path)
@@ -101,12 +101,11 @@ class _Writer:
         if type(value) is slice:
             return {"slice": self._items((value.start, value.stop, value.step), path)}
         if type(value) is dict:
-            # A key's own path says more than its value's.
             pairs = [[self.write(key, path), self.write(one, join(path, key))]
                      for key, one in value.items()]
             return {"dict": pairs}
         if type(value) in (set, frozenset):
-            # In an order that does not change from process to process.
+            # In an order that is the same in every process.
             return {kind: sorted(self._items(value, path), key=json.dumps)}
         if SEQUENCES.get(kind) is type(value):
             return {kind: self._items(value, path)}
@@ -191,7 +190,7 @@ class _Reader:
         function = imported(*self._names[content])
         if kind == "namedtuple":
             if not (isinstance(function, type) and issubclass(function, tuple)):
-                raise damaged(path, f"{content} is no named tuple")
+                raise damaged(path, f"{content} is not a named tuple")
             return function._make(values)
         if not callable(function):
             raise damaged(path, f"{content} is {describe(function)}, which cannot be called")
@@ -203,7 +202,7 @@ class _Reader:
 
 
 def _buildable(kind: type[fdl.Buildable], function: Any, arguments: dict[str, Any]) -> Any:
-    # As fiddle unflattens one: neither defaults nor positional arguments become something else.
+    # As fiddle unflattens one, so that defaults and positional arguments stay what they are.
     keys = tuple(int(key) if key.isdecimal() else key for key in arguments)
     metadata = kind(function).__flatten__()[1]._replace(argument_names=keys, argument_tags={})
     return kind.__unflatten__(arguments.values(), metadata)

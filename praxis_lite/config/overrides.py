@@ -1,39 +1,31 @@
 """`--set path=value`: one field of any config, checked before anything is built."""
 
-import contextlib
-import difflib
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import fiddle as fdl
 
-from praxis_lite.config.callables import parse_callable, suggestion, takes
+from praxis_lite.config.callables import (
+    parse_callable,
+    shown_value,
+    suggestion,
+    takes,
+    text_of_value,
+)
+from praxis_lite.config.override_errors import check_form, no_such_path, wanted_here
 from praxis_lite.config.paths import (
     UNSET,
-    Field,
     Unknown,
     children,
     holds_only_literals,
-    iterate_fields,
     join,
     settings_of,
     takes_any_name,
 )
-from praxis_lite.config.text_forms import shown_value, text_of_value
-from praxis_lite.config.values import (
-    UNKNOWN,
-    WrongType,
-    is_plain,
-    parse_value,
-    type_name,
-    union_parts,
-)
-from praxis_lite.errors import ConfigError, did_you_mean, shown
-
-# Far beyond what anyone means; likenesses of longer paths take long to compute.
-_LONGEST_PATH, _LONGEST_VALUE = 500, 10_000
+from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
+from praxis_lite.errors import ConfigError, shown
 
 _TOKEN = re.compile(
     r"""\.?([^.\[\]=]+) | \[ (-?\d+) \] | \[ '([^']*)' \] | \[ "([^"]*)" \]""", re.X
@@ -55,21 +47,16 @@ def apply_overrides(
         settings: `path=value` each. A path walks the arguments of configs, the keys of dicts and
             the indices of sequences: `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
             `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, items split by
-            commas, or where a function, class or config stands or may stand, a name.
+            commas, or the name of a function or class.
         packages: top-level packages of the user's own, whose functions and classes may be named.
-        attributes: of the experiment's class, which can be set too (`configured`); for the errors.
+        attributes: of the experiment's class, for the errors: `configured` sets them.
 
     Raises:
         ConfigError: no such path, or no value of that field's type. Settings before it are applied.
     """
     for number, setting in enumerate(settings, start=1):
-        _check_form(setting, settings[number:])
+        check_form(setting, settings[number:])
     return [_apply(config, setting, packages, attributes) for setting in settings]
-
-
-def all_paths(config: fdl.Buildable) -> list[str]:
-    """Returns the path of every field, those left at their defaults included."""
-    return [field.path for field in iterate_fields(config)]
 
 
 def check_required(config: fdl.Buildable) -> None:
@@ -98,33 +85,6 @@ def _unset_paths(node: Any, path: str) -> list[str]:
     return missing
 
 
-def _check_form(setting: str, following: Sequence[str]) -> None:
-    """Checks that a setting is `path=value`; `following` are those behind it."""
-    path, equals, text = setting.partition("=")
-    path, said = path.strip(), f"--set {shown(setting)}"
-    if not equals:
-        # `a.b 20`, `a.b = 20` and `a.b:20`, as other programs take them.
-        value = next((one.removeprefix("=") for one in following if one != "="), "")
-        if ":" in path:
-            path, _, value = path.partition(":")
-        is_meant = value and "=" not in value
-        meant = f"{path}={value}" if is_meant else f"{path}=VALUE"
-        raise ConfigError(
-            f"{said} has no '='; wanted is path=value, such as run.seed=7. Write --set "
-            f"{shown(meant)}, without blanks around the '='."
-        )
-    if not path:
-        raise ConfigError(
-            f"{said} names no field before the '='; wanted is path=value, such as run.seed=7, "
-            "without blanks around the '='."
-        )
-    for part, what, most in ((path, "path", _LONGEST_PATH), (text, "value", _LONGEST_VALUE)):
-        if len(part) > most:
-            raise ConfigError(
-                f"{said}: the {what} has {len(part)} characters, wanted are at most {most}."
-            )
-
-
 def _apply(
     config: fdl.Buildable, setting: str, packages: Collection[str], attributes: Collection[str]
 ) -> str:
@@ -132,9 +92,9 @@ def _apply(
     path = path.strip()
     trail = _resolve(config, path)
     if trail is None:
-        raise ConfigError(_no_such_path(config, path, attributes))
+        raise ConfigError(no_such_path(config, path, attributes))
     present, annotation = trail[-1].value, trail[-1].annotation
-    path = _joined(step.key for step in trail)
+    path = functools.reduce(join, (step.key for step in trail), "")
     value = _checked_value(path, text, present, annotation, packages)
     change = f"{path}: {shown_value(present, annotation)} -> {shown_value(value, annotation)}"
     if value is present:
@@ -191,7 +151,7 @@ def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
 
 
 def _replaced(container: Any, key: str | int, value: Any) -> Any:
-    # A new one: the old may be a default, or a constant of the user's module.
+    # A new container, for the old one may be a default, or a constant of the user's module.
     if isinstance(container, dict):
         return {**container, key: value}
     if (settings := settings_of(container)) is not None:
@@ -199,10 +159,6 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
         return settings
     items = [*container[:key], value, *container[key + 1 :]]
     return container._make(items) if hasattr(container, "_make") else type(container)(items)
-
-
-def _joined(keys: Iterable[str | int]) -> str:
-    return functools.reduce(join, keys, "")
 
 
 def _checked_value(
@@ -233,96 +189,17 @@ def _checked_value(
         hint = suggestion(text, present, annotation) if may_be_named else ""
         raise ConfigError(
             f"{path}: found {shown(repr(text), 200)}, wanted "
-            f"{_wanted(wrong, annotation, text, may_be_named)}. It is now "
+            f"{wanted_here(wrong, annotation, text, may_be_named)}. It is now "
             f"{shown_value(present, annotation)}.{hint}"
         ) from None
-
-
-def _wanted(wrong: WrongType, annotation: Any, text: str, may_be_named: bool) -> str:
-    wanted, parts = str(wrong), union_parts(annotation)
-    plain = [type_name(part) for part in parts if is_plain(part)]
-    others = [_kind(part) for part in parts if not is_plain(part)]
-    if may_be_named:
-        wanted = " or ".join([*plain, *others]) if plain and others else wanted
-        return (
-            f"{wanted}; a function or class is said by its name, such as optax.lion (of your own: "
-            "--packages), and what it returns with (), such as optax.constant_schedule()"
-        )
-    if "Sequence[" in wanted and "," not in text:
-        with contextlib.suppress(WrongType):
-            parse_value(f"{text},", annotation)
-            return f"{wanted}; a sequence of one is written {shown(text)},"
-        return f"{wanted}, its items with commas between them"
-    if plain and others:
-        return (
-            f"{' or '.join(plain)}; {' or '.join(others)} in its place is set in the experiment's "
-            "code"
-        )
-    return wanted
-
-
-def _kind(annotation: Any) -> str:
-    if "Callable" in str(annotation):
-        return "a function"
-    name = type_name(annotation).rpartition(".")[2]
-    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
 def _is_single(present: Any) -> bool:
     return not isinstance(present, dict | list | tuple | set | frozenset)
 
 
-def _no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) -> str:
-    if hint := did_you_mean(path, attributes):
-        return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
-    fields = list(iterate_fields(config))
-    near = _nearest(path, fields) or _beside(path, fields)
-    roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
-    hint = (
-        f"The nearest are {', '.join(near)}."
-        if near
-        else f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
-    )
-    if path.isupper() and not attributes:
-        hint = (
-            "An attribute of the experiment's class is set where that makes its config, in "
-            "training and --mode=explain; eval and decode take the job's as it is: set the fields."
-        )
-    if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):
-        hint = (
-            f"In Pax a mapping is a field below {_last(below[1])}; here {_last(below[1])} is the "
-            f"mapping itself, a plain sequence: --set {shown(below[1])}=data,mdl."
-        )
-    return f"--set {shown(path)}: the config has no such field. {hint}"
-
-
-def _nearest(path: str, fields: Sequence[Field]) -> list[str]:
-    last = _last(path)
-
-    def likeness(field: Field) -> float:
-        # The last name counts as much as all the rest: people forget where a field lies.
-        whole = difflib.SequenceMatcher(None, path, field.path).ratio()
-        if field.is_settable and path.startswith((f"{field.path}.", f"{field.path}[")):
-            return whole + 1  # A step too far.
-        return whole + difflib.SequenceMatcher(None, last, _last(field.path)).ratio()
-
-    scored = sorted(((likeness(one), one.path) for one in fields), reverse=True)
-    return [one for score, one in scored[:5] if score >= 1.2]
-
-
-def _beside(path: str, fields: Sequence[Field]) -> list[str]:
-    """Returns the fields of the config whose field the last name was meant to be."""
-    above = path[: -len(_last(path))]
-    beside = [one.path for one in fields if one.path.startswith(above)]
-    return [one for one in beside if above and _last(one) == one[len(above) :]]
-
-
-def _last(path: str) -> str:
-    return re.split(r"[.\[]", path)[-1]
-
-
 def _split(path: str) -> list[str]:
-    """Returns the keys of a path, none where it is not well formed."""
+    """Returns the keys of a path, or [] if it is not well formed."""
     keys, at = [], 0
     while at < len(path):
         match = _TOKEN.match(path, at)

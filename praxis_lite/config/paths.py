@@ -33,8 +33,7 @@ class Field:
         path: from the root, as `--set` takes it.
         value: what is set, or the default, or an `Unknown`.
         annotation: of the callable's parameter, or `UNKNOWN`.
-        is_settable: whether `--set` may replace it as a whole: it holds no configs and no
-            functions.
+        is_settable: True if `--set` may replace it as a whole: it holds no configs and functions.
     """
 
     path: str
@@ -46,8 +45,8 @@ class Field:
 def iterate_fields(config: fdl.Buildable) -> Iterator[Field]:
     """Yields every field below `config`, parents first, in the order of the signatures.
 
-    Fields of a config that is shared come once per place. Items of sequences and dicts of plain
-    values are not listed; theirs is the whole.
+    Fields of a shared config come once per place. Sequences and dicts of plain values are one
+    field.
     """
     yield from _walk(config, UNKNOWN, "")
 
@@ -70,13 +69,12 @@ def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
 
 
 def settings_of(value: Any) -> fdl.Buildable | None:
-    """Returns a config: `value`, or that of a class, a function, or an instance of a dataclass.
-
-    None for anything else.
-    """
+    """Returns `value`, or the config of a class, function or instance of a dataclass, or None."""
     if isinstance(value, fdl.Buildable):
         return value
-    is_function = isinstance(value, type) or inspect.isroutine(value) or is_jitted(value)
+    # What jax.jit returns wraps a routine, but is not one.
+    is_jitted = callable(value) and hasattr(value, "__wrapped__")
+    is_function = isinstance(value, type) or inspect.isroutine(value) or is_jitted
     try:
         if isinstance(value, functools.partial):
             return fdl.Partial(value.func, *value.args, **value.keywords)
@@ -90,13 +88,8 @@ def settings_of(value: Any) -> fdl.Buildable | None:
     return None
 
 
-def is_jitted(value: Any) -> bool:
-    """Returns whether `value` is what `jax.jit` makes of a function."""
-    return callable(value) and hasattr(value, "__wrapped__")
-
-
 def takes_any_name(config: fdl.Buildable) -> tuple[bool, Any]:
-    """Returns whether the callable has `**kwargs`, and their annotation."""
+    """Returns (True if the callable has `**kwargs`, their annotation)."""
     hints = _parameter_types(config)
     return "**" in hints, hints.get("**", UNKNOWN)
 
@@ -109,7 +102,7 @@ def join(path: str, key: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Returns what a value that has no literal is, in angle brackets, alike in every process."""
+    """Returns what a value without a literal is, in angle brackets, the same in every process."""
     if isinstance(value, Unknown):
         return value.text
     if isinstance(value, fdl.Buildable):
@@ -147,7 +140,7 @@ def _walk(node: Any, annotation: Any, path: str) -> Iterator[Field]:
 
 
 def holds_only_literals(value: Any) -> bool:
-    """Returns whether no config, function or instance of a dataclass is, or is in, `value`."""
+    """Returns True if `value` neither is nor holds a config, function or dataclass instance."""
     if isinstance(value, dict):
         return all(holds_only_literals(one) for one in value.values())
     if isinstance(value, list | tuple | set | frozenset):
@@ -188,15 +181,16 @@ def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
 
 def _resolved_annotations(function: Any) -> dict[str, Any]:
     """Returns the annotations of a callable by parameter, `UNKNOWN` where one cannot be had."""
-    # Not typing.get_type_hints: for one name imported under TYPE_CHECKING it gives up them all.
-    if dataclasses.is_dataclass(function):
-        annotations = {}
-        for base in reversed(function.__mro__ if isinstance(function, type) else ()):
-            own = _own_annotations(base).items()
-            annotations |= {key: _evaluate(hint, base) for key, hint in own}
-        return annotations
+    # Not typing.get_type_hints, which gives up all for one name imported under TYPE_CHECKING.
     if isinstance(function, type):
-        function = function.__init__ if "__init__" in dir(function) else function.__new__
+        owner = next(base for base in function.__mro__ if "__init__" in vars(base))
+        if "__dataclass_fields__" in vars(owner):
+            annotations = {}
+            for base in reversed(owner.__mro__):
+                own = _own_annotations(base).items()
+                annotations |= {key: _evaluate(hint, base) for key, hint in own}
+            return annotations
+        function = function.__init__
     function = inspect.unwrap(function)
     return {key: _evaluate(hint, function) for key, hint in _own_annotations(function).items()}
 

@@ -11,15 +11,15 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config import nodes
-from praxis_lite.config.former_names import name_today
+from praxis_lite.config.callables import text_of_value
+from praxis_lite.config.former_names import experiment_today
 from praxis_lite.config.json_text import parse_json, read_json
 from praxis_lite.config.names import imported
-from praxis_lite.config.node_form import FORMAT, check
+from praxis_lite.config.node_form import FORMAT, check, damaged
 from praxis_lite.config.paths import callable_name, iterate_fields
-from praxis_lite.config.text_forms import text_of_value
 from praxis_lite.errors import ConfigError, shown
 
-# Format 2 names the packages of the library's tasks and experiments as they were called then.
+# Format 2 has the former names, see former_names.py.
 _READ = (2, FORMAT)
 
 
@@ -77,11 +77,10 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
             longer has.
     """
     try:
-        return _loaded(parse_json(text), packages)
+        parsed = parse_json(text)
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise _damaged(str(error)) from None
+        raise damaged("the text", str(error)) from None
+    return _loaded(parsed, packages)
 
 
 def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedConfig:
@@ -91,7 +90,7 @@ def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedCon
 
 def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if type(parsed) is not dict or not {"format", "experiment", "config"} <= set(parsed):
-        raise _damaged("wanted an object with format, experiment, overrides and config")
+        raise damaged("the text", "wanted an object with format, experiment, overrides and config")
     config_format = parsed["format"]
     if type(config_format) is not int or config_format not in _READ:
         raise ConfigError(
@@ -101,32 +100,25 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
     if not is_name or len(experiment) > 200:
-        raise _damaged("'experiment' is no module.Class")
+        raise damaged("experiment", "it is not module.Class")
     if type(overrides) is not list or not all(type(one) is str for one in overrides):
-        raise _damaged("'overrides' is no list of texts")
+        raise damaged("overrides", "they are not a list of texts")
     names = check(parsed["config"], packages, config_format)
     for name in sorted(set(names.values())):
         imported(*name)
     config = nodes.read(parsed["config"], names)
     if not isinstance(config, fdl.Buildable):
-        raise _damaged("'config' is no config")
+        raise damaged("config", "it is not a config")
     _check_parameters(config)
-    experiment = name_today(experiment, config_format, packages)
+    experiment = experiment_today(experiment, config_format, packages)
     return LoadedConfig(config, experiment, tuple(overrides))
-
-
-def _damaged(reason: str) -> ConfigError:
-    return ConfigError(
-        f"config.json is damaged, or praxis_lite did not write it: {reason}. Restore the file or "
-        "start a new job."
-    )
 
 
 def config_lines(config: fdl.Config) -> list[str]:
     """Returns a line `path=value` for every field, in the order of the roots.
 
-    It is quoted as a shell wants it, so that each line can be pasted behind `--set`. A field that
-    has no value yet, for whoever calls the function gives it, has no line.
+    It is quoted for a shell, so that each line can be pasted behind `--set`. A field without a
+    value, which the function's caller gives, has no line.
     """
     return [f"{path}={shlex.quote(text)}" for path, text in _texts(config).items()]
 

@@ -1,4 +1,4 @@
-"""What is said of an exception of the user's own code: their line, and where the traceback is."""
+"""Words for an exception of the user's own code: their line, and where the traceback is."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from praxis_lite.errors import shown
 
 _PACKAGE = Path(__file__).parents[1]
-# Experiments in a checkout are whose checkout it is.
+# Experiments in a checkout belong to its owner.
 _EXPERIMENTS = tuple(
     f"{folder / 'experiments'}{os.sep}" for folder in (_PACKAGE, _PACKAGE.parent)
 )
-# Besides the library: what lies in its checkout next to it, and what is installed.
+# The library, what lies beside it in its checkout, and what is installed.
 _NOT_OF_THE_USER = (
     *(f"{_PACKAGE.parent / name}{os.sep}" for name in (_PACKAGE.name, "tasks")),
     f"{_PACKAGE.parent / 'main.py'}",
@@ -29,7 +29,7 @@ class ElsewhereError(RuntimeError):
     """An exception of another process, whose traceback is the message.
 
     Attributes:
-        in_short: what `described` says of it there.
+        in_short: what `described` returned for it there.
     """
 
     def __init__(self, message: str, in_short: str | None):
@@ -38,17 +38,14 @@ class ElsewhereError(RuntimeError):
 
 
 class Explained(NamedTuple):
-    """What is said of an exception, and the status to exit with: 1 for the user's code."""
+    """Words for an exception, and the status to exit with: 1 for the user's code."""
 
     words: str
     status: int
 
 
 def user_line(error: BaseException) -> traceback.FrameSummary | None:
-    """Returns the innermost line of the user's own code that raised an exception.
-
-    None if only the library, Python and installed packages had a part in it.
-    """
+    """Returns the innermost line of the user's own code that raised an exception, or None."""
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         text = (error.text or "").strip()
         return traceback.FrameSummary(error.filename, error.lineno, "<module>", line=text)
@@ -63,12 +60,12 @@ def own_words(error: BaseException) -> str:
 
 
 def explained(error: BaseException, path: Path | None) -> Explained | None:
-    """Returns what to say of an exception of the user's code, or of a file.
+    """Returns words for an exception of the user's code or of a file, or None.
 
-    None if only the traceback explains it, or it cannot be written.
+    None if only the traceback explains it, or if it cannot be written.
 
     Args:
-        path: gets the whole traceback; None: a new file among the system's temporary ones does.
+        path: of the file for the whole traceback. None: a new temporary one.
     """
     words, status = described(error), 1
     if words is None:
@@ -87,7 +84,7 @@ def explained(error: BaseException, path: Path | None) -> Explained | None:
 
 
 def described(error: BaseException) -> str | None:
-    """Returns 'model.py, line 12, in __call__: `x @ w`: TypeError: ...'.
+    """Returns 'model.py, line 12, in __call__: `x @ w`: TypeError: ...', or None.
 
     None if no line of the user's code raised the exception.
     """

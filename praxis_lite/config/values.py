@@ -2,6 +2,7 @@
 
 import ast
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import inspect
@@ -17,7 +18,7 @@ _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class WrongType(Exception):
-    """The text is no value of the wanted type; `str()` of it names the type."""
+    """The text has no value of the wanted type; `str()` of the error names the type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +33,12 @@ def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
 
     Args:
         text: a Python literal, `none`, `true`, `false`, a bare word, or items split by commas.
-        annotation: of the parameter; `UNKNOWN` where there is none, and then the value must have
+        annotation: of the parameter, or `UNKNOWN`; then the value must have
             the type of `present`.
         present: the present value or the default.
 
     Raises:
-        WrongType: it means none.
+        WrongType: it means no such value.
     """
     if is_dtype(present) or _names_dtype(annotation):
         return _parse_dtype(text, annotation, present)
@@ -46,10 +47,8 @@ def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
     read = _read(text)
     # Exact first: in `str | int`, 7 is the number; in `str | None`, none is None.
     for lenient in (False, True):
-        try:
+        with contextlib.suppress(WrongType):
             return _fit(read, text, annotation, lenient)
-        except WrongType:
-            continue
     if read is None and present is None:
         return None  # `width: int = None`, as older code has it.
     raise WrongType(type_name(annotation))
@@ -69,14 +68,10 @@ def format_value(value: Any, annotation: Any) -> str | None:
         # Without brackets a shell leaves it alone.
         candidates = [",".join(items) + ("," if len(value) == 1 else ""), repr(value)]
     for text in candidates:
-        if text != text.strip() or not text.isprintable():
-            continue
-        try:
-            again = parse_value(text, annotation, value)
-        except WrongType:
-            continue
-        if _are_same(again, value):
-            return text
+        if text == text.strip() and text.isprintable():
+            with contextlib.suppress(WrongType):
+                if _are_same(parse_value(text, annotation, value), value):
+                    return text
     return None
 
 
@@ -108,7 +103,7 @@ def type_name(annotation: Any) -> str:
 
 
 def is_plain(annotation: Any) -> bool:
-    """Returns whether text can mean a value of the type; False: only code makes one."""
+    """Returns True if text can mean a value of the type, False if only code makes one."""
     kind = typing.get_origin(annotation) or annotation
     if not isinstance(kind, type):
         return True
@@ -117,21 +112,19 @@ def is_plain(annotation: Any) -> bool:
 
 
 def union_parts(annotation: Any) -> tuple[Any, ...]:
-    """Returns the members of a union; of another annotation, that one alone."""
+    """Returns the members of a union, or the annotation alone."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def is_dtype(value: Any) -> bool:
-    """Returns whether `value` is a dtype, or a scalar type such as `jnp.bfloat16`."""
+    """Returns True if `value` is a dtype, or a scalar type such as `jnp.bfloat16`."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not (isinstance(value, numpy.dtype | type)):
+    if numpy is None or not isinstance(value, numpy.dtype | type):
         return False
-    if isinstance(value, numpy.dtype):
-        return True
     # jnp.float32 is a class of its own, with a dtype; ml_dtypes' are numpy's generic types.
     has_dtype = isinstance(getattr(value, "dtype", None), numpy.dtype)
-    return has_dtype or issubclass(value, numpy.generic)
+    return isinstance(value, numpy.dtype) or has_dtype or issubclass(value, numpy.generic)
 
 
 def dtype_name(value: Any) -> str:
@@ -155,34 +148,36 @@ def _read(text: str) -> Any:
 
 def _fit(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
     """Returns `read` as `wanted`; `text` is what it was read from, None inside a container."""
-    if wanted is UNKNOWN or wanted is Any or wanted is object:
-        return _plain(read)
-    if isinstance(wanted, typing.TypeVar):
+    if wanted in (UNKNOWN, Any, object) or isinstance(wanted, typing.TypeVar):
         return _plain(read)
     if wanted is None or wanted is types.NoneType:
         return _require(read is None, read, wanted)
-    if hasattr(wanted, "__value__"):  # `type X = ...` of Python 3.12.
-        return _fit(read, text, wanted.__value__, lenient)
-    if hasattr(wanted, "__supertype__"):  # NewType.
-        return _fit(read, text, wanted.__supertype__, lenient)
+    for alias in ("__value__", "__supertype__"):  # `type X = ...` of Python 3.12; NewType.
+        if hasattr(wanted, alias):
+            return _fit(read, text, getattr(wanted, alias), lenient)
     origin, args = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is typing.Annotated:
         return _fit(read, text, args[0], lenient)
-    if union_parts(wanted) != (wanted,):
-        return _fit_union(read, text, wanted, lenient)
+    if (members := union_parts(wanted)) != (wanted,):
+        for one in members:
+            with contextlib.suppress(WrongType):
+                return _fit(read, text, one, lenient)
+        raise WrongType(type_name(wanted))
     if origin is typing.Literal:
         # "none" and "true" may be words here.
         found = text if lenient and text in args else _plain(read)
         return _require(any(type(a) is type(found) and a == found for a in args), found, wanted)
     kind = origin or wanted
-    if kind is bool:
-        return _require(type(read) is bool, read, wanted)
-    if kind is int:
-        return _require(type(read) is int, read, wanted)
-    if kind is float:
-        return _fit_float(read, wanted, lenient)
-    if kind is str:
-        return _fit_str(read, text, wanted, lenient)
+    if kind is float and lenient and type(read) is int:
+        return float(read)
+    if kind is float and isinstance(read, _Word) and read.text.lower() in ("inf", "-inf", "nan"):
+        return float(read.text)
+    if kind is str and isinstance(read, _Word):
+        return read.text
+    if kind is str and lenient and text is not None and type(read) is not str:
+        return text
+    if kind in (bool, int, float, str):
+        return _require(type(read) is kind, read, wanted)
     if kind in _MAPPINGS:
         _require(type(read) is dict, read, wanted)
         key, value = args if len(args) == 2 else (UNKNOWN, UNKNOWN)
@@ -195,39 +190,11 @@ def _fit(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
     raise WrongType(type_name(wanted))
 
 
-def _fit_union(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
-    for one in typing.get_args(wanted):
-        try:
-            return _fit(read, text, one, lenient)
-        except WrongType:
-            continue
-    raise WrongType(type_name(wanted))
-
-
-def _fit_float(read: Any, wanted: Any, lenient: bool) -> float:
-    if lenient and type(read) is int:
-        return float(read)
-    if isinstance(read, _Word) and read.text.lower() in ("inf", "-inf", "nan"):
-        return float(read.text)
-    return _require(type(read) is float, read, wanted)
-
-
-def _fit_str(read: Any, text: str | None, wanted: Any, lenient: bool) -> str:
-    if isinstance(read, _Word):
-        return read.text
-    if lenient and text is not None and type(read) is not str:
-        return text
-    return _require(type(read) is str, read, wanted)
-
-
 def _fit_items(read: Any, wanted: Any, kind: Any, args: tuple[Any, ...], lenient: bool) -> Any:
-    if kind in (set, frozenset):
-        _require(type(read) in (set, list, tuple), read, wanted)
-    else:
-        _require(type(read) in (list, tuple), read, wanted)
+    kinds = (set, list, tuple) if kind in (set, frozenset) else (list, tuple)
+    _require(type(read) in kinds, read, wanted)
     if kind is tuple and args and args[-1] is not Ellipsis:
-        if len(args) != len(read):
-            raise WrongType(type_name(wanted))
+        _require(len(args) == len(read), read, wanted)
         item_types = list(args)
     else:
         item_types = [args[0] if args else UNKNOWN] * len(read)

@@ -5,18 +5,18 @@ import math
 from collections.abc import Mapping
 
 from praxis_lite.checkpoints.steps.best_checkpoints import check_watched_metric
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Ends training at an evaluation when a metric has not got better for several.
+    """Ends training when a metric has not got better for several evaluations.
 
     Attributes:
         metric: as evaluations are printed, with the dataset before it: `heldout/loss`.
-        mode: "min" or "max": whether less or more is better.
-        patience: evaluations in a row without an improvement that end training.
-        min_delta: by how much the best value so far has to be beaten to count.
+        mode: "min" or "max", the better direction.
+        patience: training ends after this many evaluations in a row without an improvement.
+        min_delta: by how much an improvement must beat the best value so far.
 
     Raises:
         ConfigError: a setting out of range.
@@ -29,16 +29,14 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         check_watched_metric("early_stopping", self.metric, self.mode)
-        if type(self.patience) is not int or self.patience < 1:
-            raise ConfigError(
-                f"early_stopping.patience is {self.patience!r}; wanted is a number of evaluations, "
-                "1 or more."
-            )
-        if self.min_delta < 0:
-            raise ConfigError(
-                f"early_stopping.min_delta is {self.min_delta}; wanted is 0 or more. What counts "
-                "as better is said by early_stopping.mode."
-            )
+        require(
+            type(self.patience) is int and self.patience >= 1, "early_stopping.patience",
+            self.patience, "a number of evaluations, 1 or more",
+        )
+        require(
+            self.min_delta >= 0, "early_stopping.min_delta", self.min_delta, "0 or more",
+            "early_stopping.mode says what counts as better.",
+        )
 
     def watched_in(self, values: Mapping[str, float], step: int) -> float:
         """Returns the metric's value among those of the evaluation of `step`.
@@ -56,11 +54,10 @@ class EarlyStopping:
         return values[self.metric]
 
     def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
-        """Returns why training ends now, in words; None: it goes on.
+        """Returns why training ends now, in words, or None if it goes on.
 
         Args:
-          values: of the metric by step, of all evaluations so far. One that is not a number is no
-            improvement.
+          values: of the metric by step, of all evaluations so far. NaN counts as no improvement.
         """
         sign = 1.0 if self.mode == "min" else -1.0
         best, best_step, num_since = math.inf, None, 0

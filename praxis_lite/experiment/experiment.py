@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Job:
         datasets: pipelines by name; `train` is trained on, the others are evaluated on.
         decode_datasets: pipelines of prompts by name.
         run: how long and how often.
-        partitioner: called with the task and the mesh, compiles the steps. None: `Partitioner`.
+        partitioner: compiles the steps, called with the task and the mesh. None: `Partitioner`.
     """
 
     mesh: "MeshConfig"
@@ -55,16 +55,15 @@ _EXAMPLES = {
 class Experiment:
     """One thing to run: subclass it, say `@register`, launch it by name.
 
-    Every method returns configs (`fdl.Config`), never built objects, and takes no decisions. A
-    variant subclasses an experiment, overrides one method and edits what `super()` gave.
+    Every method returns configs (`fdl.Config`), never built objects. A variant subclasses an
+    experiment, overrides one method and edits what `super()` gave.
 
-    Attributes of the class, such as `BATCH_SIZE = 16`, that the methods read as `self.BATCH_SIZE`,
-    are set by `--set BATCH_SIZE=32`, before the methods run.
+    Attributes of the class, such as `BATCH_SIZE = 16`, which methods read as `self.BATCH_SIZE`, are
+    set by `--set BATCH_SIZE=32` before the methods run.
 
     Attributes:
-        SHARDING_PRESET: a word for `set_sharding_params`, such as "megatron", which then sets the
-            splits of the task's model, and by which the batches' rows split; whatever the task's
-            method says. None: what that says counts.
+        SHARDING_PRESET: a word for `set_sharding_params`, such as "megatron", which overrides the
+            splits of the task's model and of the batches' rows. None: the task's own count.
     """
 
     SHARDING_PRESET: str | None = None
@@ -82,7 +81,7 @@ class Experiment:
         raise self._missing("datasets")
 
     def decode_datasets(self) -> dict[str, fdl.Config]:
-        """Returns configs of pipelines of prompts by name; none, unless overridden."""
+        """Returns configs of pipelines of prompts by name; {} unless overridden."""
         return {}
 
     def run(self) -> fdl.Config:
@@ -90,7 +89,7 @@ class Experiment:
         raise self._missing("run")
 
     def partitioner(self) -> fdl.Partial | None:
-        """Returns the config of another partitioner than `Partitioner`; none, unless overridden."""
+        """Returns the config of a partitioner, or None for `Partitioner`."""
         return None
 
     def config(self) -> "fdl.Config[Job]":
@@ -99,12 +98,13 @@ class Experiment:
         Raises:
             ConfigError: a method is missing, or returns something else than it should.
         """
-        found = {one: getattr(type(self), one) for one in _EXAMPLES}
-        base = vars(Experiment).values()
-        if missing := [one for one, own in found.items() if own in base or not callable(own)]:
+        found, base = {one: getattr(type(self), one) for one in _EXAMPLES}, vars(Experiment)
+        if missing := [one for one, own in found.items()
+                       if own in base.values() or not callable(own)]:
             raise self._missing(*missing)
         run = self._checked("run", self.run())
-        if not _is_subclass(fdl.get_callable(run), RunConfig):
+        function = fdl.get_callable(run)
+        if not (isinstance(function, type) and issubclass(function, RunConfig)):
             raise ConfigError(
                 f"{self._name()}.run() configures {_callable_name(run)}, wanted RunConfig: "
                 "return fdl.Config(RunConfig, num_train_steps=...)."
@@ -125,8 +125,7 @@ class Experiment:
             run=run,
             partitioner=partitioner,
         )
-        # What the methods share, with a class's attribute too, is shared in the copy and there
-        # only: one job's --set must not reach another job of the same process.
+        # A copy, so that one job's --set does not reach a class's attribute, and so another job.
         config = copy.deepcopy(config)
         if self.SHARDING_PRESET is not None:
             _set_preset(config.task, self.SHARDING_PRESET)
@@ -135,27 +134,24 @@ class Experiment:
     def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
         if isinstance(found, fdl.Config):
             return found
-        where = f"{self._name()}.{method}(){what}"
-        if found is None:
-            raise ConfigError(f"{where} returns None, wanted an fdl.Config: is a `return` missing?")
-        if isinstance(found, fdl.Partial):
-            raise ConfigError(
-                f"{where} returns an fdl.Partial of {_callable_name(found)}, which builds no "
-                f"object: write fdl.Config({_callable_name(found)}, ...) here."
-            )
-        if isinstance(found, type):
-            raise ConfigError(
-                f"{where} returns the class {found.__name__}, wanted its config: write "
-                f"fdl.Config({found.__name__}, ...)."
-            )
         name = type(found).__name__
-        if type(found).__module__ == "builtins":
+        if found is None:
+            said = "None, wanted an fdl.Config: is a `return` missing?"
+        elif isinstance(found, fdl.Partial):
+            name = _callable_name(found)
+            said = f"an fdl.Partial of {name}, wanted a Config: write fdl.Config({name}, ...)."
+        elif isinstance(found, type):
+            name = found.__name__
+            said = f"the class {name}, wanted its config: write fdl.Config({name}, ...)."
+        elif type(found).__module__ == "builtins":
             example = "" if what else f", such as {_EXAMPLES[method]}"
-            raise ConfigError(f"{where} returns a {name}, wanted an fdl.Config{example}.")
-        raise ConfigError(
-            f"{where} returns a built {name}, wanted its config, so that --set can reach its "
-            f"fields: write fdl.Config({name}, ...) in place of {name}(...)."
-        )
+            said = f"a {name}, wanted an fdl.Config{example}."
+        else:
+            said = (
+                f"a built {name}, wanted its config, so that --set can reach its fields: write "
+                f"fdl.Config({name}, ...) in place of {name}(...)."
+            )
+        raise ConfigError(f"{self._name()}.{method}(){what} returns {said}")
 
     def _checked_datasets(self, method: str, found: Any) -> dict[str, fdl.Config]:
         if not isinstance(found, Mapping):
@@ -178,7 +174,7 @@ class Experiment:
 
 
 def _set_preset(task: fdl.Config, preset: str) -> None:
-    # Here, because the layers need jax, and who names no preset need not wait for them.
+    # Imported here, because the layers need jax, and most experiments need not wait for them.
     from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 
     set_sharding_params(task.model, preset)
@@ -192,17 +188,12 @@ def _set_preset(task: fdl.Config, preset: str) -> None:
 
 def check_dataset_name(name: Any, where: str) -> None:
     """Checks a dataset's name, which is part of a --set path and of a folder's name."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name):
-        raise ConfigError(
-            f"{where} names a dataset {shown(repr(name))}, wanted letters, digits, '_' and '-', "
-            "the first a letter: rename it."
-        )
+    require(
+        isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name) is not None,
+        f"The name of a dataset in {where}", name, "letters, digits, '_' and '-', a letter first",
+    )
 
 
 def _callable_name(config: fdl.Buildable) -> str:
     function = fdl.get_callable(config)
     return getattr(function, "__name__", repr(function))
-
-
-def _is_subclass(found: Any, wanted: type) -> bool:
-    return isinstance(found, type) and issubclass(found, wanted)

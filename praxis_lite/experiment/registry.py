@@ -1,11 +1,10 @@
 """Which class an experiment's name means.
 
-Names are looked up in the source of a few packages, `praxis_lite.experiments` and those that the
-user lists, so that a mistyped one is answered before jax is imported, and only the module that
-holds the found class runs. Of other packages nothing is read: a name is no reason to look.
+Names are looked up in the source of `praxis_lite.experiments` and of the packages that the user
+lists, and of no others. So a mistyped one is answered before jax is imported, and only the module
+that holds the class runs.
 """
 
-import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
@@ -23,44 +22,32 @@ ExperimentT = TypeVar("ExperimentT", bound="type[Experiment]")
 HOME = "praxis_lite.experiments"
 _LIBRARY = "praxis_lite"
 
-_registered: dict[str, type] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Listed:
-    """An experiment as `--list` shows it.
-
-    Attributes:
-        name: what `--exp` takes.
-        summary: the first line of the class's docstring, or ''.
-    """
-
-    name: str
-    summary: str
+# Classes by full name.
+registered: dict[str, type] = {}
 
 
 def register(experiment: ExperimentT) -> ExperimentT:
-    """Returns the class as it came, known from now on as `module.Class`.
+    """Registers a class as `module.Class`, and returns it.
 
     Raises:
-        ConfigError: it is no subclass of Experiment, or another class has its name.
+        ConfigError: it is not a subclass of Experiment, or another class has its name.
     """
-    # Here, because Experiment needs fiddle and a lookup does not.
+    # Imported here, because Experiment needs fiddle and a lookup does not.
     from praxis_lite.experiment.experiment import Experiment
 
     if not (isinstance(experiment, type) and issubclass(experiment, Experiment)):
         raise ConfigError(
-            f"@register on {experiment!r}, which is no subclass of Experiment: write "
+            f"@register on {experiment!r}, which is not a subclass of Experiment: write "
             "`class MyLm(Experiment):`."
         )
     key = full_name(experiment)
-    known = _registered.get(key)
+    known = registered.get(key)
     if known not in (None, experiment) and not _is_interactive(experiment.__module__):
         raise ConfigError(
             f"Two classes are registered as {key}. Rename one of them, or, if the module was "
             "reloaded, start Python anew."
         )
-    _registered[key] = experiment
+    registered[key] = experiment
     return experiment
 
 
@@ -72,19 +59,16 @@ def full_name(experiment: type) -> str:
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the packages in which experiments, and what configs name, may lie.
 
-    They are `praxis_lite.experiments`, the listed ones, and those with an experiment that this
-    process has registered (a notebook's own, or one that was imported by hand).
-
-    Args:
-        listed: of `--packages`.
+    They are `praxis_lite.experiments`, the `listed` ones of `--packages`, and those with an
+    experiment that this process has registered (a notebook's own, or one imported by hand).
 
     Raises:
-        ConfigError: one is no package's name, one of Python's own, or not on sys.path.
+        ConfigError: a listed one is not a name, one of Python's own packages, or not on sys.path.
     """
     for package in listed:
         if not package.isidentifier() or package in sys.stdlib_module_names:
             raise ConfigError(
-                f"--packages={shown(package)} is no package of your own: wanted top-level names "
+                f"--packages={shown(package)} is not a package of your own: wanted top-level names "
                 "with commas between them, such as --packages=mypackage,other."
             )
         if not source_scan.exists(package):
@@ -92,26 +76,25 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
                 f"--packages={shown(package)}: there is no such package on sys.path (the current "
                 "directory is, under `python -m praxis_lite.main`)."
             )
-    registered = sorted(key.partition(".")[0] for key in _registered if not _is_in(HOME, key))
-    return tuple(dict.fromkeys([HOME, *listed, *registered]))
+    others = sorted(key.partition(".")[0] for key in registered if not _is_in(HOME, key))
+    return tuple(dict.fromkeys([HOME, *listed, *others]))
 
 
 def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":
     """Returns the registered class that `name` means; imports its module and no other.
 
     Args:
-        name: the full name, `mypackage.experiments.MyLm`, or without its package: `lm.PyDocs` is
+        name: the full name, `mypackage.experiments.MyLm`; or without its package: `lm.PyDocs` is
             `praxis_lite.experiments.lm.PyDocs`, and `experiments.MyLm` one of a listed package; or
-            `PyDocs`, the class alone. A short name that means two of them is refused.
-        packages: of the user's own, on sys.path, in which to look besides
-            `praxis_lite.experiments`.
+            the class alone, `PyDocs`. A short name that means two of them is refused.
+        packages: of the user's own, on sys.path.
 
     Raises:
         ConfigError: no experiment, or more than one, has the name; or it is not registered.
     """
     if len(name) > 200 or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
-            f"--exp='{shown(name)}' is no name of an experiment: wanted module.Class, such as "
+            f"--exp='{shown(name)}' is not the name of an experiment: wanted module.Class, such as "
             "lm.PyDocs."
         )
     allowed = allowed_packages(packages)
@@ -125,35 +108,34 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
             f"--exp={name} may mean {' or '.join(sorted(found))}: give one of these names."
         )
     if not found:
-        raise ConfigError(_unknown(name, allowed))
+        raise ConfigError(_unknown(name, allowed, list(list_experiments(packages))))
     full, place = found.popitem()
     if isinstance(place, type):
         return place
     return _imported(full, place)
 
 
-def list_experiments(packages: Sequence[str] = ()) -> list[Listed]:
-    """Returns the library's experiments, those of `packages` and those registered, by name."""
-    return _list(allowed_packages(packages))
+def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the first line of the docstring, or '', by the name that `--exp` takes.
 
-
-def _list(allowed: Sequence[str]) -> list[Listed]:
+    Of the library's experiments, those of `packages` and those registered; in order.
+    """
     listed = {
         one.name.removeprefix(f"{HOME}."): one.summary
-        for package in allowed
+        for package in allowed_packages(packages)
         for one in source_scan.registered_in(package)
     }
-    for key, experiment in _registered.items():
+    for key, experiment in registered.items():
         listed[key.removeprefix(f"{HOME}.")] = source_scan.first_line(experiment.__doc__)
-    return [Listed(name, summary) for name, summary in sorted(listed.items())]
+    return dict(sorted(listed.items()))
 
 
 def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Binding]":
-    """Returns what each full name is, in an allowed package; nothing for the others."""
+    """Returns what each full name means; those that mean nothing are left out."""
     found = {}
     for full in names:
         is_allowed = any(_is_in(package, full) for package in allowed)
-        place = _registered.get(full) or (source_scan.find(full) if is_allowed else None)
+        place = registered.get(full) or (source_scan.find(full) if is_allowed else None)
         if place is not None:
             found[full] = place
     return found
@@ -167,10 +149,10 @@ def _with_class_name(name: str, allowed: Sequence[str]) -> set[str]:
     def named(places: list[source_scan.Binding]) -> set[str]:
         return {one.name for one in places if one.name.rpartition(".")[2] == name}
 
-    names = {full for full in _registered if full.rpartition(".")[2] == name}
+    names = {full for full in registered if full.rpartition(".")[2] == name}
     for package in allowed:
         names |= named(source_scan.registered_in(package))
-    # None: a module by that name is no experiment; a class that lacks @register may be meant.
+    # If there are none, a class that lacks @register may be meant.
     return names or {full for one in allowed for full in named(source_scan.classes_of(one))}
 
 
@@ -181,9 +163,8 @@ def _imported(full: str, place: source_scan.Binding) -> "type[Experiment]":
             "praxis_lite import register) on the line above the class."
         )
     module, _, class_name = full.rpartition(".")
-    # Whatever the user's module raises is no question of names.
     experiment = getattr(importlib.import_module(module), class_name, None)
-    if experiment not in _registered.values():
+    if experiment not in registered.values():
         raise ConfigError(
             f"{full} ({place.file}) is {experiment!r} after the import, no registered experiment: "
             "wanted a subclass of Experiment under `@register` (from praxis_lite import register)."
@@ -191,8 +172,7 @@ def _imported(full: str, place: source_scan.Binding) -> "type[Experiment]":
     return experiment
 
 
-def _unknown(name: str, allowed: Sequence[str]) -> str:
-    known = [one.name for one in _list(allowed)]
+def _unknown(name: str, allowed: Sequence[str], known: Sequence[str]) -> str:
     short = name.removeprefix(f"{HOME}.")
     top = short.partition(".")[0]
     # A class in the wrong module is nearer than its full name looks.

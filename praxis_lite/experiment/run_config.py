@@ -1,12 +1,13 @@
 """How long a job runs, and how often it saves, evaluates and reports."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.steps.best_checkpoints import BestCheckpoints
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.experiment.early_stopping import EarlyStopping
 
 
@@ -20,37 +21,37 @@ class RunConfig:
         checkpoint_every_steps: steps between checkpoints. None: one, at the end.
         eval_every_steps: steps between evaluations on every dataset but `train`. None: one, at the
             end.
-        log_every_steps: steps between the lines printed where the output is no terminal. None:
-            about 20 lines in a run. `metrics.jsonl` has every step whatever this says.
+        log_every_steps: steps between printed lines if the output is not a terminal. None: about 20
+            lines in a run. `metrics.jsonl` has every step in any case.
         max_checkpoints_to_keep: older checkpoints are deleted; 2 or more, for the newest may prove
             damaged.
         keep_checkpoint_every_steps: checkpoints of multiples of this many steps are kept besides.
-        save_retries: how often a save that failed (a full disk) is tried again, a minute apart,
-            before training ends. 0: it ends at once.
-        save_non_finite: save a state although a weight or slot is not finite. False: an error.
+        save_retries: how often a failed save (a full disk) is tried again, a minute apart, before
+            training ends.
+        save_non_finite: save a state with a weight or slot that is not finite. False: an error.
         accept_changed_data: names in the fingerprint of the training data, such as "seed" or
             "corpus.sha256", that may differ from the checkpoint's.
         max_eval_batches: batches of each dataset that an evaluation reads. None: all, one pass.
         eval_use_ema_states: evaluate with the moving averages of `Learner.ema_decay`.
         decode_use_ema_states: decode with them.
-        max_skipped_steps_in_a_row: training ends, with an error, after as many steps in a row whose
+        max_skipped_steps_in_a_row: training ends with an error after this many steps in a row whose
             loss or gradient was not finite or too large. None: never.
         debug_nans: run a step whose loss or gradient is not finite again, and name the first layer
-            with a non-finite output. Each step is waited for.
-        loss_spike_factor: a loss of more than this many times the median of the last 100, which is
-            above 0, is a spike. Lines of metrics.jsonl then have `is_loss_spike` and
-            `num_batches_left_out`. None: none is.
-        on_loss_spike: "report" it, or "roll_back": go back to the newest checkpoint from before,
-            or else to the start, and leave out the batch.
-        time_limit_seconds: training stops, as on SIGTERM, after as long; set it below the
+            with a non-finite output. The loop then waits for each step.
+        loss_spike_factor: a loss above this many times the median of the last 100, if that is
+            positive, is a spike. Lines of metrics.jsonl then have `is_loss_spike` and
+            `num_batches_left_out`. None: nothing is a spike.
+        on_loss_spike: "report" it, or "roll_back": go back to the newest checkpoint before it, or
+            to the start, and leave out the batch.
+        time_limit_seconds: training stops after so long, as on SIGTERM; set it below the
             scheduler's limit, and above what restoring and compiling take. None: never.
-        watchdog_seconds: the stack traces of all threads are reported when no step ends for as
+        watchdog_seconds: the stack traces of all threads are reported when no step ends for so
             long. None: never.
-        watchdog_exits: end the process then.
-        early_stopping: an `EarlyStopping`: training ends when a metric no longer gets better.
-        best_checkpoints: a `BestCheckpoints`: those best by a metric are kept besides the newest.
-        init_from_checkpoint_rules: `CheckpointLoadingRules` by the directory of a job, for weights
-            that do not start at random; of two that name a weight, the first wins.
+        watchdog_exits: then also end the process.
+        early_stopping: ends training when a metric no longer gets better.
+        best_checkpoints: keeps those best by a metric besides the newest.
+        init_from_checkpoint_rules: by the directory of a job, for weights that do not start at
+            random; of two rules that name a weight, the first wins.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -83,44 +84,35 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        change = "Change it in the experiment's run(), or with --set."
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            is_number = field.type in (int, int | None)
-            if not is_number or (value is None and field.type is not int):
+            if field.type not in (int, int | None) or (value is None and field.type is not int):
                 continue
-            least, most = _RANGES.get(field.name, (1, float("inf")))
-            if type(value) is not int or not least <= value <= most:
-                wanted = (
-                    f"a whole number, {least} or more"
-                    if most == float("inf")
-                    else f"a whole number from {least} to {most}"
-                )
-                absent = "" if field.type is int else ", or None"
-                raise ConfigError(
-                    f"run.{field.name}: found {value!r}, wanted {wanted}{absent}. Change it in the "
-                    f"experiment's run(), or with --set run.{field.name}=NUMBER."
-                )
+            least, most = _RANGES.get(field.name, (1, math.inf))
+            wanted = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+            absent = "" if field.type is int else ", or None"
+            require(
+                type(value) is int and least <= value <= most, f"run.{field.name}", value,
+                f"a whole number, {wanted}{absent}", change,
+            )
         factor = self.loss_spike_factor
-        if factor is not None and not (isinstance(factor, int | float) and factor > 1):
-            raise ConfigError(
-                f"run.loss_spike_factor: found {self.loss_spike_factor!r}, wanted a number above "
-                "1, or None. Change it in the experiment's run(), or with --set."
-            )
-        if self.on_loss_spike not in ("report", "roll_back"):
-            raise ConfigError(
-                f"run.on_loss_spike: found {self.on_loss_spike!r}, wanted 'report' or "
-                "'roll_back'. Change it in the experiment's run(), or with --set."
-            )
-        if self.on_loss_spike == "roll_back" and factor is None:
-            raise ConfigError(
-                "run.on_loss_spike is 'roll_back', but run.loss_spike_factor is None, so no loss "
-                "is a spike. Set it, for instance to 3.0."
-            )
-        if isinstance(self.accept_changed_data, str):
-            raise ConfigError(
-                f"run.accept_changed_data: found {self.accept_changed_data!r}, wanted names in "
-                "brackets: put it in brackets."
-            )
+        require(
+            factor is None or (isinstance(factor, int | float) and factor > 1),
+            "run.loss_spike_factor", factor, "a number above 1, or None", change,
+        )
+        require(
+            self.on_loss_spike in ("report", "roll_back"), "run.on_loss_spike", self.on_loss_spike,
+            "'report' or 'roll_back'", change,
+        )
+        require(
+            self.on_loss_spike == "report" or factor is not None, "run.loss_spike_factor", factor,
+            "a number, such as 3.0, where run.on_loss_spike is 'roll_back'", change,
+        )
+        require(
+            not isinstance(self.accept_changed_data, str), "run.accept_changed_data",
+            self.accept_changed_data, "names in brackets",
+        )
 
 
 _RANGES = {
@@ -128,6 +120,6 @@ _RANGES = {
     "seed": (0, 2**32 - 1),
     # The state counts steps and updates in int32.
     "num_train_steps": (1, 2**31 - 1),
-    "max_checkpoints_to_keep": (2, float("inf")),
-    "save_retries": (0, float("inf")),
+    "max_checkpoints_to_keep": (2, math.inf),
+    "save_retries": (0, math.inf),
 }

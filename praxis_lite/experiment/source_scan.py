@@ -13,7 +13,7 @@ from pathlib import Path
 _MOST_FILES = 1_000
 _MOST_BYTES = 2**22
 
-# Of Python's parser: no Python, NUL bytes, brackets too deep.
+# What Python's parser raises of other text, NUL bytes, and brackets too deep.
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 _MAY_REGISTER = re.compile(rb"^[ \t]*@(\w+\.)*register\b|\bregister as ", re.MULTILINE)
@@ -27,8 +27,8 @@ class Binding:
         name: `module.Name`.
         file: the source file.
         line: where the binding stands.
-        is_registered: whether the class has `@register`; None: not a class here, but imported or
-            assigned, and only the import can tell.
+        is_registered: True if the class has `@register`; None if the name is imported or assigned,
+            so that only the import can tell.
         summary: the first line of the docstring, or ''.
     """
 
@@ -40,7 +40,7 @@ class Binding:
 
 
 def exists(top: str) -> bool:
-    """Returns whether `top` is a module or package on sys.path. Imports nothing."""
+    """Returns True if `top` is a module or package on sys.path; imports nothing."""
     return bool(_roots(top))
 
 
@@ -53,7 +53,7 @@ def find(full: str) -> Binding | None:
         try:
             places = _places(file.read_bytes(), file, module)
         except _UNREADABLE:
-            # The import will show the fault better than words about names.
+            # The import shows the fault better than words about names.
             return Binding(full, file, 1, None, "")
         for place in places:
             if place.name == full:
@@ -93,7 +93,7 @@ def _roots(top: str) -> list[Path]:
 
 
 def _is_the_librarys(top: str, folder: Path) -> bool:
-    # In a checkout the folders of praxis_lite.tasks and .experiments can be seen from the top too.
+    # A checkout shows the folders of praxis_lite.tasks and .experiments at its top, too.
     within = Path(__file__).parents[1] / top
     return within.is_symlink() and within.resolve() == folder.resolve()
 
@@ -112,7 +112,7 @@ def _sources(top: str) -> Iterator[tuple[bytes, Path, str]]:
         files = _python_files(root) if root.is_dir() else iter([root])
         for file in itertools.islice(files, _MOST_FILES):
             parts = file.relative_to(root).with_suffix("").parts if root.is_dir() else ()
-            # A pipe would be waited for, and a link may lead to anything or nowhere.
+            # Reading a pipe would wait, and a link may lead anywhere.
             if not file.is_file() or file.stat().st_size > _MOST_BYTES:
                 continue
             if all(part.isidentifier() for part in parts):
@@ -121,7 +121,7 @@ def _sources(top: str) -> Iterator[tuple[bytes, Path, str]]:
 
 def _python_files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        # No package has such names below it, a virtual environment that lies in it does.
+        # A virtual environment within the package has folders with other names.
         folders[:] = sorted(one for one in folders if one.isidentifier())
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
@@ -153,7 +153,7 @@ def _places(source: bytes, file: Path, module: str) -> list[Binding]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements that run when the module does: not those in functions or classes."""
+    """Yields the statements that run with the module: not those in functions or classes."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):

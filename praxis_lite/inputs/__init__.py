@@ -1,7 +1,7 @@
 """Input pipelines and the text they read; each name below is imported when it is first used.
 
-`TextWindows` has two homes with the same constructor and the same batches: `tf_data.TextWindows`
-prefetches with tf.data, `numpy_data.TextWindows` runs where tensorflow is not installed.
+`TextWindows` is there twice, with the same constructor and the same batches: `tf_data.TextWindows`
+prefetches with tf.data, `numpy_data.TextWindows` runs without tensorflow.
 """
 
 import importlib

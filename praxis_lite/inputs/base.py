@@ -2,13 +2,12 @@
 
 import abc
 import itertools
-import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
     import jax
@@ -33,7 +32,7 @@ class InputPipeline(abc.ABC):
         """The batches in one pass, or None for a pipeline without end (training)."""
 
     def check(self) -> None:
-        """Reads what must be read. Raises ConfigError for what would fail later."""
+        """Reads what must be read; raises ConfigError for what would fail later."""
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
@@ -47,7 +46,7 @@ class InputPipeline(abc.ABC):
         """Returns batch `start`, `start + 1`, ..., or these rows of each.
 
         Args:
-            rows: from start to stop, of the batch_size rows of the global batch; None: all. A
+            rows: a slice of the batch_size rows of the global batch. None: all. A
                 process asks for those that its devices hold (`sharding.inputs.process_rows`).
 
         Raises:
@@ -59,41 +58,44 @@ class InputPipeline(abc.ABC):
         """Returns all that determines the batches, as JSON: settings, seed, hash of the data."""
 
     def nondeterminism(self) -> str | None:
-        """Returns why another run may see other batches, in a few words; None: it sees the same.
+        """Returns why another run may see other batches, in a few words, or None.
 
-        The first batch is made twice and compared: a pipeline that knows better says so.
+        The first batch is made twice and compared; override it to say more.
         """
         first, second = (next(self.batches(), {}) for _ in range(2))
         return difference(first, second)
 
     def baselines(self) -> dict[str, float]:
-        """Returns figures to hold an evaluation against, by name; none, unless overridden."""
+        """Returns figures to hold an evaluation against, by name; {} unless overridden."""
         return {}
 
     def class_name(self) -> str:
-        """Returns the class as fingerprints have it: with its module, but for the library's own.
+        """Returns the class's name in fingerprints: with its module, unless it is the library's.
 
-        Both homes of `TextWindows` are one, for their batches are; a subclass is another.
+        Both classes `TextWindows` have one name, for their batches are the same.
         """
         is_own = type(self).__module__.startswith("praxis_lite.inputs.")
         return ("" if is_own else f"{type(self).__module__}.") + type(self).__qualname__
 
+    def settings_fingerprint(self, *settings: str) -> dict[str, Any]:
+        """Returns the class's name and these attributes, or the fingerprints of these."""
+        values = {name: getattr(self, name) for name in settings}
+        return {"pipeline": self.class_name()} | {
+            name: one.fingerprint() if hasattr(one, "fingerprint") else one
+            for name, one in values.items()
+        }
+
     def require_at_least(self, minimum: int, *settings: str) -> None:
-        """Raises ConfigError for the first of these settings that is no integer >= minimum."""
+        """Raises ConfigError unless each of these attributes is an integer >= minimum."""
         for setting in settings:
             value = getattr(self, setting)
-            try:
-                good = operator.index(value) >= minimum
-            except TypeError:
-                good = False
-            if not good:
-                raise ConfigError(
-                    f"{type(self).__name__}: {setting} is {value!r}; it must be a whole number, "
-                    f"{minimum} or more."
-                )
+            require(
+                hasattr(value, "__index__") and value >= minimum,
+                f"{type(self).__name__}.{setting}", value, f"a whole number, {minimum} or more",
+            )
 
     def whole_or(self, rows: slice | None) -> slice:
-        """Returns `rows`, or all rows of the batch where they are None."""
+        """Returns `rows`, or all rows of the batch for None."""
         return slice(0, self.batch_size) if rows is None else rows
 
 
@@ -104,14 +106,10 @@ class IndexedPipeline(InputPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         """Returns these rows (start to stop) of the global batch `index`."""
 
-    def nondeterminism(self) -> str | None:
-        rows = slice(0, self.batch_size)
-        return difference(self.rows(0, rows), self.rows(0, rows))
-
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        # Checks now, not at the first next(): the function that does so is no generator.
+        # Not a generator, so that it checks now and not at the first next().
         self.check()
         rows, end = self.whole_or(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)
@@ -121,9 +119,9 @@ class IndexedPipeline(InputPipeline):
 def difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Returns what differs between two makings of one batch."""
+    """Returns what differs between a batch and the same made again, or None."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-        return None  # No batch at all, which is said where it is read.
+        return None  # The user's mistake, which is reported where batches are read.
     for name, leaf in first.items():
         if name not in second or np.asarray(leaf).tobytes() != np.asarray(second[name]).tobytes():
             return f"the first batch, made twice, differs in {name!r}"

@@ -1,4 +1,4 @@
-"""Batches as the loops read them: their shapes as promised, their ids known, their NaNs found."""
+"""Batches as the loops read them: with the promised shapes and known ids, and NaNs reported."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.leaves import narrow_dtype
 
@@ -21,7 +21,7 @@ def checked_batches(
       name: of the dataset, for the error: "datasets.train".
 
     Raises:
-      ConfigError: a batch is of other names, shapes or dtypes than `element_spec` says; names it.
+      ConfigError: a batch has other names, shapes or dtypes than `element_spec` says; names it.
     """
     spec = checked_spec(pipeline, name)
     num_rows = None if rows is None else rows.stop - rows.start
@@ -40,17 +40,14 @@ def checked_batches(
 
 
 def check_members(pipeline: InputPipeline, name: str) -> None:
-    """Checks what a pipeline of the user's own may have of another kind than `InputPipeline` says.
+    """Checks that a user's own pipeline has the members of `InputPipeline`.
 
     Raises:
-      ConfigError: it has no batch_size, num_batches is no number, or `batches` takes others
-        arguments; names the dataset.
+      ConfigError: it has no batch_size, or `batches` takes other arguments; names the dataset.
     """
     owner = f"{name}: {pipeline.class_name()}"
     if not hasattr(pipeline, "batch_size"):
-        raise ConfigError(
-            f"{owner} has no batch_size, the rows of a global batch. Set it in __init__."
-        )
+        raise ConfigError(f"{owner} has no batch_size, the rows of a batch. Set it in __init__.")
     try:
         inspect.signature(pipeline.batches).bind(start=0, rows=None)
     except TypeError as error:
@@ -64,35 +61,30 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
     """Returns the pipeline's `element_spec`.
 
     Raises:
-      ConfigError: it is no dict of shapes and dtypes, or num_batches is no number; names the
-        dataset.
+      ConfigError: it is not a dict of shapes and dtypes, or num_batches is neither a number nor
+        None; names the dataset.
     """
     owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
-    if num_batches is not None and not isinstance(num_batches, int | np.integer):
-        raise ConfigError(
-            f"{owner}.num_batches is {_found(num_batches)}; wanted is a property: a whole number "
-            "of batches in one pass, or None for a pipeline without end."
-        )
+    require(
+        num_batches is None or isinstance(num_batches, int | np.integer), f"{owner}.num_batches",
+        num_batches, "a property: the number of batches in one pass, or None for no end",
+    )
     spec = pipeline.element_spec()
-    leaves = _leaves(spec)
-    if not isinstance(spec, Mapping) or not leaves or not all(
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves.values()
-    ):
-        raise ConfigError(
-            f"{owner}.element_spec returns {shown(repr(spec), 200)}; wanted is a "
-            "jax.ShapeDtypeStruct for each name, such as praxis_lite.inputs.base.spec_of(x=((32, "
-            "5), np.float32))."
-        )
+    leaves = _leaves(spec).values()
+    require(
+        isinstance(spec, Mapping) and leaves
+        and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves),
+        f"{owner}.element_spec()", spec, "a jax.ShapeDtypeStruct for each name",
+        "Return for instance praxis_lite.inputs.base.spec_of(x=((32, 5), np.float32)).",
+    )
     return spec
 
 
 def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
-    """Returns which leaves of a host batch hold NaN or infinity, and in which rows.
-
-    None if all its numbers are finite.
+    """Returns which leaves of a host batch hold NaN or infinity, and in which rows, or None.
 
     Args:
-      first_row: of the global batch, which the batch's first row is.
+      first_row: the number in the global batch of the batch's first row.
     """
     words = []
     for path, leaf in _leaves(batch).items():
@@ -158,15 +150,14 @@ def check_ids(
 ) -> None:
     """Checks that the integers of a batch are ids that its model has.
 
-    An id that is too large is refused wherever it stands, for an embedding makes NaN of it, which
-    spreads. Labels, and negative ids, count only where `weights` are above 0: such a label
-    changes nothing, and a negative id is a padding's.
+    An id that is too large is always refused, for an embedding makes NaN of it, which spreads.
+    Labels and negative ids are checked only where `weights` are above 0: others are padding.
 
     Args:
       inputs: the rows that this process has of a batch, as NumPy arrays.
       sizes: how many ids there are, by the leaf's name (`Task.num_ids`).
       where: the dataset and the batch, for the message.
-      first_row: which row of the whole batch the first one here is.
+      first_row: the number in the whole batch of the first row here.
 
     Raises:
       ConfigError: names the dataset, the row and the value.

@@ -22,7 +22,7 @@ from praxis_lite.inputs.tf.tf_determinism import why_nondeterministic
 if TYPE_CHECKING:
     import jax
 
-# What saves the counting, and ends it where there is no end.
+# What to do instead of counting.
 _INSTEAD = "num_batches=NUMBER saves this, and .repeat() makes it endless for training"
 _SECONDS_BETWEEN_COUNTS = 10.0
 _NUM_COMPARED = 2  # Batches: the first with a full shuffle buffer, and the order after it.
@@ -31,19 +31,18 @@ _NUM_COMPARED = 2  # Batches: the first with a full shuffle buffer, and the orde
 class FromDataset(InputPipeline):
     """Batches of a tf.data.Dataset that a function of yours makes, from dicts of tensors.
 
-    The function is called anew whenever batches are asked for, after `tf.random.set_seed(seed)`:
-    shuffles and other random operations without a seed of their own follow this one. tf.data keeps
-    the order of parallel operations, so the batches are the same in every run, but where the
-    dataset says otherwise: then `nondeterminism` says why, and the job does when it starts.
+    The function is called whenever batches are asked for, after `tf.random.set_seed(seed)`, which
+    all random operations without a seed of their own follow. tf.data keeps the order of parallel
+    operations, so the batches are the same in every run unless the dataset's options say
+    otherwise: then `nondeterminism` says why, and so does the job when it starts.
 
     Batch k is found by reading on from the first: a job that resumes at step k first makes k
     batches (a line says so). Every process makes the whole batch and takes its rows.
 
     The fingerprint has the function's full name, its arguments, the settings, the number of
-    examples, and a hash of the first two batches: files that come or go are noticed where they
-    change one of these. Where the data lies is no part, unless an argument says it.
+    examples, and a hash of the first two batches. It has no paths but those among the arguments.
 
-    `weights` of ones are added where there are none, a weight per label or else per row; numbers of
+    `weights` of ones are added if there are none, a weight per label or else per row; numbers of
     64 bits become 32; a last batch that is not full ends in zero rows.
 
     Args:
@@ -51,10 +50,9 @@ class FromDataset(InputPipeline):
             `fdl.Partial(make_dataset, split="train")`.
         batch_size: rows of the global batch.
         seed: of all that is random in the dataset.
-        is_batched: the dataset's elements are not examples but whole global batches.
-        num_batches: of one pass, where it is not to be all of the dataset. None: as many as the
-            dataset has. Where it cannot tell (TFRecord files, filters) they are counted, which
-            reads it once at each launch.
+        is_batched: the dataset's elements are whole global batches, not examples.
+        num_batches: of one pass. None: as many as the dataset has; if it cannot tell (TFRecord
+            files, filters), they are counted, which reads it once at each launch.
     """
 
     def __init__(
@@ -66,11 +64,8 @@ class FromDataset(InputPipeline):
         is_batched: bool = False,
         num_batches: int | None = None,
     ):
-        self.make_dataset = make_dataset
-        self.batch_size = batch_size
-        self.seed = seed
-        self.is_batched = is_batched
-        self._wanted_batches = num_batches
+        self.make_dataset, self.batch_size, self.seed = make_dataset, batch_size, seed
+        self.is_batched, self._wanted_batches = is_batched, num_batches
 
     def check(self) -> None:
         super().check()
@@ -128,11 +123,10 @@ class FromDataset(InputPipeline):
             dataset = dataset.take(self._wanted_batches)
         dataset = dataset.skip(start).prefetch(2)
         if not dataset.options().threading.private_threadpool_size:
-            # Else parallel calls share the two threads that tensorflow is kept to.
+            # Otherwise parallel calls share the two threads that tensorflow is kept to.
             options = type(dataset.options())()
             options.threading.private_threadpool_size = os.cpu_count()
             dataset = dataset.with_options(options)
-        num_made = start
         num_made = start
         for batch in self._read(dataset.as_numpy_iterator()):
             num_made += 1
@@ -141,7 +135,7 @@ class FromDataset(InputPipeline):
             raise self._has_fewer("ended after", num_made)
 
     def _read(self, elements: Iterator[Any]) -> Iterator[Any]:
-        """Yields the elements; what tensorflow cannot read is a ConfigError."""
+        """Yields the elements; raises ConfigError for what tensorflow cannot read."""
         try:
             yield from elements
         except self._tf.errors.OpError as error:
@@ -154,7 +148,7 @@ class FromDataset(InputPipeline):
     def _has_fewer(self, verb: str, num_found: int) -> ConfigError:
         return ConfigError(
             f"FromDataset: {self._name} {verb} {num_found} batches, but num_batches is "
-            f"{self._wanted_batches}. Lower it, or leave it out: then they are counted."
+            f"{self._wanted_batches}. Lower it, or leave it out, and they are counted."
         )
 
     def _filled(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -176,28 +170,20 @@ class FromDataset(InputPipeline):
 
     def fingerprint(self) -> dict[str, Any]:
         reason, digest = self._examined
-        return {
-            "pipeline": self.class_name(),
+        is_counted = self._wanted_batches is None
+        return self.settings_fingerprint("batch_size", "seed", "is_batched") | {
             "make_dataset": _described(self.make_dataset),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "is_batched": self.is_batched,
-            **self._size,
+            **({"num_elements": self._num_elements} if is_counted
+               else {"num_batches": self._wanted_batches}),
             "first_batches_sha256": "not deterministic" if reason else digest,
         }
-
-    @property
-    def _size(self) -> dict[str, int | None]:
-        if self._wanted_batches is not None:
-            return {"num_batches": self._wanted_batches}
-        return {"num_elements": self._num_elements}
 
     def nondeterminism(self) -> str | None:
         return self._examined[0]
 
     @functools.cached_property
     def _examined(self) -> tuple[str | None, str]:
-        """Why batches may differ between runs, by the graph and by trying; the first ones' hash."""
+        """Why batches may differ between runs, by the graph and by trying, and a hash of two."""
         first, again = (
             list(itertools.islice(self._from(0, self.whole_or(None)), _NUM_COMPARED))
             for _ in range(2)
@@ -208,7 +194,7 @@ class FromDataset(InputPipeline):
 
     @functools.cached_property
     def _dataset(self) -> Any:
-        """One to look at: a second pass over a dataset is shuffled in another way."""
+        """A dataset to examine: a second pass over one is shuffled in another way."""
         return self._made()
 
     @property
@@ -218,7 +204,6 @@ class FromDataset(InputPipeline):
     def _made(self) -> Any:
         self._tf.random.set_seed(self.seed)
         with warnings.catch_warnings():
-            # That the seed is used inside functions is what is wanted.
             warnings.filterwarnings("ignore", "Seed .* from outer graph", UserWarning)
             dataset = self.make_dataset()
         if not isinstance(dataset, self._tf.data.Dataset):
@@ -230,7 +215,7 @@ class FromDataset(InputPipeline):
 
     @functools.cached_property
     def _num_elements(self) -> int | None:
-        """The dataset's elements; None: without end."""
+        """The number of the dataset's elements, or None if it has no end."""
         found = int(self._dataset.cardinality())
         if found == self._tf.data.UNKNOWN_CARDINALITY:
             found = self._counted()
@@ -239,7 +224,7 @@ class FromDataset(InputPipeline):
         return None if found == self._tf.data.INFINITE_CARDINALITY else found
 
     def _counted(self) -> int:
-        """Returns the elements of one pass, which tf.data cannot tell without reading them."""
+        """Returns the number of elements of one pass, after reading them all."""
         _log.info("counting the elements of %s, once through: %s", self._name, _INSTEAD)
         found, said_at = 0, time.monotonic()
         for _ in self._read(iter(self._dataset)):
@@ -272,7 +257,7 @@ class FromDataset(InputPipeline):
 
 
 def _described(value: Any) -> Any:
-    """Returns a function with its arguments, or one of them, as JSON that is the same next time."""
+    """Returns a function with its arguments, or one argument, as JSON alike in every process."""
     if isinstance(value, functools.partial):
         arguments = {str(n): _described(one) for n, one in enumerate(value.args)}
         arguments |= {name: _described(one) for name, one in value.keywords.items()}

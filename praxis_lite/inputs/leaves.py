@@ -1,4 +1,4 @@
-"""What a user's arrays become in a batch: numbers of at most 32 bits, with weights."""
+"""A user's arrays as they stand in a batch: numbers of at most 32 bits, with weights."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from praxis_lite.errors import ConfigError
 
 
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns `leaves` with `weights`: where absent ones, a label each, or a row each."""
+    """Returns `leaves` with `weights`: if absent, ones per label, or per row without labels."""
     if "weights" in leaves:
         return dict(leaves)
     shape = leaves["labels"].shape if "labels" in leaves else next(iter(leaves.values())).shape[:1]
@@ -21,11 +21,7 @@ def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
     Raises:
         ConfigError: it holds no numbers, or integers too large; names the pipeline `owner`.
     """
-    if leaf.dtype.kind in "OSUMm":
-        raise ConfigError(
-            f"{owner}: the array {name!r} holds {leaf.dtype}; numbers were wanted. Encode it as "
-            f"integers or floats, or leave it out."
-        )
+    require_numbers(owner, name, leaf)
     dtype = narrow_dtype(leaf.dtype)
     if dtype == leaf.dtype:
         return leaf
@@ -37,6 +33,15 @@ def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
                 f"{leaf.max()}, which {bounds.dtype} cannot hold. Scale them, or give floats."
             )
     return leaf.astype(dtype)
+
+
+def require_numbers(owner: str, name: str, leaf: np.ndarray) -> None:
+    """Raises ConfigError, which names the pipeline `owner`, if a leaf holds no numbers."""
+    if leaf.dtype.kind in "OSUMm":
+        raise ConfigError(
+            f"{owner}: the array {name!r} holds {leaf.dtype}; numbers were wanted. Encode it as "
+            "integers or floats, or leave it out."
+        )
 
 
 def narrow_dtype(dtype: np.dtype) -> np.dtype:

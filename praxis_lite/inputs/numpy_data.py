@@ -1,5 +1,6 @@
 """Pipelines that need NumPy alone: windows of text, arrays in memory, a synthetic language."""
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
 from praxis_lite.inputs.leaves import narrow, with_weights
 from praxis_lite.inputs.shuffle import random_bits, shuffled
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import jax
 
 
+@dataclasses.dataclass(eq=False)
 class TextWindows(IndexedPipeline):
     """Windows of a corpus for a language model: `ids`, `labels` (the next tokens), `weights`.
 
@@ -29,24 +31,14 @@ class TextWindows(IndexedPipeline):
             overlap, and all but the last `stride` labels are context with weight 0.
     """
 
-    def __init__(
-        self,
-        corpus: TextCorpus,
-        split: str,
-        batch_size: int,
-        seq_len: int,
-        seed: int = 0,
-        *,
-        shuffle: bool,
-        stride: int | None = None,
-    ):
-        self.corpus = corpus
-        self.split = split
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.seed = seed
-        self.shuffle = shuffle
-        self.stride = stride
+    corpus: TextCorpus
+    split: str
+    batch_size: int
+    seq_len: int
+    seed: int = 0
+    _: dataclasses.KW_ONLY
+    shuffle: bool
+    stride: int | None = None
 
     def check(self) -> None:
         super().check()
@@ -54,18 +46,17 @@ class TextWindows(IndexedPipeline):
         self.require_at_least(0, "seed")
         if self.stride is not None:
             self.require_at_least(1, "stride")
-            if self.shuffle or self.stride > self.seq_len:
-                raise ConfigError(
-                    f"TextWindows: stride is {self.stride} with seq_len {self.seq_len} and shuffle "
-                    f"{self.shuffle}; a stride is for shuffle=False and at most seq_len, or some "
-                    f"labels would be left out. Lower it, or set it to None."
-                )
-        num_labels = len(self.corpus.tokens(self.split)) - 1
-        if self.shuffle and self.seq_len > num_labels:
-            raise ConfigError(
-                f"TextWindows: seq_len is {self.seq_len}, but the {self.split!r} split has only "
-                f"{num_labels} tokens to predict. Lower seq_len or give more text."
+            require(
+                not self.shuffle and self.stride <= self.seq_len, "TextWindows.stride", self.stride,
+                "None with shuffle=True, and else at most seq_len, or some labels would be left "
+                f"out; seq_len is {self.seq_len}, shuffle {self.shuffle}",
             )
+        num_labels = len(self.corpus.tokens(self.split)) - 1
+        require(
+            not self.shuffle or self.seq_len <= num_labels, "TextWindows.seq_len", self.seq_len,
+            f"at most the {num_labels} tokens to predict of the {self.split!r} split",
+            "Lower seq_len or give more text.",
+        )
 
     @functools.cached_property
     def index(self) -> TrainingWindows | EvaluationWindows:
@@ -102,42 +93,29 @@ class TextWindows(IndexedPipeline):
         return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
     def fingerprint(self) -> dict[str, Any]:
-        # One for both homes of the class: their batches are the same bits.
-        return {
-            "pipeline": self.class_name(),
-            "corpus": self.corpus.fingerprint(),
-            "split": self.split,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "stride": self.stride,
-        }
+        # The same for tf_data.TextWindows, whose batches are the same bits.
+        return self.settings_fingerprint(
+            "corpus", "split", "batch_size", "seq_len", "seed", "shuffle", "stride"
+        )
 
 
+@dataclasses.dataclass(eq=False)
 class InMemory(IndexedPipeline):
     """Rows of arrays that share their first dimension.
 
-    Without a `weights` array one of ones is added, of the shape of `labels` where there is one
-    (a weight per label), else one per row. 64-bit numbers become 32-bit, as JAX would make them.
+    Without a `weights` array, ones are added: a weight per label, or per row without `labels`.
+    64-bit numbers become 32-bit, as JAX would make them.
 
     Args:
         arrays: the leaves by name, or a callable that returns them, called when first needed.
         shuffle: True for endless batches in an order redrawn every epoch; False for one pass.
     """
 
-    def __init__(
-        self,
-        arrays: Mapping[str, np.ndarray] | Callable[[], Mapping[str, np.ndarray]],
-        batch_size: int,
-        seed: int = 0,
-        *,
-        shuffle: bool,
-    ):
-        self.arrays = arrays
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
+    arrays: Mapping[str, np.ndarray] | Callable[[], Mapping[str, np.ndarray]]
+    batch_size: int
+    seed: int = 0
+    _: dataclasses.KW_ONLY
+    shuffle: bool
 
     def check(self) -> None:
         super().check()
@@ -146,30 +124,26 @@ class InMemory(IndexedPipeline):
 
     @functools.cached_property
     def leaves(self) -> dict[str, np.ndarray]:
-        """The arrays with their weights. Raises ConfigError where the leaves disagree."""
+        """The arrays with their weights. Raises ConfigError if their first dims differ."""
         given = self.arrays() if callable(self.arrays) else self.arrays
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"InMemory: the arrays are a {type(given).__name__}; wanted is a dict of arrays by "
-                "name, such as {'ids': ..., 'labels': ...}."
-            )
+        require(
+            isinstance(given, Mapping) and all(isinstance(name, str) for name in given),
+            "InMemory.arrays", list(given) if isinstance(given, Mapping) else type(given),
+            "a dict of arrays by name, such as {'ids': ..., 'labels': ...}",
+        )
         leaves = {}
         for name, leaf in given.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"InMemory: the array {name!r} has no name; wanted is a str.")
             try:
-                leaves[name] = narrow("InMemory", name, np.asarray(leaf))
+                array = np.asarray(leaf)
             except ValueError as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(f"InMemory: the array {name!r} is none: {error}") from None
-        num_rows = {len(leaf) if leaf.ndim else None for leaf in leaves.values()}
-        if len(num_rows) != 1 or num_rows & {None, 0}:
-            shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves.items())
-            raise ConfigError(
-                f"InMemory: the arrays are {shapes or 'none at all'}; all must have the same "
-                f"first dimension, 1 or more: the number of examples. Change the arrays."
-            )
+                raise ConfigError(f"InMemory: {name!r} is not an array: {error}") from None
+            leaves[name] = narrow("InMemory", name, array)
+        num_rows = {len(leaf) if leaf.ndim else 0 for leaf in leaves.values()}
+        require(
+            len(num_rows) == 1 and 0 not in num_rows, "InMemory.arrays",
+            {name: leaf.shape for name, leaf in leaves.items()},
+            "arrays with the same first dimension, 1 or more: the number of examples",
+        )
         return with_weights(leaves)
 
     @property
@@ -199,16 +173,11 @@ class InMemory(IndexedPipeline):
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
-        return {
-            "pipeline": self.class_name(),
-            "sha256": self._sha256,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        return self.settings_fingerprint("sha256", "batch_size", "seed", "shuffle")
 
     @functools.cached_property
-    def _sha256(self) -> str:
+    def sha256(self) -> str:
+        """The hash of all names and numbers."""
         digest = hashlib.sha256()
         for name, leaf in sorted(self.leaves.items()):
             digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode())
@@ -219,8 +188,8 @@ class InMemory(IndexedPipeline):
 class SyntheticLm(IndexedPipeline):
     """A made-up language without a file: runs that count upwards, modulo the vocabulary.
 
-    After each token comes its successor with probability 7/8, and a token drawn anew with 1/8. A
-    model that has learnt it has a loss of about 0.38 + ln(vocab_size) / 8, chance ln(vocab_size).
+    A token is followed by its successor with probability 7/8, and by a random one with 1/8. A model
+    that has learnt it has a loss of about 0.38 + ln(vocab_size) / 8; chance is ln(vocab_size).
 
     Args:
         num_batches: None for endless training batches; a number for one pass of that many.
@@ -234,11 +203,8 @@ class SyntheticLm(IndexedPipeline):
         seed: int = 0,
         num_batches: int | None = None,
     ):
-        self.vocab_size = vocab_size
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.seed = seed
-        self._num_batches = num_batches
+        self.vocab_size, self.batch_size, self.seq_len = vocab_size, batch_size, seq_len
+        self.seed, self._num_batches = seed, num_batches
 
     @property
     def num_batches(self) -> int | None:
@@ -257,10 +223,10 @@ class SyntheticLm(IndexedPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size, rows.stop - rows.start
         length = self.seq_len + 1
-        # Each row has random bits of its own: a host draws only what it needs.
-        bits = np.empty((count, length), np.uint64)
-        for row in range(count):
-            bits[row] = random_bits(self.seed, first + rows.start + row, length)
+        # Each row has random bits of its own, so that a host draws only what it needs.
+        numbers = range(first + rows.start, first + rows.stop)
+        bits = np.array([random_bits(self.seed, row, length) for row in numbers], np.uint64)
+        bits = bits.reshape(count, length)  # Of no rows, too.
         times = np.arange(length)
         is_new = (bits & np.uint64(7) == 0) | (times == 0)
         run_start = np.maximum.accumulate(np.where(is_new, times, 0), axis=1)
@@ -271,11 +237,6 @@ class SyntheticLm(IndexedPipeline):
         return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
     def fingerprint(self) -> dict[str, Any]:
-        return {
-            "pipeline": self.class_name(),
-            "vocab_size": self.vocab_size,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-            "num_batches": self.num_batches,
-        }
+        return self.settings_fingerprint(
+            "vocab_size", "batch_size", "seq_len", "seed", "num_batches"
+        )

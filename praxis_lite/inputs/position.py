@@ -16,7 +16,7 @@ class DataPosition:
     """Which batch comes next.
 
     Attributes:
-      next_batch: the index of the batch of the next step.
+      next_batch: the index of the next step's batch.
       skipped: indices of batches that are left out, in order.
     """
 

@@ -1,11 +1,12 @@
 """Ragged prompts out of a corpus, for a model to continue."""
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import require
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.shuffle import epoch_order, random_bits
 from praxis_lite.inputs.text import ByteTokenizer, TextCorpus
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import jax
 
 
+@dataclasses.dataclass(eq=False)
 class TextPrompts(IndexedPipeline):
     """One pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
 
@@ -23,35 +25,26 @@ class TextPrompts(IndexedPipeline):
     Rows beyond num_prompts have prefix length and weight 0.
     """
 
-    def __init__(
-        self,
-        corpus: TextCorpus,
-        split: str,
-        batch_size: int,
-        num_prompts: int,
-        min_prompt_bytes: int,
-        max_prompt_bytes: int,
-        seed: int = 0,
-    ):
-        self.corpus = corpus
-        self.split = split
-        self.batch_size = batch_size
-        self.num_prompts = num_prompts
-        self.min_prompt_bytes = min_prompt_bytes
-        self.max_prompt_bytes = max_prompt_bytes
-        self.seed = seed
+    corpus: TextCorpus
+    split: str
+    batch_size: int
+    num_prompts: int
+    min_prompt_bytes: int
+    max_prompt_bytes: int
+    seed: int = 0
 
     def check(self) -> None:
         super().check()
         self.require_at_least(1, "num_prompts", "min_prompt_bytes")
         self.require_at_least(0, "seed")
         self.require_at_least(self.min_prompt_bytes, "max_prompt_bytes")
-        if len(self._long_enough) < self.num_prompts:
-            raise ConfigError(
-                f"TextPrompts: num_prompts is {self.num_prompts}, but the {self.split!r} split has "
-                f"only {len(self._long_enough)} documents of more than {self.min_prompt_bytes} "
-                f"bytes. Lower num_prompts or min_prompt_bytes, or give more text."
-            )
+        most = len(self._long_enough)
+        require(
+            self.num_prompts <= most, "TextPrompts.num_prompts", self.num_prompts,
+            f"{most} at most, for the {self.split!r} split has no more documents of more than "
+            f"{self.min_prompt_bytes} bytes",
+            "Lower num_prompts or min_prompt_bytes, or give more text.",
+        )
 
     @property
     def num_batches(self) -> int:
@@ -77,16 +70,10 @@ class TextPrompts(IndexedPipeline):
         return {"ids": ids, "prefix_lengths": lengths, "weights": (lengths > 0).astype(np.float32)}
 
     def fingerprint(self) -> dict[str, Any]:
-        return {
-            "pipeline": self.class_name(),
-            "corpus": self.corpus.fingerprint(),
-            "split": self.split,
-            "batch_size": self.batch_size,
-            "num_prompts": self.num_prompts,
-            "min_prompt_bytes": self.min_prompt_bytes,
-            "max_prompt_bytes": self.max_prompt_bytes,
-            "seed": self.seed,
-        }
+        return self.settings_fingerprint(
+            "corpus", "split", "batch_size", "num_prompts", "min_prompt_bytes",
+            "max_prompt_bytes", "seed",
+        )
 
     @functools.cached_property
     def _long_enough(self) -> list[bytes]:

@@ -3,13 +3,12 @@
 import functools
 import gzip
 import hashlib
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.inputs.text_files import BLOCK_BYTES, matching_files, read_documents
 
 SPLITS = ("train", "heldout")
@@ -30,8 +29,8 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text before the first EOS.
 
-        So a prompt that begins with EOS decodes from its second id on. What is no UTF-8, or no
-        byte (a model's vocabulary may be larger), shows as U+FFFD.
+        So a prompt that begins with EOS decodes from its second id on. Invalid UTF-8, and ids above
+        256, which a model's vocabulary may have, show as U+FFFD.
         """
         data = bytearray()
         for token in ids:
@@ -62,8 +61,8 @@ class TextCorpus:
     The rule: the last two decimal digits of sha256(name), read backwards, are below
     heldout_percent; at 10 that is `sha256(name) % 10 == 0`. It depends on nothing but the name, so
     adding documents moves none of the others to the other side. A paragraph that also stands in a
-    held-out document is left out of training (the language reference repeats itself: 19% of the
-    held-out text would else have been seen), so the held-out figure is of unseen text.
+    held-out document is left out of training: the language reference repeats itself, and 19% of
+    the held-out text would otherwise have been seen.
 
     Args:
         files: globs of text files, separated by commas; `**` and `~` work. Each file is cut, at
@@ -83,11 +82,8 @@ class TextCorpus:
             ConfigError: another split; no documents in it; files that are missing, empty or
                 unreadable.
         """
-        if split not in SPLITS:
-            raise ConfigError(
-                f"TextCorpus: split is {split!r}; there are {' and '.join(map(repr, SPLITS))}."
-                f"{did_you_mean(str(split), SPLITS)}"
-            )
+        hint = did_you_mean(str(split), SPLITS).strip()
+        require(split in SPLITS, "The split of a TextCorpus", split, "'train' or 'heldout'", hint)
         documents = self._splits[split]
         if not documents:
             total = sum(map(len, self._splits.values()))
@@ -120,15 +116,14 @@ class TextCorpus:
     def gzip_bits_per_byte(self, split: str) -> float:
         """Returns what `gzip -9` needs for the split, in bits per label of the stream.
 
-        It compresses the documents, each followed by a zero byte in the place of EOS. The
-        divisor is thus bytes + documents, the same as of a model's mean loss over `tokens`:
-        loss / ln 2 compares with this figure.
+        It compresses the documents, each followed by a zero byte for EOS. A model's mean loss over
+        `tokens` has the same divisor, bytes + documents: loss / ln 2 compares with this figure.
         """
         data = b"".join(text + b"\0" for _, text in self.documents(split))
         return 8 * len(gzip.compress(data, compresslevel=9, mtime=0)) / len(data)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the hash of all names and texts with the split; where they lie is no part."""
+        """Returns the hash of all names and texts with their splits, but not of paths."""
         return dict(self._fingerprint)
 
     @functools.cached_property
@@ -145,15 +140,11 @@ class TextCorpus:
 
     @functools.cached_property
     def _splits(self) -> dict[str, list[tuple[str, bytes]]]:
-        try:
-            in_range = 0 <= operator.index(self.heldout_percent) <= 100
-        except TypeError:
-            in_range = False
-        if not in_range:
-            raise ConfigError(
-                f"TextCorpus: heldout_percent is {self.heldout_percent!r}; it must be a whole "
-                f"number from 0 to 100."
-            )
+        percent = self.heldout_percent
+        require(
+            hasattr(percent, "__index__") and 0 <= percent <= 100, "TextCorpus.heldout_percent",
+            percent, "a whole number from 0 to 100",
+        )
         splits: dict[str, list[tuple[str, bytes]]] = {split: [] for split in SPLITS}
         for name, text in self._read():
             held_out = _place(name) < self.heldout_percent

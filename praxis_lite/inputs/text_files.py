@@ -17,8 +17,8 @@ def matching_files(patterns: str) -> list[str]:
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     if not wanted:
         raise ConfigError(
-            f"TextCorpus: files is {patterns!r}, which names no file. Give a path or a glob, or "
-            f"None for the Python language reference."
+            f"TextCorpus.files is {patterns!r}, which names no file. Give a path or a glob, or "
+            "None for the Python language reference."
         )
     return sorted({path for pattern in wanted for path in _files_of(pattern)})
 

@@ -12,10 +12,9 @@ _PREFETCHED_BATCHES = 2
 
 
 class TextWindows(numpy_data.TextWindows):
-    """`numpy_data.TextWindows`, settings and batches alike to the bit, made ahead by tf.data.
+    """`numpy_data.TextWindows`, with the same settings and the same bits, prefetched by tf.data.
 
-    The position of every token comes from the one index arithmetic, `windows.py`; tf.data gathers
-    the tokens and prefetches. tensorflow is imported when the first batch is asked for.
+    tensorflow is imported when the first batch is asked for.
     """
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 A stream is `EOS doc EOS doc ... EOS`: `num_labels + 1` tokens, of which all but the first are
 labels. Both kinds of windows give, for `count` windows from number `first` on,
-    positions int64[count, seq_len + 1]: which tokens, `filler_position` where there is none,
+    positions int64[count, seq_len + 1]: which tokens, `filler_position` for a filler,
     weights float32[count, seq_len]: of the labels, which are the tokens but the first.
 """
 

@@ -1,4 +1,4 @@
-"""One worker process: makes its share of the batches, and outlives neither them nor its parent."""
+"""One worker process: makes its share of the batches, and ends with them or with its parent."""
 
 import contextlib
 import itertools
@@ -18,12 +18,13 @@ import numpy as np
 from praxis_lite.config.user_lines import ElsewhereError, described
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.leaves import require_numbers
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def share(first: int, stride: int, end: int | None) -> Iterable[int]:
-    """Returns the indices first, first + stride, ... below `end`; None: without end."""
+    """Returns the indices first, first + stride, ... below `end`, or without end for None."""
     return itertools.count(first, stride) if end is None else range(first, end, stride)
 
 
@@ -42,10 +43,9 @@ class WorkerProcess:
         self._process = context.Process(
             target=_work, args=(orders, batches, num_prefetched), name=name, daemon=True
         )
-        # Else the first start would do it, and unblock the signals.
+        # Otherwise the first start would do it, and unblock the signals.
         resource_tracker.ensure_running()
-        # Blocked while it starts, so that a Ctrl-C to all processes never meets a worker that
-        # does not ignore it yet; a child inherits the mask.
+        # A child inherits the mask: a Ctrl-C must not reach a worker that does not ignore it yet.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self._process.start()
@@ -59,7 +59,7 @@ class WorkerProcess:
     def begin(
         self, pipeline: IndexedPipeline, mine: tuple[int, int, int | None], rows: slice
     ) -> None:
-        """Has it make these rows of the batches `share(*mine)`.
+        """Tells it to make these rows of the batches `share(*mine)`.
 
         Raises:
             ConfigError: the pipeline cannot be sent, or the process has ended.
@@ -77,7 +77,7 @@ class WorkerProcess:
             ) from error
 
     def batch(self, index: int) -> dict[str, np.ndarray]:
-        """Returns its next batch, which is `index`; waits for it.
+        """Waits for its next batch, which is `index`, and returns it.
 
         Raises:
             ConfigError: the process was killed, or met a ConfigError.
@@ -108,11 +108,10 @@ class WorkerProcess:
 
     def _death(self, index: int) -> ConfigError:
         self._process.join(timeout=5)
-        code = self._process.exitcode
+        code, reason = self._process.exitcode, ""
         how = f"ended with status {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        reason = ""
         if code == -signal.SIGKILL:
             reason = (
                 " The kernel does that when memory runs out, and each worker has a copy of the "
@@ -136,7 +135,7 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
     for one in _SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    # Before the pipeline is there, whose module may import JAX: the accelerators are taken.
+    # Before the pipeline's module imports JAX: the accelerators belong to the parent.
     os.environ["JAX_PLATFORMS"] = "cpu"
     finished: queue.Queue[_Message] = queue.Queue(num_prefetched)
     threading.Thread(target=_send, args=(finished, batches)).start()
@@ -159,12 +158,8 @@ _Message = tuple[bytes, Sequence[np.ndarray]] | None
 def _message(batch: Mapping[str, np.ndarray]) -> _Message:
     leaves = {name: np.asarray(leaf) for name, leaf in batch.items()}
     for name, leaf in leaves.items():
-        if leaf.dtype.kind in "OSU":
-            raise ConfigError(
-                f"WithWorkers: the leaf {name!r} of a batch holds {leaf.dtype}; numbers were "
-                "wanted. Encode it as integers or floats, or leave it out."
-            )
-    # By name: the code of a bfloat16 is that of two raw bytes.
+        require_numbers("WithWorkers", name, leaf)
+    # By name, for the code of a bfloat16 is that of two raw bytes.
     header = {"leaves": [(name, leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()]}
     return json.dumps(header).encode(), [np.ascontiguousarray(leaf) for leaf in leaves.values()]
 

@@ -3,12 +3,13 @@
 import atexit
 import collections
 import concurrent.futures
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.worker_process import WorkerProcess, share
 
@@ -16,40 +17,32 @@ if TYPE_CHECKING:
     import jax
 
 
+@dataclasses.dataclass(eq=False)
 class WithWorkers(IndexedPipeline):
     """The batches of another pipeline, bit for bit and in order, computed ahead.
 
     Worker w of N computes batches start + w, start + w + N, ... Each is a pure function of its
-    index, so the number and kind of workers are no part of the fingerprint: both may change when a
-    job resumes. Workers start anew with each call of `batches`, so this is for training; where one
-    fails, or is killed, the training process gets an error that names it, in the place of the
-    batch that is missing.
+    index, so the fingerprint leaves out the number and kind of workers: both may change when a job
+    resumes. Workers start anew with each call of `batches`, so this is for training. If one fails,
+    or is killed, the training process gets an error that names it in place of the missing batch.
 
     A worker process is a new Python (0.3 s and 30 MB, and what the pipeline's module imports) with
     a copy of the pipeline and of all that it has read. It ignores SIGINT and SIGTERM, which the
-    training process answers, and ends with that process, however it ended. JAX sees only CPUs
-    there. Threads cost none of that, and help where rows are read or computed without Python's
-    lock: files, large NumPy operations.
+    training process answers, and ends with that process. JAX sees only CPUs there. Threads cost
+    none of that, and help where rows are read or computed without Python's lock: files, large
+    NumPy operations.
 
     Args:
-        pipeline: an `IndexedPipeline`, whose `rows` are called. As processes need it, it must be
-            picklable: functions in it are importable, no lambdas.
-        num_workers: as many batches are computed at a time.
-        num_prefetched: finished batches that wait, of each worker.
+        pipeline: for processes it must be picklable: no lambdas in it.
+        num_workers: how many batches are computed at a time.
+        num_prefetched: how many finished batches of each worker wait.
         kind: "processes" or "threads".
     """
 
-    def __init__(
-        self,
-        pipeline: IndexedPipeline,
-        num_workers: int = 2,
-        num_prefetched: int = 2,
-        kind: Literal["processes", "threads"] = "processes",
-    ):
-        self.pipeline = pipeline
-        self.num_workers = num_workers
-        self.num_prefetched = num_prefetched
-        self.kind = kind
+    pipeline: IndexedPipeline
+    num_workers: int = 2
+    num_prefetched: int = 2
+    kind: Literal["processes", "threads"] = "processes"
 
     @property
     def batch_size(self) -> int:
@@ -68,10 +61,8 @@ class WithWorkers(IndexedPipeline):
                 "num_parallel_calls), or write the pipeline as an IndexedPipeline."
             )
         self.require_at_least(1, "num_workers", "num_prefetched")
-        if self.kind not in ("processes", "threads"):
-            raise ConfigError(
-                f"WithWorkers: kind is {self.kind!r}; there are 'processes' and 'threads'."
-            )
+        is_kind = self.kind in ("processes", "threads")
+        require(is_kind, "WithWorkers.kind", self.kind, "'processes' or 'threads'")
         self.pipeline.check()
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
@@ -117,8 +108,8 @@ class WithWorkers(IndexedPipeline):
             while workers:
                 workers.pop().kill()
 
-        # Python's exit waits for child processes, and runs this first: a traceback may keep this
-        # generator, and so its `finally`, until then.
+        # Python's exit waits for child processes. A traceback may keep this generator alive until
+        # then, so that its `finally` would come too late.
         atexit.register(stop)
         try:
             for number in range(self.num_workers):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from praxis_lite.config.former_names import name_today
+from praxis_lite.config.former_names import experiment_today
 from praxis_lite.config.json_text import read_json
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.job.whole_files import write_whole
@@ -174,7 +174,7 @@ def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
             "has a config.json that praxis_lite did not write, or that is damaged. Name another "
             "directory",
         )
-    return name_today(found, config_format, packages)
+    return experiment_today(found, config_format, packages)
 
 
 def _named(path: str | os.PathLike[str]) -> JobDir:

@@ -248,8 +248,7 @@ def _say(line: str) -> None:
 
 def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
-    files.layout_txt.write_text("
-".join([table, *layout.notes, ""]), encoding="utf-8")
+    files.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
     for line in layout.groups.report():
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)

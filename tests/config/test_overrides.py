@@ -1,5 +1,6 @@
 """`--set`: every field within reach, every value checked."""
 
+import dataclasses
 import math
 import re
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError, Job, RunConfig
-from praxis_lite.config.overrides import all_paths, apply_overrides, check_required
+from praxis_lite.config.overrides import apply_overrides, check_required
+from praxis_lite.config.paths import iterate_fields
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig
 from tests.support import callables as zoo
@@ -256,6 +258,10 @@ def test_a_wrong_value_is_told_what_may_stand_there_in_words(configured, setting
         apply_overrides(fdl.Config(configured), [setting])
 
 
+def all_paths(config):
+    return [field.path for field in iterate_fields(config)]
+
+
 def test_all_paths_holds_defaults_positions_and_names():
     paths = all_paths(job())
     wanted = {
@@ -349,3 +355,26 @@ def hostile_job():
         datasets={"train": fdl.Config(zoo.Pipeline, fdl.Config(zoo.Corpus, path="a"))},
         decode_datasets={"p": fdl.Config(zoo.loose)}, run=fdl.Config(RunConfig, num_train_steps=7),
     )  # fmt: skip
+
+
+@dataclasses.dataclass(eq=False)
+class _Windows:
+    seq_len: int
+    stride: int | None = None
+
+
+class _Own(_Windows):
+    def __init__(self, name: str, width: int):
+        super().__init__(width)
+        self.name = name
+
+
+def test_a_subclass_of_a_dataclass_with_its_own_constructor_has_its_types():
+    config = fdl.Config(_Own, name="a", width=7)
+    apply_overrides(config, ["name=37", "width=13"])
+    assert (config.name, config.width) == ("37", 13)
+    with pytest.raises(ConfigError, match="width: found 'none', wanted int"):
+        apply_overrides(config, ["width=none"])
+    inherited = fdl.Config(_Windows, seq_len=7)
+    apply_overrides(inherited, ["stride=3"])
+    assert inherited.stride == 3

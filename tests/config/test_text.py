@@ -213,15 +213,12 @@ def test_a_foreign_package_is_refused_at_the_start_and_can_be_allowed():
 
 
 def test_code_that_has_changed_is_named():
-    gone = r"names tests\.support\.callables\.Gone, which is not there"
-    with pytest.raises(ConfigError, match=gone):
+    gone = r"names tests\.support\.callables\.{}, which is not there"
+    with pytest.raises(ConfigError, match=gone.format("Gone")):
         load(with_corpus("tests.support.callables", "Gone"))
-    with pytest.raises(
-        ConfigError, match=r"names tests\.support\.callables\.gone\.Corpus, which is not there"
-    ):
+    with pytest.raises(ConfigError, match=gone.format(r"gone\.Corpus")):
         load(with_corpus("tests.support.callables.gone", "Corpus"))
-    changed = r"corpus\.path: config\.json sets it, and tests\.support\.callables\.Mesh"
-    with pytest.raises(ConfigError, match=changed):
+    with pytest.raises(ConfigError, match=r"corpus\.path: config\.json sets it, and tests.*Mesh"):
         load(with_corpus("tests.support.callables", "Mesh"))
 
 
@@ -242,7 +239,7 @@ def test_every_line_can_be_pasted_behind_set():
     _check_lines(config)
 
 
-@pytest.mark.parametrize("name", [one.name for one in registry.list_experiments()])
+@pytest.mark.parametrize("name", registry.list_experiments())
 def test_every_line_of_every_experiment_can_be_pasted_behind_set(name):
     _check_lines(registry.get_experiment(name)().config())
 

@@ -117,7 +117,7 @@ def test_the_pages_block_runs(tmp_path):
 
 
 def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "registered", dict(registry.registered))
     names = {"__name__": "coming_from_pax"}
     exec(block_of("experiment"), names)
     small = configured(names["MyLmSpmd2B"], ["NUM_LAYERS=2", "BATCH_SIZE=16"])

@@ -72,7 +72,7 @@ def test_other_wrong_returns_say_what_to_write():
         variant(datasets={"train": Thing()}).config()
     with pytest.raises(ConfigError, match=r"datasets\(\) returns Config.*by name"):
         variant(datasets=fdl.Config(Thing)).config()
-    with pytest.raises(ConfigError, match=r"a dataset 'a/b'"):
+    with pytest.raises(ConfigError, match=r"a dataset in .* is 'a/b'"):
         variant(decode_datasets={"a/b": fdl.Config(Thing)}).config()
     with pytest.raises(ConfigError, match=r"run\(\) configures Thing, wanted RunConfig"):
         variant(run=fdl.Config(Thing)).config()
@@ -98,7 +98,7 @@ def test_other_wrong_returns_say_what_to_write():
 def test_a_wrong_setting_of_the_run_names_its_path_and_value(field, value):
     with pytest.raises(ConfigError) as caught:
         RunConfig(**{"num_train_steps": 7, field: value})
-    assert str(caught.value).startswith(f"run.{field}: found {value!r}, wanted a whole number")
+    assert str(caught.value).startswith(f"run.{field} is {value!r}; wanted is a whole number")
 
 
 def test_the_runs_defaults_and_limits_are_accepted():

@@ -11,7 +11,7 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from praxis_lite.trainer.job_checks import check_num_batches
 
-NAMES = [one.name for one in registry.list_experiments()]
+NAMES = list(registry.list_experiments())
 DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.
 
 

@@ -30,7 +30,7 @@ def packages(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "HOME", "experiments")
     for name in [one for one in sys.modules if one.partition(".")[0] in ("experiments", "zoo")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(**files):
@@ -67,7 +67,7 @@ def test_a_package_that_is_not_listed_is_not_looked_into_until_it_has_registered
     with pytest.raises(ConfigError, match=r"If zoo is a package of your own.*--packages=zoo"):
         registry.get_experiment("zoo.deep.lm.MyLm")
     assert "zoo" not in sys.modules and registry.allowed_packages() == ("experiments",)
-    assert [one.name for one in registry.list_experiments()] == ["lm.PyDocs", "vision.Digits"]
+    assert list(registry.list_experiments()) == ["lm.PyDocs", "vision.Digits"]
     importlib.import_module("zoo.deep.lm")
     assert registry.get_experiment("zoo.deep.lm.MyLm").__name__ == "MyLm"
     assert registry.allowed_packages() == ("experiments", "zoo")
@@ -98,7 +98,7 @@ def test_an_unknown_name_suggests_and_imports_nothing(packages):
 
 @pytest.mark.parametrize("name", ["", "lm.", ".PyDocs", "lm/PyDocs", "a..b", "--x"])
 def test_what_is_no_dotted_name_is_said_to_be_none(packages, name):
-    with pytest.raises(ConfigError, match="no name of an experiment"):
+    with pytest.raises(ConfigError, match="not the name of an experiment"):
         registry.get_experiment(name)
 
 
@@ -151,12 +151,12 @@ def test_the_list_has_names_and_first_lines(packages):
     packages(
         experiments__torn="@register\nclass Torn(:\n", experiments__plain="class Plain: pass\n"
     )
-    assert registry.list_experiments() == [
-        registry.Listed("lm.PyDocs", "The PyDocs one."),
-        registry.Listed("vision.Digits", "The Digits one."),
+    assert list(registry.list_experiments().items()) == [
+        ("lm.PyDocs", "The PyDocs one."),
+        ("vision.Digits", "The Digits one."),
     ]
     with_zoo = registry.list_experiments(["zoo"])
-    assert with_zoo[2:] == [registry.Listed("zoo.deep.lm.MyLm", "The MyLm one.")]
+    assert list(with_zoo.items())[2:] == [("zoo.deep.lm.MyLm", "The MyLm one.")]
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
@@ -171,7 +171,7 @@ def test_odd_files_of_a_package_are_passed_over(packages, tmp_path):
     (zoo / "deep.py").write_text("@register\nclass A: x = " + "(" * 10_000)
     (zoo / "large.py").write_text("@register\nclass A: pass\n" + "#" * 2**22)
     (zoo / "not-a-module.py").write_text("@register\nclass A: pass\n")
-    names = [one.name for one in registry.list_experiments(["zoo"])]
+    names = list(registry.list_experiments(["zoo"]))
     assert names == ["lm.PyDocs", "vision.Digits", "zoo.deep.lm.MyLm"]
     for module in ("pipe", "folder", "gone"):
         with pytest.raises(ConfigError, match="No experiment is called"):
@@ -187,7 +187,7 @@ def test_two_classes_cannot_share_a_name(packages):
 
 
 def test_only_experiments_can_be_registered(packages):
-    with pytest.raises(ConfigError, match="no subclass of Experiment"):
+    with pytest.raises(ConfigError, match="not a subclass of Experiment"):
         registry.register(int)
 
 

@@ -1,299 +1,15 @@
 """Mistakes in a new user's package: one paragraph, or the line of their code; all in process."""
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.support.job_runs import home, launch
 from tests.test_main import refused
 
-# Each class below is a mistake; `Fine` is what they vary.
-EXPERIMENTS = '''
-import fiddle as fdl
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.inputs import InMemory
-from praxis_lite.inputs.base import IndexedPipeline, InputPipeline, spec_of
-from praxis_lite.learner.learner import Learner
-from praxis_lite.learner.optimizers import adafactor
-from praxis_lite.task import Task
-from praxis_lite.tasks.loss import LossTask
-
-
-class Mlp(nnx.Module):
-    def __init__(self, width, rngs):
-        self.a = nnx.Linear(5, width, rngs=rngs)
-
-    def __call__(self, x):
-        return self.a(x)[:, 0]
-
-
-class Identity(nnx.Module):
-    def __call__(self, x):
-        return x[:, 0]
-
-
-class WrongShape(Mlp):
-    def __call__(self, x):
-        return (self.a(x) @ jnp.ones((9, 1)))[:, 0]
-
-
-class ReturnsTuple(Mlp):
-    def __call__(self, x):
-        return super().__call__(x), None
-
-
-class Batches(IndexedPipeline):
-    """Batches that are `what` from the third on."""
-
-    def __init__(self, batch_size, what="good"):
-        self.batch_size, self.what = batch_size, what
-
-    @property
-    def num_batches(self):
-        return None
-
-    def element_spec(self):
-        return spec_of(x=((self.batch_size, 5), np.float32), y=((self.batch_size,), np.float32))
-
-    def fingerprint(self):
-        return {"batch_size": self.batch_size}
-
-    def batches(self, start=0, *, rows=None):
-        batches = super().batches(start, rows=rows)
-        return (one for _, one in zip(range(2), batches)) if self.what == "ended" else batches
-
-    def rows(self, index, rows):
-        x = np.random.default_rng(index).normal(size=(self.batch_size, 5)).astype(np.float32)
-        y, what = x.sum(axis=1), self.what if index == 2 else "good"
-        if what == "nan":
-            y[[3, 7]] = np.nan
-        if what == "raises":
-            raise LookupError("no such record")
-        batch = {"x": x[rows], "y": y[rows]}
-        return {
-            "shape": {**batch, "x": np.ones((self.batch_size, 7), np.float32)},
-            "dtype": {**batch, "x": x.astype(np.int32)},
-            "names": {"x": x[rows]},
-            "list": [x, y],
-            "none": None,
-        }.get(what, batch)
-
-
-def loss(model, inputs, key):
-    return jnp.square(model(inputs["x"]) - inputs["y"])
-
-
-@register
-class Fine(Experiment):
-    """Nothing is wrong."""
-
-    def mesh(self):
-        return fdl.Config(MeshConfig, ici_mesh_shape=(1, 2, 1))
-
-    def task(self):
-        learner = fdl.Config(Learner, optimizer=fdl.Partial(optax.adam), learning_rate=0.01)
-        return fdl.Config(LossTask, fdl.Partial(Mlp, width=7), loss, learner)
-
-    def datasets(self):
-        return {"train": fdl.Config(Batches, batch_size=13)}
-
-    def run(self):
-        return fdl.Config(RunConfig, num_train_steps=3)
-
-
-class OfTask(Task):
-    def __init__(self, model, loss, learner):
-        super().__init__(model, learner)
-
-
-def with_loss(returned):
-    """Returns a variant of Fine whose compute_loss returns `returned(loss, weights)`."""
-
-    class Returns(OfTask):
-        def compute_loss(self, model, inputs, key):
-            losses = loss(model, inputs, key)
-            return returned(losses.mean(), losses)
-
-    class Variant(Fine):
-        def task(self):
-            task = super().task()
-            fdl.update_callable(task, Returns)
-            return task
-
-    return Variant
-
-
-def with_learner(**settings):
-    class Variant(Fine):
-        def task(self):
-            task = super().task()
-            for name, value in settings.items():
-                setattr(task.learner, name, value)
-            return task
-
-    return Variant
-
-
-def with_task(**settings):
-    class Variant(Fine):
-        def task(self):
-            task = super().task()
-            for name, value in settings.items():
-                setattr(task, name, value)
-            return task
-
-    return Variant
-
-
-def named(name, variant):
-    variant.__name__ = variant.__qualname__ = name
-    variant.__doc__ = "A mistake."
-    return register(variant)
-
-
-NoPairs = named("NoPairs", with_loss(lambda mean, losses: {"loss": mean}))
-Scalar = named("Scalar", with_loss(lambda mean, losses: mean))
-AuxSecond = named("AuxSecond", with_loss(lambda mean, losses: (mean, {"mse": mean})))
-NoLoss = named("NoLoss", with_loss(lambda mean, losses: {"mse": (mean, 13.0)}))
-Nothing = named("Nothing", with_loss(lambda mean, losses: None))
-Vector = named("Vector", with_loss(lambda mean, losses: {"loss": (losses, 13.0)}))
-WeightPerRow = named("WeightPerRow", with_loss(lambda mean, losses: {"loss": (mean, losses)}))
-Count = named("Count", with_loss(lambda mean, losses: {"loss": (jnp.int32(3), 13.0)}))
-
-
-def returns_rate(learning_rate):
-    return learning_rate
-
-
-BuiltOptimizer = named("BuiltOptimizer", with_learner(optimizer=optax.adamw(1e-3)))
-NoDecayMethod = named("NoDecayMethod", with_learner(optimizer=fdl.Partial(adafactor)))
-NoRate = named("NoRate", with_learner(optimizer=fdl.Partial(optax.scale_by_adam)))
-NamedOptimizer = named("NamedOptimizer", with_learner(optimizer="adamw"))
-NoOptimizer = named("NoOptimizer", with_learner(optimizer=fdl.Partial(returns_rate)))
-NamedRate = named("NamedRate", with_learner(learning_rate="1e-3"))
-UnbuiltSchedule = named(
-    "UnbuiltSchedule",
-    with_learner(learning_rate=fdl.Partial(optax.linear_schedule, 1e-3, 1e-4, 10)),
-)
-PartialLearner = named(
-    "PartialLearner",
-    with_task(learner=fdl.Partial(Learner, fdl.Partial(optax.adam), learning_rate=0.1)),
-)
-ConfigModel = named("ConfigModel", with_task(model=fdl.Config(Mlp, width=7)))
-NoWidth = named("NoWidth", with_task(model=fdl.Partial(Mlp)))
-Misspelled = named("Misspelled", with_task(model=fdl.Partial(Mlp, widht=7)))
-Shape = named("Shape", with_task(model=fdl.Partial(WrongShape, width=7)))
-LayerTuple = named("LayerTuple", with_task(model=fdl.Partial(ReturnsTuple, width=7)))
-
-
-@register
-class BuiltModel(Fine):
-    """A model in place of its config."""
-
-    def task(self):
-        task = super().task()
-        task.model = Identity()
-        return task
-
-
-class TooFewArguments(OfTask):
-    def compute_loss(self, model, inputs):
-        return {}
-
-
-class NoComputeLoss(OfTask):
-    pass
-
-
-@register
-class LossOfTwo(Fine):
-    """compute_loss without a key."""
-
-    def task(self):
-        task = super().task()
-        fdl.update_callable(task, TooFewArguments)
-        return task
-
-
-@register
-class AbstractTask(LossOfTwo):
-    """No compute_loss."""
-
-    def task(self):
-        task = super().task()
-        fdl.update_callable(task, NoComputeLoss)
-        return task
-
-
-class Lacking(InputPipeline):
-    def __init__(self, batch_size):
-        self.batch_size = batch_size
-
-
-@register
-class AbstractPipeline(Fine):
-    """A pipeline without methods."""
-
-    def datasets(self):
-        return {"train": fdl.Config(Lacking, batch_size=13)}
-
-
-@register
-class Empty(Experiment):
-    """No methods at all."""
-
-
-@register
-class MeshTuple(Fine):
-    """A mesh as Pax's users write it."""
-
-    def mesh(self):
-        return (1, 2, 1)
-
-
-@register
-class PaxMapping(Fine):
-    """A field below a mapping."""
-
-    def task(self):
-        task = super().task()
-        task.model.weight_split_dims_mapping.wt = ("data", "mdl")
-        return task
-
-
-def list_of_arrays():
-    return [np.ones(3)]
-
-
-@register
-class ListOfArrays(Fine):
-    """No names."""
-
-    def datasets(self):
-        return {"train": fdl.Config(InMemory, list_of_arrays, batch_size=13, shuffle=True)}
-
-
-class OnePass(Batches):
-    num_batches = 3
-
-    def rows(self, index, rows):
-        return super().rows(index + 2, rows)
-
-
-@register
-class BadHeldout(Fine):
-    """A good training set, and another that is wrong from its first batch."""
-
-    def datasets(self):
-        heldout = fdl.Config(OnePass, batch_size=13, what="shape")
-        return {**super().datasets(), "heldout": heldout}
-'''
+EXPERIMENTS = Path(__file__).with_name("mistaken_experiments.py")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -302,7 +18,7 @@ def package():
     if not folder.exists():
         folder.mkdir()
         (folder / "__init__.py").touch()
-        (folder / "all.py").write_text(EXPERIMENTS)
+        shutil.copy(EXPERIMENTS, folder / "all.py")
         begin = "from mistakes.all import *\n"
         ends = "\n@register\nclass One(Fine):\n    'A mistake.'\n"
         for name, mistake in {
@@ -347,7 +63,7 @@ REFUSED = {
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
     "MeshTuple": r"mesh\(\) returns a tuple, wanted an fdl.Config, such as fdl.Config\(MeshConfig",
-    "ListOfArrays": "InMemory: the arrays are a list; wanted is a dict of arrays by name",
+    "ListOfArrays": "InMemory.arrays is <class 'list'>; wanted is a dict of arrays by name",
 }
 
 
@@ -452,7 +168,7 @@ def test_a_nan_in_the_data_is_named_by_batch_and_rows(in_a_row, tmp_path):
 
 def test_options_that_there_are_not_are_told_the_nearest():
     for argv, words in {
-        ("--job_dir=x",): "--job_dir=x is no option of praxis_lite. Did you mean --job_log_dir?",
+        ("--job_dir=x",): "is not an option of praxis_lite. Did you mean --job_log_dir?",
         ("run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
         ("--run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
         ("--mode=test",): "argument --mode: invalid choice: 'test'",

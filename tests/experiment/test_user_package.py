@@ -35,7 +35,7 @@ def test_the_readmes_experiment_has_at_most_25_lines():
 
 
 def test_the_readmes_settings_apply_to_its_experiment(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "registered", dict(registry.registered))
     names = {"__name__": "readme"}
     exec(compile(readme_block("MyLm"), "README.md", "exec"), names)
     text = (CHECKOUT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
@@ -132,7 +132,7 @@ def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_
 
 def test_a_short_name_in_both_is_refused_and_a_full_one_means_itself(own, monkeypatch):
     monkeypatch.syspath_prepend(own)
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "registered", dict(registry.registered))
     # Without the user's packages it is what it always was.
     for name in ("lm.PyDocs", "experiments.lm.PyDocs"):
         assert registry.get_experiment(name).__module__ == "praxis_lite.experiments.lm"

@@ -28,8 +28,8 @@ FAST = {
     "moe.PyDocs": 1, "nnx_guide.DotReluDot": 2,
 }
 RUNS = [
-    pytest.param(one.name, place, marks=() if place < FAST.get(one.name, 0) else pytest.mark.slow)
-    for one in registry.list_experiments()
+    pytest.param(name, place, marks=() if place < FAST.get(name, 0) else pytest.mark.slow)
+    for name in registry.list_experiments()
     for place in (0, 1)
 ]
 # Over three axes XLA permutes what a convolution returns: sharding/xla_errors.py.

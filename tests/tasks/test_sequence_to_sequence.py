@@ -113,7 +113,7 @@ def test_records_of_true_rows_say_whether_the_target_was_found():
 
 
 def test_places_shared_by_rows_of_other_sources_are_refused():
-    with pytest.raises(ConfigError, match="num_cache_slots set.*num_cache_slots=0"):
+    with pytest.raises(ConfigError, match="num_cache_slots is .*; wanted is 0"):
         task(decoder=Greedy(num_cache_slots=3))
 
 

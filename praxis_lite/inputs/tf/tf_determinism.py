@@ -6,10 +6,10 @@ from typing import Any
 
 
 def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
-    """Returns what in the dataset's graph makes another order or other numbers; None: nothing.
+    """Returns what in the dataset's graph makes its order or numbers differ between runs, or None.
 
     tf.data keeps the order of parallel operations unless told otherwise. Random operations draw
-    from a state: where several calls run at a time, who draws first is chance.
+    from a state: if several calls run at a time, chance decides which draws first.
     """
     if dataset.options().deterministic is False:
         return "its options have deterministic=False"
@@ -44,6 +44,6 @@ def _called(node: Any, functions: dict[str, list[Any]], seen: set[str]) -> Itera
 
 
 def _draws(node: Any) -> bool:
-    """Returns whether a node draws random numbers from a state."""
+    """Returns True if a node draws random numbers from a state."""
     # Datasets (shuffle) have their own seeds, and one draws at a time.
     return "seed2" in node.attr and "Dataset" not in node.op
