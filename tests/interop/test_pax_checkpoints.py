@@ -1,7 +1,7 @@
 """Checkpoints that the real paxml 1.4.0 wrote are read, and give the real model's logits.
 
-Each zip in pax_checkpoints/ is a job's `checkpoints` directory, and the npz beside it what Pax held
-when it saved: its variables at their true shapes, ids, and the logits that it made of them.
+Each zip in tests/goldens/pax_checkpoints is a job's `checkpoints` directory, and the npz beside it
+is what Pax held when it saved: its variables at their true shapes, ids, and the logits of these.
 - scanned_gda: mesh (1, 2, 2), 13 classes and 3 heads padded; StackedTransformerRepeated.
 - unrolled_ocdbt: the same mesh with `tensorstore_use_ocdbt`; StackedTransformer.
 - scanned_flax: without a mesh, CheckpointType.FLAX.
@@ -10,7 +10,6 @@ when it saved: its variables at their true shapes, ids, and the logits that it m
 import functools
 import json
 import zipfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,9 +19,10 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.models import NnxModel
+from tests.support.goldens import GOLDENS, golden_arrays
 
 STEPS = {"scanned_gda": 10, "unrolled_ocdbt": 20, "scanned_flax": 30}
-MADE_BY_PAX = Path(__file__).parent / "pax_checkpoints"
+MADE_BY_PAX = GOLDENS / "pax_checkpoints"
 VOCAB, DIMS, HIDDEN, HEADS, LAYERS = 13, 6, 5, 3, 2
 
 
@@ -38,8 +38,7 @@ def jobs(tmp_path_factory):
 
 @functools.cache
 def made_by_pax(name: str) -> dict[str, np.ndarray]:
-    with np.load(MADE_BY_PAX / f"{name}.npz") as file:
-        return {path: file[path] for path in file.files}
+    return golden_arrays(f"pax_checkpoints/{name}.npz")
 
 
 def lm(unroll: bool) -> NnxModel:

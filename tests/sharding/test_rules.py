@@ -23,10 +23,10 @@ from praxis_lite.sharding import (
 )
 from praxis_lite.sharding.rules import JobMesh, Leaf, Outcome, rule_text
 from praxis_lite.sharding.strategies import parsed_rules
-from tests.support.goldens import GOLDENS, golden, trimmed
+from tests.support.goldens import golden, trimmed
 
 FILE = "reference/sharding_rules_cases.json"
-CASES = golden(FILE)["cases"] if (GOLDENS / FILE).exists() else []
+CASES = golden(FILE)["cases"]
 KINDS = {"ValueError": ValueError, "KeyError": KeyError, "error": re.error}
 MESH = JobMesh({"replica": 1, "data": 4, "mdl": 2})
 PADDED = JobMesh(MESH.axis_sizes, allow_padding=True)
@@ -41,8 +41,7 @@ def case_id(case):
     return f"{case['tree']}-{case['mesh']}-{'+'.join(rules for _, rules in case['strategy'])}"
 
 
-of_big_vision = pytest.mark.parametrize("case", CASES or [pytest.param(None, marks=pytest.mark.skip(
-    reason=f"no golden file {GOLDENS / FILE}"))], ids=case_id if CASES else None)
+of_big_vision = pytest.mark.parametrize("case", CASES, ids=case_id)
 
 
 @of_big_vision
@@ -59,6 +58,7 @@ def test_a_case_of_big_vision(case):
         assert isinstance(raised.value, ConfigError)
         return
     splits = rule_shardings(leaves, case["strategy"], job_mesh)
+    assert len(splits) == case["n_leaves"]
     specs = {path: trimmed(split.spec) for path, split in splits.items() if split}
     assert {path: spec for path, spec in specs.items() if spec} == case["specs"]
 
