@@ -108,13 +108,7 @@ def options() -> Arrays:
     return by_kind(golden_arrays("pax_options/decode.npz"))
 
 
-GOLDEN_CASES = (
-    "decode_greedy", "decode_greedy_fprop", "decode_greedy_rotary", "decode_beam",
-    "decode_sample_k1", "decode_sample_topk",
-)
-
-
-@pytest.mark.parametrize("name", GOLDEN_CASES)
+@pytest.mark.parametrize("name", [n for n, c in pax_cases().items() if c["kind"] == "decode"])
 def test_the_goldens_hold(name):
     case, arrays = pax_cases()[name], pax_arrays(name)
     ids, wanted = arrays["in"]["ids"], arrays["out"]

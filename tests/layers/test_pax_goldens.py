@@ -165,6 +165,10 @@ def params_of(model: NnxModel, weights: dict[str, np.ndarray]) -> dict[str, Any]
     return jax.tree.map(jnp.asarray, mdl_vars_from_pax(model, weights)["params"])
 
 
+def test_every_layer_of_the_goldens_is_here():
+    assert set(CASES) == {name for name, case in pax_cases().items() if case["kind"] == "layer"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_equal_pax(name):
     case, (golden, tolerance) = CASES[name], load(name)

@@ -70,8 +70,8 @@ def test_the_guide_has_the_same_specs_however_it_makes_the_model():
     own = {leaf.path: trimmed(leaf.spec) for leaf in leaves if "params/" in leaf.path}
     assert {path.removeprefix("mdl_vars/params/"): spec for path, spec in own.items()} == SPECS
     for name in (
-        "eager_on_specs", "eager_on_logical_ctx_specs", "get_abstract_model_specs", "logical_pspecs",
-        "logical_specs", "sharded_specs",
+        "eager_on_specs", "eager_on_logical_ctx_specs", "get_abstract_model_specs",
+        "logical_pspecs", "logical_specs", "sharded_specs",
     ):
         assert expected[name] == SPECS, name
     assert expected["restore"]["specs"] == SPECS

@@ -58,7 +58,6 @@ def test_a_case_of_big_vision(case):
         assert isinstance(raised.value, ConfigError)
         return
     splits = rule_shardings(leaves, case["strategy"], job_mesh)
-    assert len(splits) == case["n_leaves"]
     specs = {path: trimmed(split.spec) for path, split in splits.items() if split}
     assert {path: spec for path, spec in specs.items() if spec} == case["specs"]
 

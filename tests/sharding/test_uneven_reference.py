@@ -156,19 +156,7 @@ def test_the_layout_is_that_of_the_reference(run_name):
     assert sum(leaf.bytes_per_device for leaf in leaves) == run["state_bytes_per_device"] + 12
 
 
-# Every model, mesh and way to split at least once; the others where time does not matter.
-FAST = (
-    "even_264_16_32|data2_mdl4|1d|pad", "uneven_257_12_30|data1_mdl8|1d|drop",
-    "uneven_257_12_30|data1_mdl8|2d|pad", "uneven_257_12_30|data2_mdl4|1d|pad|activations_free",
-    "uneven_257_12_30|replica2_data2_mdl2|1d|pad", "uneven_1000_17_33|data8_mdl1|1d|pad",
-    "tiny_dims_below_mesh|data1_mdl8|1d|pad",
-)
-
-
-@pytest.mark.parametrize(
-    "run_name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in RUNS],
-)
+@pytest.mark.parametrize("run_name", RUNS)
 def test_a_run_of_the_reference(run_name):
     run, partitioner = golden(FILE)["runs"][run_name], partitioner_of(run_name)
     model_name, leaves = run_name.split("|")[0], list(partitioner.layout.leaves())

@@ -16,7 +16,7 @@ from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers import test_pax_goldens as goldens
-from tests.support.goldens import pax_options
+from tests.support.goldens import pax_cases, pax_options
 from tests.support.mesh_runs import assert_near, drawn
 from tests.support.pax_options import flat, mdl_vars_from
 
@@ -58,6 +58,11 @@ GOLDENS = {
 def our_path(path: str) -> str:
     """Returns our name of a weight of Pax's LanguageModel."""
     return path.removeprefix("lm/").replace("repeat/sub/x_layers_0", "blocks")
+
+
+def test_every_language_model_of_the_goldens_is_here():
+    kinds = {name: case["kind"] for name, case in pax_cases().items()}
+    assert set(GOLDENS) == {name for name, kind in kinds.items() if kind == "language_model"}
 
 
 @pytest.mark.parametrize("name", GOLDENS)
