@@ -1,7 +1,7 @@
 """Checkpoints that the real paxml 1.4.0 wrote are read, and give the real model's logits.
 
-Each zip in tests/goldens/pax_checkpoints is a job's `checkpoints` directory, and the npz beside it
-is what Pax held when it saved: its variables at their true shapes, ids, and the logits of these.
+Each zip in pax_checkpoints/ is a job's `checkpoints` directory, and the npz beside it what Pax held
+when it saved: its variables at their true shapes, ids, and the logits that it made of them.
 - scanned_gda: mesh (1, 2, 2), 13 classes and 3 heads padded; StackedTransformerRepeated.
 - unrolled_ocdbt: the same mesh with `tensorstore_use_ocdbt`; StackedTransformer.
 - scanned_flax: without a mesh, CheckpointType.FLAX.
