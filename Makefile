@@ -1,4 +1,4 @@
-# Needs only make and a Python >= 3.11; each target sets up .venv by itself.
+# Needs only make and Python 3.11, 3.12 or 3.13; each target sets up .venv by itself.
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)

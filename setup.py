@@ -2,6 +2,10 @@
 
 The lower bounds are the versions that the tests ran with on Python 3.11; the upper bounds stop at
 the next version that may break what these used.
+
+Python 3.11 keeps jax 0.10, for jax 0.11 dropped it, until Python itself ends it (October 2027) or
+another dependency no longer installs there. Python 3.14 waits for a release of TensorFlow with
+wheels for it (2.22.0rc0 is the first to have one); jax, flax and the others have theirs.
 """
 
 from setuptools import find_packages, setup
@@ -18,7 +22,7 @@ setup(
     # The page of --mode=explain --html.
     package_data={"praxis_lite.explain": ["explain_page.html"]},
     install_requires=[
-        # Everything that is computed. Python 3.11 gets 0.10, newer ones 0.12.
+        # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.
         "jax>=0.10.2,<0.13",
         # NNX modules, which layers are; Linen modules come in through praxis_lite.models.
         "flax>=0.12.8,<0.13",

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +15,8 @@ from praxis_lite import layers
 from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample, pax_outputs
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
-from tests.support.goldens import GOLDENS, golden
+from tests.support.goldens import Arrays, by_kind, golden_arrays, pax_arrays, pax_cases
 
-OPTIONS = Path(__file__).parent / "pax_options/decode.npz"
 LONGEST = 12  # Tokens of a row in every case after a forward pass.
 
 
@@ -105,31 +103,14 @@ def assert_equals_pax(found, wanted, what):
             np.testing.assert_array_equal(found[name], of_pax, f"{what} {name}")
 
 
-def loaded(file: Any) -> dict[str, dict[str, np.ndarray]]:
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    for path in file.files:
-        kind, _, rest = path.partition("/")
-        arrays.setdefault(kind, {})[rest] = file[path]
-    return arrays
-
-
 @functools.cache
-def options() -> dict[str, dict[str, np.ndarray]]:
-    with np.load(OPTIONS) as file:
-        return loaded(file)
+def options() -> Arrays:
+    return by_kind(golden_arrays("pax_options/decode.npz"))
 
 
-GOLDEN_CASES = (
-    "decode_greedy", "decode_greedy_fprop", "decode_greedy_rotary", "decode_beam",
-    "decode_sample_k1", "decode_sample_topk",
-)
-
-
-@pytest.mark.parametrize("name", GOLDEN_CASES)
+@pytest.mark.parametrize("name", [n for n, c in pax_cases().items() if c["kind"] == "decode"])
 def test_the_goldens_hold(name):
-    case = golden("pax/cases.json")["cases"][name]
-    with np.load(GOLDENS / f"pax/{name}.npz") as file:
-        arrays = loaded(file)
+    case, arrays = pax_cases()[name], pax_arrays(name)
     ids, wanted = arrays["in"]["ids"], arrays["out"]
     lengths = (1 - arrays["in"]["paddings"]).sum(axis=1).astype(np.int32)
     # The keys of the steps are the same in every program of Pax's.

@@ -15,6 +15,7 @@ from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.partitioner.partitioner import _init_options
 from praxis_lite.sharding import mesh
 from praxis_lite.trainer.metrics import progress
+from tests.test_import_direction import ORDERS, imports
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "praxis_lite"
@@ -47,7 +48,7 @@ def test_numbers_in_the_pages_are_those_of_the_code():
     assert most == mesh.MAX_SIMULATED_DEVICES
     assert "about twenty lines a run" in ARCHITECTURE and progress._LINES_PER_RUN == 20
     said, found = number(ARCHITECTURE, r"about ([\d,]+) lines"), lines_below(LIBRARY)
-    assert abs(said - found) < 0.1 * found, found
+    assert abs(said - found) < 0.1 * found, f"docs/architecture.md: it has {found} lines"
     assert "a quarter of them layers" in " ".join(ARCHITECTURE.split())
     assert 0.2 < lines_below(LIBRARY / "layers") / found < 0.3
 
@@ -96,11 +97,58 @@ def test_the_partitioners_there_are_stand_beside_paxs():
     assert set(re.findall(r"`(\w*Partitioner)`", row)) - {"PjitPartitioner"} == own
 
 
-def test_every_file_of_the_house_exists_and_every_module_has_its_line():
-    house = ARCHITECTURE.split("## The house")[1].split("### Import order")[0]
-    names = set(re.findall(r"\b[\w/]+(?:\.py|/)", house)) - {"praxis_lite/"}
-    places = (ROOT, LIBRARY, LIBRARY / "sharding", ROOT / "tasks", ROOT / "experiments")
-    assert not {name for name in names if not any((place / name).exists() for place in places)}
-    top = {path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or path.is_dir()}
-    words = set(re.findall(r"\w+", house))
-    assert not {name for name in top if not name.startswith("__") and name not in words}
+def drawn_house():
+    """Returns the paths of the drawing in docs/architecture.md, as its indentation nests them."""
+    paths, parents = [], []
+    block = ARCHITECTURE.split("## The house")[1].split("```")[1]
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        if line and depth <= 2:  # What is further in goes on with a line's text.
+            parents = parents[:depth]
+            for name in re.findall(r"[\w.]+", line.strip().split("  ")[0]):
+                paths.append("/".join([*parents, name]))
+            parents.append(paths[-1].rpartition("/")[2])
+    return paths
+
+
+def test_every_file_of_the_house_exists_and_every_package_has_its_line():
+    drawn = drawn_house()
+    assert not {path for path in drawn if not (ROOT / path).exists()}
+    packages = {path.parent for path in LIBRARY.rglob("__init__.py")} - {LIBRARY}
+    modules = {path for path in LIBRARY.glob("*.py") if path.name != "__init__.py"}
+    assert not {str(path.relative_to(ROOT)) for path in packages | modules} - set(drawn)
+
+
+def test_every_file_that_the_architecture_names_exists():
+    named = set(re.findall(r"[\w/]+/[\w/]*\.py|\b[a-z_]+/(?:[a-z_]+/)*(?=`)", ARCHITECTURE))
+    assert len(named) > 10
+    places = (ROOT, LIBRARY, LIBRARY / "job")
+    assert not {name for name in named if not any((one / name).exists() for one in places)}
+
+
+def test_the_import_order_is_the_one_that_a_test_holds():
+    block = ARCHITECTURE.split("### Import order")[1].split("```")[1]
+    drawn = {
+        section.split()[0]: [set(line.split()) for line in section.splitlines()[1:]]
+        for section in block.strip().split("\n\n")
+    }
+    assert drawn["praxis_lite"] == list(ORDERS["praxis_lite"])
+    of_layers = [
+        {name for name in line if (LIBRARY / "layers" / name).is_dir()}
+        for line in ORDERS["praxis_lite/layers"]
+    ]
+    assert drawn["praxis_lite/layers"] == [line for line in of_layers if line]
+
+
+def test_the_reading_order_names_files_of_which_none_needs_a_later_one():
+    section = PAGES["README.md"].split("## Reading order")[1].split("\n## ")[0]
+    files = re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)
+    assert int(section.split()[0]) == len(files) == len(set(files)) <= 20
+    found = sum((LIBRARY / name).read_text(encoding="utf-8").count("\n") for name in files)
+    said = number(section, r"about ([\d,]+) lines")
+    assert abs(said - found) < 0.1 * found, f"README.md: the {len(files)} files have {found} lines"
+    modules = [f"praxis_lite.{name.removesuffix('.py').replace('/', '.')}" for name in files]
+    for place, name in enumerate(files):
+        later = set(modules[place + 1 :])
+        needed = {one for one in imports(LIBRARY / name) if {one, one.rpartition(".")[0]} & later}
+        assert not needed, f"{name} imports {needed}"

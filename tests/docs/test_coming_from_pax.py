@@ -19,6 +19,8 @@ from praxis_lite.experiment import early_stopping, experiment, registry
 from praxis_lite.inputs import numpy_data
 from praxis_lite.interop import pax_job, trained_model
 from praxis_lite.layers import base_layer as weights
+from praxis_lite.layers.activations import ACTIVATIONS
+from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
 from praxis_lite.learner import learner, optimizer_groups, optimizers, regularization, schedules
 from praxis_lite.partitioner import partitioner, shard_map_partitioner, steps, train_state
 from praxis_lite.sharding import gather, make_mesh, rules, weight_sharding
@@ -75,7 +77,7 @@ def test_every_name_given_as_ours_exists(name):
     elif name in ("fdl.Partial", "optax"):
         pass
     elif name.startswith('"'):
-        known = {*layers.activations.ACTIVATIONS, *layers.stacking.repeats.CHECKPOINT_POLICIES}
+        known = {*ACTIVATIONS, *CHECKPOINT_POLICIES}
         assert name.strip('"') in known
     else:
         owner, _, setting = name.partition(".")

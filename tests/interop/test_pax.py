@@ -1,7 +1,6 @@
 """Pax's variables in our models: stacks in every form, padding, what is left over or missing."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from praxis_lite.interop.pax import mdl_vars_from_pax, pax_vars_from_mdl_vars
 from praxis_lite.interop.pax_paths import RENAMES, Place, flat_pax_vars, place_of
 from praxis_lite.layers import BatchNorm, Pipeline, Repeat, StackedTransformer, lora
 from praxis_lite.models import NnxModel
+from tests.support.goldens import golden_arrays
 
 NUM_LAYERS, D, F = 6, 5, 7
 BLOCK = functools.partial(layers.FeedForward, D, F)
@@ -121,8 +121,7 @@ def test_and_back(our_form):
 
 def test_a_real_circular_pipelines_weights_give_its_outputs_in_a_plain_stack():
     """3 circular repeats of 2 stages of 2 layers each, run by praxis 1.4.0."""
-    with np.load(Path(__file__).parent / "pax_checkpoints/circular_pipeline.npz") as file:
-        numbers = {path: file[path] for path in file.files}
+    numbers = golden_arrays("pax_checkpoints/circular_pipeline.npz")
     block = functools.partial(layers.Transformer, 6, 5, 2)
     model = NnxModel(
         lambda rngs: Repeat(

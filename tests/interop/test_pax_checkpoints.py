@@ -11,7 +11,6 @@ import functools
 import json
 import shutil
 import zipfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,9 +20,10 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.models import NnxModel
+from tests.support.goldens import GOLDENS, golden_arrays
 
 STEPS = {"scanned_gda": 10, "unrolled_ocdbt": 20, "scanned_flax": 30}
-MADE_BY_PAX = Path(__file__).parent / "pax_checkpoints"
+MADE_BY_PAX = GOLDENS / "pax_checkpoints"
 VOCAB, DIMS, HIDDEN, HEADS, LAYERS = 13, 6, 5, 3, 2
 
 
@@ -39,8 +39,7 @@ def jobs(tmp_path_factory):
 
 @functools.cache
 def made_by_pax(name: str) -> dict[str, np.ndarray]:
-    with np.load(MADE_BY_PAX / f"{name}.npz") as file:
-        return {path: file[path] for path in file.files}
+    return golden_arrays(f"pax_checkpoints/{name}.npz")
 
 
 def lm(unroll: bool) -> NnxModel:

@@ -1,9 +1,7 @@
 """Initial values: the draws of the real Pax, and the statistics that each method promises."""
 
 import functools
-import json
 import math
-import pathlib
 
 import fiddle as fdl
 import jax
@@ -17,29 +15,27 @@ from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.layers import WeightInit
 from praxis_lite.layers.initializers import fans
 from praxis_lite.models import NnxModel
+from tests.support.goldens import golden_arrays, pax_cases
 
-GOLDENS = pathlib.Path(__file__).parents[2].parent / "shared/goldens/pax"
 TRUNCATED = 0.87962566  # Standard deviation of a normal cut at +-2.
 SHAPES = {"matrix": (151, 211), "projection": (13, 17, 151)}
 
 
-@pytest.mark.skipif(not GOLDENS.exists(), reason=f"{GOLDENS} is not on this machine")
 def test_draws_equal_those_of_pax():
-    inits = json.loads((GOLDENS / "cases.json").read_text())["cases"]["weight_init"]["inits"]
+    golden = golden_arrays("pax/weight_init.npz")
     jax.config.update("jax_threefry_partitionable", False)
     try:
-        with np.load(GOLDENS / "weight_init.npz") as golden:
-            for name, settings in inits.items():
-                init = getattr(WeightInit, name.split("_")[0])(settings["scale"])
-                assert init == WeightInit(settings["method"], settings["scale"])
-                drawn = np.asarray(init(jax.random.PRNGKey(7), settings["shape"]))
-                np.testing.assert_allclose(
-                    drawn.ravel()[:8], golden[f"out/head/{name}"], rtol=2e-6, err_msg=name
-                )
-                found = [drawn.mean(), drawn.std(), drawn.min(), drawn.max()]
-                np.testing.assert_allclose(
-                    found, golden[f"out/{name}"], rtol=1e-5, atol=1e-6, err_msg=name
-                )
+        for name, settings in pax_cases()["weight_init"]["inits"].items():
+            init = getattr(WeightInit, name.split("_")[0])(settings["scale"])
+            assert init == WeightInit(settings["method"], settings["scale"])
+            drawn = np.asarray(init(jax.random.PRNGKey(7), settings["shape"]))
+            np.testing.assert_allclose(
+                drawn.ravel()[:8], golden[f"out/head/{name}"], rtol=2e-6, err_msg=name
+            )
+            found = [drawn.mean(), drawn.std(), drawn.min(), drawn.max()]
+            np.testing.assert_allclose(
+                found, golden[f"out/{name}"], rtol=1e-5, atol=1e-6, err_msg=name
+            )
     finally:
         jax.config.update("jax_threefry_partitionable", True)
 

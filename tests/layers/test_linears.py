@@ -12,7 +12,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers.activations import ACTIVATIONS, activation_fn
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
-from tests.support.pax_options import pax_options
+from tests.support.goldens import pax_options
 
 PAX = pax_options("softmaxes")
 OF_PAX = {

@@ -1,15 +1,12 @@
 """A setting of Pax, in a layer of Pax, has Pax's default, or a reason stands here."""
 
 import inspect
-import json
-import pathlib
 from typing import Any
 
 import pytest
 
 from praxis_lite import layers
-
-GOLDENS = pathlib.Path(__file__).parents[2].parent / "shared/goldens/pax/cases.json"
+from tests.support.goldens import golden
 
 # Layer and setting: why the default is another one.
 DIFFERENT: dict[tuple[str, str], str] = {
@@ -23,7 +20,7 @@ DIFFERENT: dict[tuple[str, str], str] = {
 
 
 def pax_defaults() -> dict[str, dict[str, Any]]:
-    return json.loads(GOLDENS.read_text())["class_defaults"] if GOLDENS.exists() else {}
+    return golden("pax/cases.json")["class_defaults"]
 
 
 def shared_settings() -> list[tuple[str, str]]:
@@ -39,7 +36,6 @@ def shared_settings() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.skipif(not GOLDENS.exists(), reason=f"{GOLDENS} is not on this machine")
 @pytest.mark.parametrize("name, setting", shared_settings())
 def test_a_setting_of_pax_has_its_default(name, setting):
     ours = inspect.signature(getattr(layers, name)).parameters[setting].default

@@ -5,8 +5,6 @@ Each case runs with the tolerance and the hyperparameters that cases.json states
 
 import dataclasses
 import functools
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +17,7 @@ from flax import nnx
 from praxis_lite import layers
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
-
-GOLDENS = pathlib.Path(__file__).parents[2].parent / "shared/goldens/pax"
-pytestmark = pytest.mark.skipif(not GOLDENS.exists(), reason=f"{GOLDENS} is not on this machine")
+from tests.support.goldens import Arrays, pax_arrays, pax_cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,19 +143,9 @@ CASES = {
 }
 
 
-@functools.cache
-def cases() -> dict[str, Any]:
-    return json.loads((GOLDENS / "cases.json").read_text())["cases"]
-
-
-def load(name: str) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, float]]:
+def load(name: str) -> tuple[Arrays, dict[str, float]]:
     """Returns arrays by kind (in, w, out, grad, gin) and path, and the case's tolerance."""
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(GOLDENS / f"{name}.npz") as file:
-        for path in file.files:
-            kind, _, rest = path.partition("/")
-            arrays.setdefault(kind, {})[rest] = file[path]
-    return arrays, cases()[name]["tolerance"]
+    return pax_arrays(name), pax_cases()[name]["tolerance"]
 
 
 def assert_close(found, wanted, tolerance, what: str) -> None:
@@ -177,6 +163,10 @@ def assert_close(found, wanted, tolerance, what: str) -> None:
 def params_of(model: NnxModel, weights: dict[str, np.ndarray]) -> dict[str, Any]:
     """Returns our parameters with Pax's weights in them; each has its place and none is left."""
     return jax.tree.map(jnp.asarray, mdl_vars_from_pax(model, weights)["params"])
+
+
+def test_every_layer_of_the_goldens_is_here():
+    assert set(CASES) == {name for name, case in pax_cases().items() if case["kind"] == "layer"}
 
 
 @pytest.mark.parametrize("name", CASES)

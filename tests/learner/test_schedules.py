@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import fiddle as fdl
 import jax
@@ -23,9 +22,7 @@ from praxis_lite.learner.schedules import (
     scaled,
     warmup_stable_decay,
 )
-from tests.support.goldens import GOLDENS, golden
-
-PAX_OPTIONS = Path(__file__).parent / "optimizers/pax_options/schedules.npz"
+from tests.support.goldens import golden_arrays, pax_cases
 
 
 def snake_case(name):
@@ -60,14 +57,12 @@ def assert_as_pax(cases, numbers, atol, rtol):
 
 
 def test_schedules_have_the_values_of_pax_goldens():
-    case = golden("pax/cases.json")["cases"]["schedules_"]
-    with np.load(GOLDENS / "pax/schedules_.npz") as numbers:
-        assert_as_pax(case["schedules"], dict(numbers), **case["tolerance"])
+    case, numbers = pax_cases()["schedules_"], golden_arrays("pax/learner/schedules_.npz")
+    assert_as_pax(case["schedules"], numbers, **case["tolerance"])
 
 
 def test_schedules_have_paxs_values_for_other_options():
-    with np.load(PAX_OPTIONS) as numbers:
-        numbers = dict(numbers)
+    numbers = golden_arrays("pax_options/optimizers/schedules.npz")
     cases = json.loads(str(numbers.pop("settings")))
     assert_as_pax(cases, numbers, atol=1e-7, rtol=1e-5)
     # Pax's 18 classes but for the abstract one.

@@ -64,6 +64,28 @@ def test_the_losses_and_splits_are_those_of_the_guide(losses):
     assert {path: slots[path] for path in expected["opt_state_specs"] if path != "step"} == slots
 
 
+def test_the_guide_has_the_same_specs_however_it_makes_the_model():
+    """With jit, eagerly, by logical names, abstractly and restored: and so has the layout here."""
+    expected, leaves = golden(FILE), run_of(nnx_guide.DotReluDot)[0].layout.leaves()
+    own = {leaf.path: trimmed(leaf.spec) for leaf in leaves if "params/" in leaf.path}
+    assert {path.removeprefix("mdl_vars/params/"): spec for path, spec in own.items()} == SPECS
+    for name in (
+        "eager_on_specs", "eager_on_logical_ctx_specs", "get_abstract_model_specs",
+        "logical_pspecs", "logical_specs", "sharded_specs",
+    ):
+        assert expected[name] == SPECS, name
+    assert expected["restore"]["specs"] == SPECS
+    other, _ = run_of(nnx_guide.DotReluDot, mesh_shape=(1, 8))
+    w2 = jax.tree.leaves(other.layout.abstract(other.mesh).mdl_vars["params"]["w2"])[0]
+    shard_shape = w2.sharding.shard_shape(w2.shape)
+    assert list(shard_shape) == expected["restore_other_mesh"]["shard_shape_w2"]
+
+
+def test_one_device_has_the_losses_of_the_guide_too():
+    _, _, found = trained(nnx_guide.DotReluDot, 5, mesh_shape=(1, 1))
+    np.testing.assert_allclose(found, golden(FILE)["single_device_losses"], atol=1e-5)
+
+
 def test_the_names_of_the_logical_model_are_reported_with_the_rules_that_they_took():
     partitioner, _ = run_of(nnx_guide.LogicalDotReluDot, UNEVEN)
     said = {leaf.path: leaf.declared_by for leaf in partitioner.layout.leaves()}

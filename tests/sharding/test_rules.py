@@ -22,10 +22,10 @@ from praxis_lite.sharding import (
     rule_shardings,
 )
 from praxis_lite.sharding.rule_names import JobMesh, Leaf, Outcome, parsed_rules, rule_text
-from tests.support.goldens import GOLDENS, golden, trimmed
+from tests.support.goldens import golden, trimmed
 
 FILE = "reference/sharding_rules_cases.json"
-CASES = golden(FILE)["cases"] if (GOLDENS / FILE).exists() else []
+CASES = golden(FILE)["cases"]
 KINDS = {"ValueError": ValueError, "KeyError": KeyError, "error": re.error}
 MESH = JobMesh({"replica": 1, "data": 4, "mdl": 2})
 PADDED = JobMesh(MESH.axis_sizes, allow_padding=True)
@@ -40,8 +40,7 @@ def case_id(case):
     return f"{case['tree']}-{case['mesh']}-{'+'.join(rules for _, rules in case['strategy'])}"
 
 
-of_big_vision = pytest.mark.parametrize("case", CASES or [pytest.param(None, marks=pytest.mark.skip(
-    reason=f"no golden file {GOLDENS / FILE}"))], ids=case_id if CASES else None)
+of_big_vision = pytest.mark.parametrize("case", CASES, ids=case_id)
 
 
 @of_big_vision

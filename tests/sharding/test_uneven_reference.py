@@ -22,10 +22,10 @@ from praxis_lite.layers.base_layer import ones, zeros
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
-from tests.support.goldens import GOLDENS, golden, trimmed
+from tests.support.goldens import golden, trimmed
 
 FILE = "reference/uneven_padding.json"
-RUNS = sorted(golden(FILE)["runs"]) if (GOLDENS / FILE).exists() else []
+RUNS = sorted(golden(FILE)["runs"])
 NUM_ROWS, NUM_TOKENS = 8, 6  # the golden's all-gathers of s32[8,6]
 
 
@@ -129,7 +129,6 @@ def one_device_losses(model_name, num_steps):
     return losses
 
 
-@pytest.mark.skipif(not RUNS, reason=f"no golden file {GOLDENS / FILE}")
 def test_the_golden_has_every_model_and_kind_of_mesh():
     assert {name.split("|")[0] for name in RUNS} == set(golden(FILE)["configs"])
     assert {name.split("|")[1] for name in RUNS} == {
@@ -137,17 +136,12 @@ def test_the_golden_has_every_model_and_kind_of_mesh():
     }
 
 
-def every(runs):
-    missing = pytest.param("", marks=pytest.mark.skip(reason=f"no golden file {GOLDENS / FILE}"))
-    return pytest.mark.parametrize("run_name", runs if RUNS else [missing])
-
-
 @functools.cache
 def partitioner_of(run_name):
     return Partitioner(task_of(run_name), mesh_of(run_name))
 
 
-@every(RUNS)
+@pytest.mark.parametrize("run_name", RUNS)
 def test_the_layout_is_that_of_the_reference(run_name):
     """Specs and padded shapes, of the weights and of AdamW's two slots of each; bytes."""
     run, leaves = golden(FILE)["runs"][run_name], list(partitioner_of(run_name).layout.leaves())
@@ -162,15 +156,7 @@ def test_the_layout_is_that_of_the_reference(run_name):
     assert sum(leaf.bytes_per_device for leaf in leaves) == run["state_bytes_per_device"] + 12
 
 
-# Every model, mesh and way to split at least once.
-@every(
-    [
-        "even_264_16_32|data2_mdl4|1d|pad", "uneven_257_12_30|data1_mdl8|1d|drop",
-        "uneven_257_12_30|data1_mdl8|2d|pad", "uneven_257_12_30|data2_mdl4|1d|pad|activations_free",
-        "uneven_257_12_30|replica2_data2_mdl2|1d|pad", "uneven_1000_17_33|data8_mdl1|1d|pad",
-        "tiny_dims_below_mesh|data1_mdl8|1d|pad",
-    ]
-)
+@pytest.mark.parametrize("run_name", RUNS)
 def test_a_run_of_the_reference(run_name):
     run, partitioner = golden(FILE)["runs"][run_name], partitioner_of(run_name)
     model_name, leaves = run_name.split("|")[0], list(partitioner.layout.leaves())

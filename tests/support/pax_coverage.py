@@ -2,14 +2,12 @@
 
     python -m tests.support.pax_coverage    # writes the page anew
 
-What Pax has is tests/layers/pax_layer_options.json, made with the real Pax: by class its module,
+What Pax has is tests/goldens/pax/layer_options.json, made with the real Pax: by class its module,
 its options, and its named splits. What is here is asked of the code: an option is covered if our
 class has a setting of the same name, or if AS names another. The rest needs a reason in WITHOUT.
 """
 
-import functools
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +15,9 @@ from praxis_lite import layers
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
+from tests.support.goldens import golden
 
 PAGE = Path(__file__).parents[2] / "docs/pax_coverage.md"
-OPTIONS = Path(__file__).parents[1] / "layers/pax_layer_options.json"
 
 TASKS = {task.__name__: task for task in (LanguageModelTask, SequenceToSequenceTask)}
 
@@ -318,7 +316,7 @@ HEAD = """# What of Pax's layers is covered
 
 Every layer class of praxis 1.4.0, and each of its options: what it is here, or why it is not. Names
 and defaults are Pax's unless said otherwise; that the numbers are Pax's too is what `tests/layers`
-shows, with the goldens of the real Pax and those of `tests/layers/pax_options`.
+shows, with the numbers of the real Pax in `tests/goldens`.
 
 Written by `python -m tests.support.pax_coverage`, which asks the code; a test compares. Fields that
 all layers of Pax have (`name`, `dtype`, `fprop_dtype`, `params_init`,
@@ -328,10 +326,9 @@ all layers of Pax have (`name`, `dtype`, `fprop_dtype`, `params_init`,
 """
 
 
-@functools.cache
 def pax_layers() -> dict[str, dict]:
     """Returns by class what the real Pax says of it: module, options, splits."""
-    return json.loads(OPTIONS.read_text(encoding="utf-8"))
+    return golden("pax/layer_options.json")
 
 
 def our_class(name: str) -> type | None:

@@ -1,7 +1,6 @@
-"""Numbers of the real Pax, for option values that the goldens lack; kept beside the tests."""
+"""Our layers against the numbers of the real Pax in tests/goldens/pax_options/layers."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,25 +11,8 @@ from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars
 from praxis_lite.models.nnx_model import mdl_vars_of
+from tests.support.goldens import Arrays, pax_options
 from tests.support.mesh_runs import assert_near
-
-Arrays = dict[str, dict[str, np.ndarray]]
-
-
-def pax_options(name: str) -> dict[str, Arrays]:
-    """Returns, by case and kind, the arrays by path in tests/layers/pax_options/NAME.npz.
-
-    Kinds: w (weights), stat (statistics before), new (after), out, grad (of weights), gin (of x).
-    The inputs under "in" are those of all cases.
-    """
-    arrays: dict[str, Arrays] = {}
-    with np.load(Path(__file__).parents[1] / f"layers/pax_options/{name}.npz") as file:
-        for entry in file.files:
-            case, kind, path = ("", *entry.split("/")) if entry.startswith("in/") else (
-                entry.split("/", 2)
-            )
-            arrays.setdefault(case, {}).setdefault(kind, {})[path] = file[entry]
-    return arrays
 
 
 def mdl_vars_from(model: NnxModel, case: Arrays) -> MdlVars:

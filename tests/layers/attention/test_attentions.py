@@ -1,7 +1,6 @@
 """Attention's options against the real Pax, decoding against the whole sequence, and its maths."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.test_util import check_grads
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention import masks as attention_masks
 from praxis_lite.models import NnxModel
+from tests.support.goldens import golden_arrays, pax_options
 
 partial = functools.partial
 ATTENTION = layers.DotProductAttention
@@ -20,19 +20,7 @@ BIAS = partial(
     layers.RelativeBias, relative_attention_num_buckets=8, relative_attention_max_distance=5
 )
 
-# Numbers of praxis 1.4.0, made by asking it.
-PAX_OPTIONS = Path(__file__).parents[1] / "pax_options" / "attentions.npz"
-
-
-@functools.cache
-def pax_options() -> dict[str, dict[str, dict[str, np.ndarray]]]:
-    """Returns arrays by case, kind (in, w, out, grad, gin) and path."""
-    cases: dict = {}
-    with np.load(PAX_OPTIONS) as file:
-        for name in file.files:
-            case, kind, *path = name.split("/")
-            cases.setdefault(case, {}).setdefault(kind, {})["/".join(path)] = file[name]
-    return cases
+PAX = pax_options("attentions")
 
 
 def call(module, x, **inputs):
@@ -103,7 +91,7 @@ def our_answers() -> dict[str, tuple]:
     def run(cases):
         return {name: one(NnxModel(build), cases[name]) for name, build in PAX_CASES.items()}
 
-    return jax.device_get(jax.jit(run)({name: pax_options()[name] for name in PAX_CASES}))
+    return jax.device_get(jax.jit(run)({name: PAX[name] for name in PAX_CASES}))
 
 
 def nested(flat: dict[str, np.ndarray]) -> dict:
@@ -119,7 +107,7 @@ def nested(flat: dict[str, np.ndarray]) -> dict:
 
 @pytest.mark.parametrize("name", PAX_CASES)
 def test_options_equal_pax(name):
-    case, (y, grads, x_grads) = pax_options()[name], our_answers()[name]
+    case, (y, grads, x_grads) = PAX[name], our_answers()[name]
     np.testing.assert_allclose(y, case["out"]["y"], rtol=5e-5, atol=1e-5)
     found, wanted = jax.tree_util.tree_leaves_with_path(grads), nested(case["grad"])
     for (path, grad), pax in zip(found, jax.tree.leaves(wanted), strict=True):
@@ -129,14 +117,14 @@ def test_options_equal_pax(name):
 
 
 def test_a_query_that_sees_nothing_gives_zeros_only_where_that_is_set():
-    case = pax_options()["zero_fully_masked"]
+    case = PAX["zero_fully_masked"]
     assert case["in"]["paddings"][0].all()  # So all that is left of row 0 is the output's bias.
     y = our_answers()["zero_fully_masked"][0]
     np.testing.assert_allclose(y[0], np.tile(case["w"]["post/b"], (6, 1)), atol=1e-6)
 
 
 def test_relative_buckets_equal_pax():
-    cases = pax_options()["relative_buckets"]
+    cases = PAX["relative_buckets"]
     # Pax's positions grow from query to key.
     positions = jnp.zeros((1, 1), jnp.int32), jnp.arange(-200, 201)[None, :]
 
@@ -155,11 +143,7 @@ def test_relative_buckets_equal_pax():
 
 
 def test_masks_are_pax():
-    golden = Path(__file__).parents[3].parent / "shared/goldens/pax/masks.npz"
-    if not golden.exists():
-        pytest.skip(f"{golden} is not on this machine")
-    with np.load(golden) as file:
-        arrays = dict(file)
+    arrays = golden_arrays("pax/attention/masks.npz")
     segment_ids = jnp.asarray(arrays["in/segment_ids"])
     found = jax.device_get(jax.jit(lambda: {
         "causal": attention_masks.causal_mask(6),

@@ -11,7 +11,8 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers import AuxLoss, intermediates
 from praxis_lite.models import NnxModel
-from tests.support.pax_options import flat, mdl_vars_from, pax_options
+from tests.support.goldens import pax_options
+from tests.support.pax_options import flat, mdl_vars_from
 
 # B batch, T time, D input dims, V classes.
 PAX = pax_options("softmaxes")

@@ -12,7 +12,8 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers import AuxLoss, TransformerFeedForwardMoe, intermediates
 from praxis_lite.models import NnxModel
-from tests.support.pax_options import flat, mdl_vars_from, pax_options
+from tests.support.goldens import pax_options
+from tests.support.pax_options import flat, mdl_vars_from
 
 PAX = pax_options("moe")
 INPUTS = PAX.pop("")["in"]

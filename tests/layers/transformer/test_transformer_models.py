@@ -16,8 +16,9 @@ from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers import test_pax_goldens as goldens
+from tests.support.goldens import pax_cases, pax_options
 from tests.support.mesh_runs import assert_near, drawn
-from tests.support.pax_options import flat, mdl_vars_from, pax_options
+from tests.support.pax_options import flat, mdl_vars_from
 
 partial = functools.partial
 SOFTMAX = partial(layers.SharedEmbeddingSoftmax, scale_sqrt_depth=True)
@@ -59,7 +60,11 @@ def our_path(path: str) -> str:
     return path.removeprefix("lm/").replace("repeat/sub/x_layers_0", "blocks")
 
 
-@pytest.mark.skipif(not goldens.GOLDENS.exists(), reason="the goldens are not on this machine")
+def test_every_language_model_of_the_goldens_is_here():
+    kinds = {name: case["kind"] for name, case in pax_cases().items()}
+    assert set(GOLDENS) == {name for name, kind in kinds.items() if kind == "language_model"}
+
+
 @pytest.mark.parametrize("name", GOLDENS)
 def test_losses_metrics_log_probs_and_gradients_equal_the_golden(name):
     golden, tolerance = goldens.load(name)

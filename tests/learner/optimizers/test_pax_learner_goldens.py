@@ -1,10 +1,8 @@
 """The learner and its optimizers against five steps of the real Pax's: weights, rates, slots.
 
 Each case runs with the tolerance and the hyperparameters that cases.json states; the optimizers
-are what `pax_learners.COUNTERPARTS` says. Adafactor's cases are in test_adafactor.py.
+are what `pax_learners.COUNTERPARTS` says. Adafactor's cases are in test_adafactor_pax.py.
 """
-
-import json
 
 import numpy as np
 import pytest
@@ -16,31 +14,19 @@ from tests.learner.optimizers.pax_learners import (
     pax_rate,
     run,
 )
-from tests.support.goldens import GOLDENS
+from tests.support.goldens import golden_arrays, pax_cases
 
-PAX = GOLDENS / "pax"
-
-
-def cases() -> dict[str, dict]:
-    if not PAX.exists():
-        return {}
-    every = json.loads((PAX / "cases.json").read_text())["cases"]
-    return {
-        name: case
-        for name, case in every.items()
-        if case["kind"] == "learner" and case["optimizer"] != "ShardedAdafactor"
-    }
-
-
-CASES = cases()
-pytestmark = pytest.mark.skipif(not CASES, reason=f"{PAX} is not on this machine")
+CASES = {
+    name: case
+    for name, case in pax_cases().items()
+    if case["kind"] == "learner" and case["optimizer"] != "ShardedAdafactor"
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_five_steps_equal_pax(name):
     case = CASES[name]
-    with np.load(PAX / f"{name}.npz") as file:
-        arrays = dict(file)
+    arrays = golden_arrays(f"pax/learner/{name}.npz")
     wanted = {kind: under(arrays, f"out/{kind}/params/") for kind in ("w0", "w1", "w2", "w3", "w4")}
     found = run(
         pax_learner(case["hparams"]),

@@ -1,13 +1,12 @@
 """Settings of Pax's optimizers and learner that the goldens lack, against the real Pax's numbers.
 
-pax_options/pax_optimizers_FAMILY.npz: "in/w", "in/grads" and, per case, what is
+pax_options/optimizers/pax_optimizers_FAMILY.npz: "in/w", "in/grads" and, per case, what is
 not Pax's default ("CASE/hparams", JSON), and after five steps the weights ("CASE/w"), the slots of
 each name ("CASE/m" ...) and the count of updates. All leaves of a kind are one vector, in the order
 of the weights' paths. A gradient of the fourth step is 30 times the others.
 """
 
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from tests.learner.optimizers.pax_learners import Flat, assert_within, pax_learner, run
+from tests.support.goldens import by_kind, golden_arrays
 
 SHAPES = {"dense/b": (7,), "dense/w": (5, 7), "norm/scale": (8,)}
 STACKED_SHAPES = {"dense/b": (3, 7), "dense/w": (3, 5, 7), "norm/scale": (8,)}
@@ -23,18 +23,9 @@ TOLERANCE = {"atol": 2e-6, "rtol": 2e-6, "atol_of_max": 1e-6}
 BFLOAT16_TOLERANCE = {"atol": 2e-6, "rtol": 2.0**-8}
 
 
-def cases_of(family: str) -> dict[str, dict[str, np.ndarray]]:
-    """Returns by case, and "in", the arrays of a file."""
-    cases: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(Path(__file__).parent / f"pax_options/pax_optimizers_{family}.npz") as file:
-        for entry in file.files:
-            case, name = entry.split("/")
-            cases.setdefault(case, {})[name] = file[entry]
-    return cases
-
-
+# By case, and "in", the arrays of each file.
 FAMILIES = {
-    family: cases_of(family)
+    family: by_kind(golden_arrays(f"pax_options/optimizers/pax_optimizers_{family}.npz"))
     for family in ("adam", "bfloat16", "learner", "others", "regularized", "stacked")
 }
 

@@ -1,0 +1,45 @@
+"""The config of every registered experiment, as config.txt has it, kept in tests/goldens/configs.
+
+    python -m tests.support.config_goldens    # writes the files anew
+
+A change of a default, anywhere below an experiment, is then seen in the diff.
+"""
+
+import sysconfig
+
+from praxis_lite.config.text import config_lines
+from praxis_lite.experiment.registry import get_experiment, list_experiments
+from tests.support.goldens import GOLDENS
+
+CONFIGS = GOLDENS / "configs"
+
+
+def config_texts() -> dict[str, str]:
+    """Returns, by module of experiments/, the `path=value` lines of each experiment in it.
+
+    The directory of Python's standard library, which some read as text, is STDLIB.
+    """
+    stdlib = sysconfig.get_path("stdlib")
+    texts: dict[str, str] = {}
+    for listed in list_experiments():
+        experiment = get_experiment(listed.name)
+        if not experiment.__module__.startswith("praxis_lite.experiments."):
+            continue  # Of a test that ran before.
+        module = experiment.__module__.rpartition(".")[2]
+        lines = config_lines(experiment().config())
+        section = "".join(f"{line}\n" for line in [f"[{listed.name}]", *lines])
+        section = section.replace(stdlib, "STDLIB")
+        texts[module] = f"{texts[module]}\n{section}" if module in texts else section
+    return texts
+
+
+def main() -> None:
+    CONFIGS.mkdir(exist_ok=True)
+    for path in CONFIGS.glob("*.txt"):
+        path.unlink()
+    for module, text in config_texts().items():
+        (CONFIGS / f"{module}.txt").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

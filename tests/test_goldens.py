@@ -1,0 +1,32 @@
+"""Every golden is read by a test, and can be found."""
+
+from pathlib import Path
+
+from tests.support.goldens import GOLDENS, pax_cases
+
+TESTS = Path(__file__).parent
+# A test takes its cases of these kinds from cases.json, all of them.
+TESTED_BY_KIND = {"decode", "language_model", "layer", "learner"}
+TESTED_BY_NAME = {"function": "masks", "init": "weight_init", "schedules": "schedules_"}
+
+
+def test_a_case_of_pax_has_its_arrays_and_a_test():
+    found = {path.stem for path in GOLDENS.glob("pax/**/*.npz")}
+    assert found == set(pax_cases())
+    for name, case in pax_cases().items():
+        assert case["kind"] in TESTED_BY_KIND or TESTED_BY_NAME[case["kind"]] == name
+
+
+def test_every_other_file_is_read_by_a_test():
+    sources = "\n".join(path.read_text() for path in TESTS.rglob("*.py"))
+    for path in GOLDENS.rglob("*.*"):
+        folder = path.relative_to(GOLDENS).parts[0]
+        is_case = folder == "pax" and path.suffix == ".npz"
+        if not is_case and folder != "configs" and path.suffix != ".md":
+            stem = path.stem.removeprefix("pax_optimizers_")
+            assert f'"{stem}"' in sources or f"/{path.name}" in sources, path
+
+
+def test_no_folder_holds_more_than_sixteen_files():
+    for folder in [GOLDENS, *(path for path in GOLDENS.rglob("*") if path.is_dir())]:
+        assert len(list(folder.iterdir())) <= 16, folder
