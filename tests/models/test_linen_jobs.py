@@ -87,6 +87,7 @@ def params_of(path):
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_died_ends_in_the_same_bits():
     whole, resumed = jobs()
     steps = lines_of(whole.metrics_jsonl)

@@ -152,6 +152,7 @@ def plain() -> tuple[list, list, Any, Any, float]:
     return losses, sown, {name: variables[name] for name in trained}, trained, float(heldout)
 
 
+@pytest.mark.slow
 def test_training_is_that_of_flax_and_optax_on_one_device():
     losses, sown, fresh, trained, heldout = on_mesh((2, 2, 2))
     wanted_losses, wanted_sown, wanted_fresh, wanted, wanted_heldout = plain()

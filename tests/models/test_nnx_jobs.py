@@ -5,6 +5,7 @@ import functools
 import fiddle as fdl
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
@@ -110,6 +111,7 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh)
 
 
+@pytest.mark.slow
 def test_a_job_that_died_ends_as_one_that_did_not():
     whole, resumed = jobs()
     assert [line["step"] for line in lines_of(resumed.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]

@@ -226,7 +226,7 @@ def trained(shape, num_micro_batches, is_zero1=False):
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "is_zero1"),
     [
-        ((1, 1, 1), 8, False), ((1, 4, 2), 4, False),
+        pytest.param((1, 1, 1), 8, False, marks=pytest.mark.slow), ((1, 4, 2), 4, False),
         pytest.param((1, 4, 2), 2, True, marks=pytest.mark.slow),
     ],
 )

@@ -25,13 +25,32 @@ from tests.support.lm_runs import (
     trained,
 )
 
-every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
+# The others run with the whole suite.
+FAST = {
+    ("uneven", "adamw", (1, 1, 1)), ("uneven", "adamw", (1, 4, 2)), ("uneven", "adamw", (1, 3, 2)),
+    ("even", "adafactor", (2, 2, 2)),
+}
+
+
+def slow_unless_fast(*run):
+    return [] if run in FAST else [pytest.mark.slow]
+
+
+every_mesh = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(one, marks=slow_unless_fast("uneven", "adamw", one)) for one in MESHES],
+    ids=str,
+)
 some_meshes = pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
 every_run = pytest.mark.parametrize(
     ("size", "optimizer", "shape"),
-    [("uneven", "adamw", shape) for shape in MESHES] + [
-        ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
-        ("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+    [
+        pytest.param(*run, marks=slow_unless_fast(*run))
+        for run in [
+            *(("uneven", "adamw", shape) for shape in MESHES),
+            ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
+            ("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+        ]
     ],
     ids=str,
 )

@@ -49,7 +49,11 @@ def assert_no_more(uneven, even):
 
 @pytest.mark.parametrize(
     ("optimizer", "shape"),
-    [("adamw", (1, 4, 2)), ("adafactor", (1, 3, 2)), ("adamw", (2, 2, 2))],
+    [
+        ("adamw", (1, 4, 2)),
+        pytest.param("adafactor", (1, 3, 2), marks=pytest.mark.slow),
+        pytest.param("adamw", (2, 2, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_uneven_weights_cost_no_collective_more_than_the_next_even_size(optimizer, shape):

@@ -306,6 +306,7 @@ def test_ragged_prompts_go_on_as_the_uncached_model_says(name):
             np.testing.assert_array_equal(new, log_probs.argmax(-1))
 
 
+@pytest.mark.slow
 def test_a_small_lm_of_it_learns_to_remember():
     """The token to say is the first of the sequence: what lies between must be carried."""
     model, length = lm(), 9

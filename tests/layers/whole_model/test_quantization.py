@@ -274,6 +274,7 @@ def in_all(qtype, bwd_qtype):
     return (QuantizationRule("", qtype, bwd_qtype),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
     ids=["int8", "float8"],

@@ -36,7 +36,9 @@ def uneven_run(word, shape):
 
 
 # tests/support/lm_runs.py has fsdp+tensor, on six meshes; test_accumulation.py has megatron.
-@pytest.mark.parametrize(("word", "shape"), [("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3))])
+@pytest.mark.parametrize(("word", "shape"), [
+    pytest.param("fsdp", (2, 2, 2), marks=pytest.mark.slow), ("sequence", (1, 2, 3)),
+])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     wanted, _ = uneven_run("replicated", (1, 1, 1))
     assert wanted[2] < wanted[1] < wanted[0] - 1e-2
@@ -86,6 +88,7 @@ def other_models(word):
     return models
 
 
+@pytest.mark.slow
 def test_other_models_have_the_outputs_of_one_device():
     found, _ = run(other_models("sequence"), mesh_of("sequence", (2, 2, 2)))
     wanted, _ = run(other_models("replicated"), None)
