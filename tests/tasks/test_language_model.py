@@ -91,7 +91,8 @@ def test_filler_rows_enter_neither_the_load_nor_the_losses_of_experts(num_groups
             for name, x in batch.items()
         }
 
-    compute_loss = jax.jit(lambda one: task().compute_loss(model, one, None))
+    graph, state = nnx.split(model)
+    compute_loss = jax.jit(lambda one: task().compute_loss(nnx.merge(graph, state), one, None))
     wanted, *found = (
         compute_loss(one) for one in (batch, padded(0), padded(4))
     )
