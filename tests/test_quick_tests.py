@@ -15,8 +15,6 @@ SLOW = "pytest.mark.slow"
 
 STAND_FOR = {
     "every layer on an uneven mesh": "layers/test_sharded_layers.py::test_sharded_equals_unsharded",
-    "every optimizer on an uneven mesh":
-        "learner/test_optimizers_on_meshes.py::test_five_steps_are_those_of_one_device",
     "every optimizer of Pax":
         "learner/optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
     "every decoder on a mesh": (
@@ -25,7 +23,9 @@ STAND_FOR = {
     ),
     "a mesh of one device, of two axes, of three, and one whose axis divides nothing":
         "partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
-    "pipeline stages on a mesh": "layers/stacking/test_pipelines.py::test_on_a_mesh_it_gives_the_same",
+    "pipeline stages on a mesh": (
+        "layers/stacking/test_pipelines.py::test_on_a_mesh_it_gives_the_same"
+    ),
     "experts on a mesh": "layers/moe/test_sharded_experts.py::test_sharded_equals_unsharded",
     "every way to say how weights are split":
         "sharding/test_five_ways.py::test_each_way_has_the_same_losses",
@@ -45,7 +45,9 @@ STAND_FOR = {
         "job/test_multiprocess.py"
         "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
     ),
-    "a fault on disk": "faults/test_faults.py::test_a_broken_file_is_told_and_the_step_before_is_used",
+    "a fault on disk": (
+        "faults/test_faults.py::test_a_broken_file_is_told_and_the_step_before_is_used"
+    ),
 }
 
 

@@ -96,7 +96,7 @@ def test_a_signal_is_answered_and_the_running_step_ends(name):
 @pytest.mark.parametrize(
     ("where", "lost"),
     [
-        ("a restore", "training had not begun"),
+        pytest.param("a restore", "training had not begun", marks=pytest.mark.slow),
         ("the first step", "the newest checkpoint is of step 40"),
     ],
 )

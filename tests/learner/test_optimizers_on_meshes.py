@@ -20,6 +20,8 @@ from tests.support.optimizer_runs import (
     trained,
 )
 
+pytestmark = pytest.mark.slow
+
 # Slots rounded to few bits may fall to either side, by what XLA sums first; eigenvectors differ by
 # rounding over the gap between two eigenvalues. Weights follow, by a rate of 0.02.
 ROUGH = ("adafactor_int8", "adafactor_bfloat16", "lion", "low_precision", "soap")
@@ -42,9 +44,7 @@ def assert_same(found, wanted):
     assert not far, "\n".join(far)
 
 
-every_run = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "uneven")) for name in RUNS]
-)
+every_run = pytest.mark.parametrize("name", RUNS)
 
 
 @every_run

@@ -116,6 +116,7 @@ def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():
     assert evaluated["accuracy"] == pytest.approx(correct, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_lm_decodes_as_flax_does():
     whole, _ = jobs()
     succeed("--mode=decode", f"--job_log_dir={whole.path}")

@@ -174,6 +174,7 @@ def test_padding_is_there_and_the_names_are_resolved(mesh_of):
     assert "nn.with_partitioning (None, 'mdl')" in head.declared_by
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_whole_tensors_sees_one_layer_of_a_scan(mesh_of):
     class Body(nn.Module):
         @nn.compact

@@ -138,6 +138,7 @@ def test_statistics_are_kept_and_streams_are_not():
     assert kernel.shape == (3, 13, 16) and kernel.sharding.spec == P(None, None, "model")
 
 
+@pytest.mark.slow
 def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
     one = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
     whole = jobs()[0]

@@ -184,6 +184,7 @@ def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     )
 
 
+@pytest.mark.slow
 def test_a_batch_smaller_than_the_device_count():
     partitioner = partitioner_of("uneven", "adamw", (2, 2, 2))
     key, inputs = partitioner.key(0), batches("uneven", num_rows=3)

@@ -165,10 +165,16 @@ def test_the_layout_is_that_of_the_reference(run_name):
 # Every model, mesh and way to split at least once.
 @every(
     [
-        "even_264_16_32|data2_mdl4|1d|pad", "uneven_257_12_30|data1_mdl8|1d|drop",
-        "uneven_257_12_30|data1_mdl8|2d|pad", "uneven_257_12_30|data2_mdl4|1d|pad|activations_free",
-        "uneven_257_12_30|replica2_data2_mdl2|1d|pad", "uneven_1000_17_33|data8_mdl1|1d|pad",
+        "uneven_257_12_30|data1_mdl8|2d|pad", "uneven_257_12_30|replica2_data2_mdl2|1d|pad",
         "tiny_dims_below_mesh|data1_mdl8|1d|pad",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "even_264_16_32|data2_mdl4|1d|pad", "uneven_257_12_30|data1_mdl8|1d|drop",
+                "uneven_257_12_30|data2_mdl4|1d|pad|activations_free",
+                "uneven_1000_17_33|data8_mdl1|1d|pad",
+            )
+        ),
     ]
 )
 def test_a_run_of_the_reference(run_name):

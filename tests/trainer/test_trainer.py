@@ -39,6 +39,7 @@ def assert_as_if_never_interrupted(job):
     assert evaluations == read_json_lines(whole.eval_metrics_jsonl)
 
 
+@pytest.mark.slow
 def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, monkeypatch):
     job, whole = JobDir(tmp_path / "job"), JobDir(tmp_path / "whole")
     argv = (LINE, f"--job_log_dir={job.path}")

@@ -218,6 +218,7 @@ def test_padded_tokens_take_no_slot_and_change_nothing(given):
     np.testing.assert_allclose(before["outputs"][:1, :6], alone, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     """A step is too small to change a token's experts."""
     build = functools.partial(MOE, **ENOUGH, **GATED, **LOSSES, activation="silu")
@@ -259,6 +260,7 @@ def stack(**options):
     return functools.partial(layers.Repeat, Block, 2, **options)
 
 
+@pytest.mark.slow
 def test_scanned_equals_unrolled_and_remat_equals_none():
     """Both in one: the scanned stack computes again, the unrolled one keeps everything.
 

@@ -180,6 +180,7 @@ def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
     assert_trees_close(pipelined(case), repeated(case)[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpipe", "circular"])
 def test_streamed_microbatches_give_the_same(case):
     found = pipelined(case, stream_io=True)
@@ -266,6 +267,7 @@ def test_the_compiled_loops_run_as_many_ticks_as_the_formula_says(name):
     assert trips == {repeats * microbatches + stages - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["save_everything", "save_dot_only"])
 def test_what_is_computed_again_changes_nothing(policy):
     found = pipelined("circular", checkpoint_policy=policy)
@@ -411,6 +413,7 @@ def test_assigned_variables_are_the_mean_over_the_microbatches_of_each_layer(pip
     np.testing.assert_array_equal(found["untouched"], np.float32(0.1))
 
 
+@pytest.mark.slow
 def test_three_steps_of_adafactor_train_it_as_a_repeat():
     case = "circular"
     learner = Learner(

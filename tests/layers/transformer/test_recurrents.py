@@ -164,6 +164,7 @@ def test_packed_sequences_are_as_each_alone():
         np.testing.assert_allclose(packed[:, start:end], alone, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_left_padding_does_not_matter():
     paddings = np.repeat((np.arange(T) < 4)[None], B, 0).astype(np.float32)
     found, _ = run(PARAMS, X, paddings=paddings)
