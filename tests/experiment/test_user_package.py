@@ -114,7 +114,8 @@ def own(tmp_path):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("is_by_path", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_by_path", [False, True])
+@pytest.mark.slow
 def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_path):
     command = [CHECKOUT / "main.py"]
     folder, env = own, {**os.environ, "PYTHONPATH": ""}

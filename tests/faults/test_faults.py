@@ -52,5 +52,6 @@ def test_a_full_disk_costs_the_save_that_it_stops(zygote, damage):
     passes(*ways_out.fill(zygote, damage.whole, ways_out.DISKS[:1]))
 
 
+@pytest.mark.slow
 def test_a_wrong_target_is_refused_and_nothing_on_disk_changes(zygote, damage):
     passes(targets.run(zygote, damage.job, targets.TARGETS[2::6]))

@@ -25,9 +25,10 @@ from tests.support.lm_runs import (
     trained,
 )
 
-# The others run with the whole suite.
+# The other runs are slow tests.
 FAST = {
-    ("uneven", "adamw", (1, 1, 1)), ("uneven", "adamw", (1, 4, 2)), ("uneven", "adamw", (1, 3, 2)),
+    ("uneven", "adamw", (1, 1, 1)),
+    ("uneven", "adamw", (1, 4, 2)),
     ("even", "adafactor", (2, 2, 2)),
 }
 
@@ -41,7 +42,9 @@ every_mesh = pytest.mark.parametrize(
     [pytest.param(one, marks=slow_unless_fast("uneven", "adamw", one)) for one in MESHES],
     ids=str,
 )
-some_meshes = pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
+some_meshes = pytest.mark.parametrize(
+    "shape", [(1, 4, 2), pytest.param((1, 3, 2), marks=pytest.mark.slow)], ids=str
+)
 every_run = pytest.mark.parametrize(
     ("size", "optimizer", "shape"),
     [

@@ -167,6 +167,7 @@ def test_a_name_that_the_data_has_not_is_refused(name, words):
         check_resumable(CHANGED, NOW, ("seed", name))
 
 
+@pytest.mark.slow
 def test_accepted_data_is_trained_on_and_said_and_not_asked_for_again(tmp_path):
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set")
     succeed(*argv, "run.num_train_steps=7")
@@ -181,6 +182,7 @@ def test_accepted_data_is_trained_on_and_said_and_not_asked_for_again(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_moved_files_are_the_same_data(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     shutil.copytree(home() / "texts", tmp_path / "elsewhere")

@@ -283,6 +283,7 @@ def test_scanned_equals_unrolled_and_remat_equals_none():
         assert_close(unrolled["grads"][0]["blocks"][str(i)], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [ENOUGH, {"dropless": True}], ids=["capacity", "dropless"])
 def test_bfloat16_is_close_to_float32(settings):
     build = functools.partial(MOE, **settings, **GATED)

@@ -282,6 +282,7 @@ def test_bfloat16_is_near_float32():
     np.testing.assert_allclose(found["outputs"].astype(jnp.float32), wanted, atol=0.06)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_in_ticks_and_in_a_row_and_another_per_layer_and_microbatch():
     case, key = "circular_waiting", jax.random.key(5)
     params = from_case(repeated(case)[0], case)
@@ -321,6 +322,7 @@ IDLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDLE)
 def test_what_idle_stages_compute_reaches_nothing_nan_neither(name):
     num_repeats, given = IDLE[name]

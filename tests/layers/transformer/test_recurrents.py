@@ -244,6 +244,7 @@ def lm(unroll: bool = False) -> NnxModel:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_of_it_equals_an_unrolled_one_and_decodes():
     scanned, unrolled = lm(), lm(unroll=True)
     params = drawn(scanned)

@@ -139,6 +139,7 @@ def test_megatron_sums_activations_over_mdl_and_gradients_over_data():
     assert totals["all-gather", 2] < EMBEDDING // 2 and ("all-gather", 4) not in totals
 
 
+@pytest.mark.slow
 def test_sequence_gathers_time_where_a_matmul_needs_it_and_no_weight():
     totals, per_layer, found = collectives("sequence", (1, 4, 2))
     activations = 4 * ROWS * TIME * DIMS // 4
@@ -152,6 +153,7 @@ def test_sequence_gathers_time_where_a_matmul_needs_it_and_no_weight():
     assert 0 <= scattered <= 2 * activations + VECTORS
 
 
+@pytest.mark.slow
 def test_replicated_sums_gradients_and_nothing_else():
     _, compiled = uneven_run("replicated", (2, 2, 2))
     # Of rows that do not divide the lookup's gradient takes all ids.
