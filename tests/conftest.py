@@ -32,6 +32,13 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
 
 
+def pytest_collection_finish(session):
+    # JAX makes many objects that live long: to look through them all for cycles as often as Python
+    # does by itself takes a twentieth of the time.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs_are_forgotten():
     """Frees, after a file, the programs that its tests compiled, once there are many of them."""
