@@ -2,7 +2,8 @@
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
-#   make test    runs the tests
+#   make test    runs the tests that are quick (5 minutes)
+#   make test-all  runs them and then the slow ones: processes, kills, every mesh (13 minutes)
 #   make faults  kills, damages and fills disks, hundreds of times; about half an hour
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
@@ -20,7 +21,7 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo demo-multiprocess test faults lint clean
+.PHONY: help demo demo-multiprocess test test-all faults lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,7 +43,10 @@ demo-multiprocess: $(INSTALLED)
 	@$(VENV_PYTHON) benchmarks/demo_multiprocess.py
 
 test: $(INSTALLED)
-	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: test
+	@$(VENV_PYTHON) -m pytest -m slow $(PYTEST_ARGS)
 
 faults: $(INSTALLED)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)

@@ -87,9 +87,13 @@ def _of_call(node: ast.Call) -> Iterator[str]:
             yield word.value
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_no_data_becomes_code(file):
-    assert list(dangers(file.read_text(encoding="utf-8"), str(file.relative_to(ROOT)))) == []
+def test_no_data_becomes_code():
+    found = {}
+    for file in FILES:
+        name = str(file.relative_to(ROOT))
+        found[name] = list(dangers(file.read_text(encoding="utf-8"), name))
+    assert len(found) > 200
+    assert {name: what for name, what in found.items() if what} == {}
 
 
 def test_every_exception_is_needed():
@@ -138,18 +142,18 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("source", PLANTED)
-def test_it_would_be_found(source):
-    assert PLANTED[source] in list(dangers(source))
+def test_it_would_be_found():
+    assert [one for one, what in PLANTED.items() if what not in dangers(one)] == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["re.compile(x)", "step.lower(x).compile()", "ast.literal_eval(x)", "model.eval()",
-     "np.load(file, allow_pickle=False)", "importlib.import_module('tensorflow')"],
-)  # fmt: skip
-def test_what_only_looks_like_it_is_left_alone(source):
-    assert list(dangers(source)) == []
+HARMLESS = [
+    "re.compile(x)", "step.lower(x).compile()", "ast.literal_eval(x)", "model.eval()",
+    "np.load(file, allow_pickle=False)", "importlib.import_module('tensorflow')",
+]  # fmt: skip
+
+
+def test_what_only_looks_like_it_is_left_alone():
+    assert [one for one in HARMLESS if list(dangers(one))] == []
 
 
 def _array(dtype, shape, data):

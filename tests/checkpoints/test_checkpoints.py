@@ -120,6 +120,7 @@ def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved
             assert x.sharding == abstract.sharding
 
 
+@pytest.mark.slow
 def test_a_checkpoint_travels_from_8_devices_to_6_to_1(tmp_path, mesh_of):
     partitioner = partitioner_on(mesh_of(1, 4, 2))
     true_state = random_true_state(partitioner.layout)

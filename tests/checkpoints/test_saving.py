@@ -502,6 +502,7 @@ def large_state(number):
     return jax.device_put(jax.tree.map(draw, LARGE.padded_shapes), LARGE.shardings(mesh()))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
     """In a process of its own, where the system refuses to write; every line it prints is ours."""
     done = subprocess.run(

@@ -369,6 +369,7 @@ def test_nothing_is_written_started_or_unpickled_on_the_way(guarded):
         assert events == [], case
 
 
+@pytest.mark.slow
 def test_without_the_allow_list_every_canary_sings(tmp_path):
     answers = answers_of(tmp_path, call_texts(), guarded=False)
     sang = {name.partition(".")[0] for name in os.listdir(tmp_path)}

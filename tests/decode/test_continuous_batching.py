@@ -62,7 +62,13 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sample", "penalties")))
+        for name in DECODERS
+    ],
+)
 def test_a_prompt_gets_the_tokens_that_a_batch_gives_it(name):
     decoder = DECODERS[name]
     run = jax.jit(lambda ids, lengths, keys: decoder(RECURRENT, ids, lengths, keys))

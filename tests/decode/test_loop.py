@@ -136,7 +136,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["sample", "beam"])
+@pytest.mark.parametrize("name", ["sample", pytest.param("beam", marks=pytest.mark.slow)])
 def test_prompts_step_by_step_go_on_as_after_a_forward_pass(name):
     decoder = OTHERS[name]
     stepwise = dataclasses.replace(decoder, fprop_for_prefix=False)
@@ -228,6 +228,7 @@ def test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divid
     assert_same(sharded(shape, name)[0], decoding("learned", OTHERS[name])(PROMPTS, LENGTHS))
 
 
+@pytest.mark.slow
 def test_continuous_batching_on_a_mesh_gives_what_one_device_gives():
     decoder = dataclasses.replace(OTHERS["sample"], num_cache_slots=4)
     partitioner, mdl_vars = partitioner_and_vars((1, 2, 3), decoder)

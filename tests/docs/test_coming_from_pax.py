@@ -28,6 +28,7 @@ from praxis_lite.sharding import inputs as sharding_inputs
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
 from praxis_lite.trainer import decoding, evaluation, metrics, trainer
 from tests.interop.test_pax_checkpoints import MADE_BY_PAX, lm
+from tests.support.every_case import assert_each
 from tests.support.goldens import golden
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
@@ -68,8 +69,11 @@ def has(owner: object, name: str) -> bool:
     return name in parameters or hasattr(owner, name) or name in owner.__annotations__
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_given_as_ours_exists(name):
+def test_every_name_given_as_ours_exists():
+    assert_each(exists, ((name, name) for name in NAMES))
+
+
+def exists(name):
     if name.startswith("--"):
         flag, _, value = name.partition("=")
         (action,) = [a for a in main.parser()._actions if flag in a.option_strings]

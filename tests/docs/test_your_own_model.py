@@ -45,6 +45,7 @@ def folder(tmp_path_factory):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_the_pages_own_tests_pass(folder):
     names = run("test_mymodel.py")
     tests = [name for name in names if name.startswith("test_")]
@@ -53,6 +54,7 @@ def test_the_pages_own_tests_pass(folder):
         names[name]()
 
 
+@pytest.mark.slow
 def test_it_trains_and_the_trained_model_answers_in_python(folder, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     done = succeed(*TRAIN.split())

@@ -15,7 +15,13 @@ NAMES = list(registry.list_experiments())
 DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Their models differ from those of others in one layer or in size.
+SLOW = {"explicit.PyDocs", "finetune.PyDocsFull", "linen.PyDocs", "moe.PyDocs", "pipelined.PyDocs"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
+)
 def test_its_steps_can_be_traced(name):
     config = registry.get_experiment(name)().config()
     check_required(config)

@@ -76,6 +76,7 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_library_with_its_tasks_and_experiments_only(site):
     tops = {name for name in os.listdir(site) if not name.endswith(".dist-info")}
     assert tops == {"praxis_lite"}
@@ -114,6 +115,7 @@ def own(tmp_path):
 
 
 @pytest.mark.parametrize("is_by_path", [False, True])
+@pytest.mark.slow
 def test_a_users_own_tasks_and_experiments_stand_beside_the_librarys(own, is_by_path):
     command = [CHECKOUT / "main.py"]
     folder, env = own, {**os.environ, "PYTHONPATH": ""}
@@ -150,6 +152,7 @@ def test_the_folder_of_the_librarys_own_is_no_package_of_the_users():
         registry.get_experiment("lm.PyDocs", ["experiments"])
 
 
+@pytest.mark.slow
 def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(site, tmp_path):
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage/__init__.py").touch()

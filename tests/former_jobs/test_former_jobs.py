@@ -28,6 +28,7 @@ def test_a_config_that_was_written_before_still_builds(path):
     assert loaded.experiment.endswith(path.stem)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_begun_before_goes_on_and_decodes_to_the_same_numbers(tmp_path):
     with tarfile.open(FORMER / "reverse.tar.gz") as tar:
         tar.extractall(tmp_path, filter="data")

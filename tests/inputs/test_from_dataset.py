@@ -61,7 +61,7 @@ def assert_same(got, wanted):
             np.testing.assert_array_equal(batch[name], expected[name])
 
 
-@pytest.mark.parametrize("make", [endless, one_pass])
+@pytest.mark.parametrize("make", [pytest.param(endless, marks=pytest.mark.slow), one_pass])
 def test_it_continues_and_splits_by_rows_as_every_pipeline(make):
     whole = taken(make().batches())
     assert_same(taken(make().batches()), whole)

@@ -54,6 +54,7 @@ def test_batches_are_those_of_numpy_to_the_bit(settings, rows):
     assert pipelines[0].fingerprint() == pipelines[1].fingerprint()
 
 
+@pytest.mark.slow
 def test_tensorflow_is_quiet_and_owns_no_gpu():
     done = run_python(
         "import os, sys\n"

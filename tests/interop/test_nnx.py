@@ -211,6 +211,7 @@ def test_zarr_3_is_told(saved, tmp_path):
         mdl_vars_from_nnx(NnxModel(Net), tmp_path / "zarr3")
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_refused_or_does_not_matter(saved, tmp_path):
     ours = NnxModel(Net)
     random_ = random.Random(7)

@@ -123,6 +123,7 @@ def test_decode_and_generate_give_the_records_of_mode_decode(job, model, model_o
     assert files_of(job) == before
 
 
+@pytest.mark.slow
 def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
     texts = [record["prompt"] for record in decoded(job)]
     succeed(

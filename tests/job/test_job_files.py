@@ -28,6 +28,7 @@ def ran(tmp_path_factory):
     return JobDir(folder / "job"), out, err
 
 
+@pytest.mark.slow
 def test_200_steps_print_at_most_60_lines(ran):
     _, out, err = ran
     assert err == ""

@@ -63,6 +63,7 @@ def numbers_of(path: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
     # 13 rows on eight devices: the first process has 8 of them, the second 5 and filler. Gloo adds
     # in another order than XLA does within a process: the last bit differs.

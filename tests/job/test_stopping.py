@@ -96,7 +96,7 @@ def test_a_signal_is_answered_and_the_running_step_ends(name):
 @pytest.mark.parametrize(
     ("where", "lost"),
     [
-        ("a restore", "training had not begun"),
+        pytest.param("a restore", "training had not begun", marks=pytest.mark.slow),
         ("the first step", "the newest checkpoint is of step 40"),
     ],
 )
@@ -149,7 +149,7 @@ def test_the_time_limit_is_as_a_first_signal_and_one_after_it_no_second():
     assert ended(process)[0] == 130
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_time_limit_that_leaves_no_time_for_a_step_ends_a_compiler_with_an_error(num_processes):
     # With status 0 whoever starts unfinished jobs again would do so for ever.
     process = start("the first step", 0.3, num_processes)
@@ -206,8 +206,9 @@ with EndsBySignal():
 @pytest.mark.parametrize(
     "where",
     [
-        "Python", "a compiler", "a callback of the garbage collector",
-        "training after a callback of the garbage collector",
+        "Python", "a compiler",
+        pytest.param("a callback of the garbage collector", marks=pytest.mark.slow),
+        pytest.param("training after a callback of the garbage collector", marks=pytest.mark.slow),
         "code that makes another error of it",
     ],
 )
@@ -339,6 +340,7 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
     assert [step_files.verify(tmp_path / "checkpoints" / one) for one in steps] == [[]] * len(steps)
 
 
+@pytest.mark.slow
 def test_a_process_that_compiles_ends_at_once_and_begins_anew(tmp_path):
     argv = (TINY, f"--job_log_dir={tmp_path}/job")
     # Its programs are in no cache.

@@ -235,7 +235,14 @@ def results(sizes: str, mesh_shape: tuple[int, ...] | None) -> dict[str, Any]:
         return jax.device_get(run(params, x, ids, jax.random.key(5)))
 
 
-@pytest.mark.parametrize(("sizes", "mesh_shape"), RUNS, ids=str)
+every_run = pytest.mark.parametrize(
+    ("sizes", "mesh_shape"),
+    [RUNS[0], pytest.param(*RUNS[1], marks=pytest.mark.slow)],
+    ids=str,
+)
+
+
+@every_run
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_equals_unsharded(name, sizes, mesh_shape):
     sharded, whole = results(sizes, mesh_shape)[name], results(sizes, None)[name]
@@ -245,7 +252,7 @@ def test_sharded_equals_unsharded(name, sizes, mesh_shape):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance, err_msg=str(path))
 
 
-@pytest.mark.parametrize(("sizes", "mesh_shape"), RUNS, ids=str)
+@every_run
 def test_dropout_drops_the_same_elements_on_every_mesh(sizes, mesh_shape):
     dropped = [results(sizes, m)["dropout"]["outputs"] == 0 for m in (mesh_shape, None)]
     assert 0.2 < dropped[0].mean() < 0.4

@@ -168,6 +168,7 @@ def assert_unlike(a, b):
     assert 0.35 < np.mean(a == b) < 0.65
 
 
+@pytest.mark.slow
 def test_dropout_masks_differ_between_steps_layers_and_micro_batches():
     found = masks((1, 1, 1), num_calls=2, num_steps=2)
     assert found.shape == (2, NUM_LAYERS, 2, ROWS, WIDTH)

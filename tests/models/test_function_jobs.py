@@ -58,6 +58,7 @@ def logits_of(job):
     return x
 
 
+@pytest.mark.slow
 def test_a_job_that_died_ends_in_the_same_bits(jobs):
     whole, resumed = jobs
     steps = lines_of(whole.metrics_jsonl)

@@ -87,6 +87,7 @@ def params_of(path):
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_died_ends_in_the_same_bits():
     whole, resumed = jobs()
     steps = lines_of(whole.metrics_jsonl)
@@ -115,6 +116,7 @@ def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():
     assert evaluated["accuracy"] == pytest.approx(correct, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_lm_decodes_as_flax_does():
     whole, _ = jobs()
     succeed("--mode=decode", f"--job_log_dir={whole.path}")

@@ -152,6 +152,7 @@ def plain() -> tuple[list, list, Any, Any, float]:
     return losses, sown, {name: variables[name] for name in trained}, trained, float(heldout)
 
 
+@pytest.mark.slow
 def test_training_is_that_of_flax_and_optax_on_one_device():
     losses, sown, fresh, trained, heldout = on_mesh((2, 2, 2))
     wanted_losses, wanted_sown, wanted_fresh, wanted, wanted_heldout = plain()
@@ -173,6 +174,7 @@ def test_padding_is_there_and_the_names_are_resolved(mesh_of):
     assert "nn.with_partitioning (None, 'mdl')" in head.declared_by
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_whole_tensors_sees_one_layer_of_a_scan(mesh_of):
     class Body(nn.Module):
         @nn.compact

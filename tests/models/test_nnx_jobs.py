@@ -5,6 +5,7 @@ import functools
 import fiddle as fdl
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
@@ -110,6 +111,7 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh)
 
 
+@pytest.mark.slow
 def test_a_job_that_died_ends_as_one_that_did_not():
     whole, resumed = jobs()
     assert [line["step"] for line in lines_of(resumed.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]
@@ -136,6 +138,7 @@ def test_statistics_are_kept_and_streams_are_not():
     assert kernel.shape == (3, 13, 16) and kernel.sharding.spec == P(None, None, "model")
 
 
+@pytest.mark.slow
 def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
     one = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
     whole = jobs()[0]

@@ -227,7 +227,7 @@ def trained(shape, num_micro_batches, is_zero1=False):
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "is_zero1"),
     [
-        ((1, 1, 1), 8, False), ((1, 4, 2), 4, False),
+        pytest.param((1, 1, 1), 8, False, marks=pytest.mark.slow), ((1, 4, 2), 4, False),
         pytest.param((1, 4, 2), 2, True, marks=pytest.mark.slow),
     ],
 )
@@ -258,6 +258,7 @@ def on_the_mesh(num_micro_batches):
     return partitioner.lower("train", structs(lm_batch(0, 64, 61))).compile()
 
 
+@pytest.mark.slow
 def test_cutting_a_batch_moves_no_row():
     """What carries whole numbers between devices is the batch: once at entry, cut or not."""
 
@@ -269,6 +270,7 @@ def test_cutting_a_batch_moves_no_row():
     assert hlo.flops(on_the_mesh(8)) == hlo.flops(on_the_mesh(1))
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_a_micro_batch():
     whole, cut = (hlo.memory_per_device(on_the_mesh(n)).temp for n in (1, 8))
     assert cut < 0.4 * whole

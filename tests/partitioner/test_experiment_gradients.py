@@ -21,11 +21,10 @@ from praxis_lite.sharding import MeshConfig, make_mesh
 # By the number of axes; together they split over every axis.
 MESHES = {1: ((3,), (8,)), 2: ((3, 2), (2, 3)), 3: ((1, 3, 2), (3, 1, 2), (2, 2, 2))}
 MESHES_WITH_STAGES = ((2, 3, 1), (2, 2, 2))
-# On how many of its two meshes an experiment runs whenever the suite does, a few seconds each;
-# moe.PyDocs is the one in which filler once entered a gradient.
+# On how many of its two meshes an experiment runs in `make test`, a few seconds each.
 FAST = {
-    "classify.Spirals": 2, "explicit.DigitsFsdp": 1, "functions.DigitsMlp": 2, "lm.Synthetic": 2,
-    "moe.PyDocs": 1, "nnx_guide.DotReluDot": 2,
+    "classify.Spirals": 1, "explicit.DigitsFsdp": 1, "functions.DigitsMlp": 1, "lm.Synthetic": 1,
+    "nnx_guide.DotReluDot": 1,
 }
 RUNS = [
     pytest.param(name, place, marks=() if place < FAST.get(name, 0) else pytest.mark.slow)

@@ -54,6 +54,7 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh).state
 
 
+@pytest.mark.slow
 def test_a_job_that_died_goes_on_as_if_it_had_not(jobs):
     whole, resumed = jobs
     assert len(lines_of(whole.metrics_jsonl)) == NUM_STEPS

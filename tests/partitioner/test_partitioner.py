@@ -26,13 +26,35 @@ from tests.support.lm_runs import (
     trained,
 )
 
-every_mesh = pytest.mark.parametrize("shape", MESHES, ids=str)
-some_meshes = pytest.mark.parametrize("shape", [(1, 4, 2), (1, 3, 2)], ids=str)
+# The other runs are slow tests.
+FAST = {
+    ("uneven", "adamw", (1, 1, 1)),
+    ("uneven", "adamw", (1, 4, 2)),
+    ("even", "adafactor", (2, 2, 2)),
+}
+
+
+def slow_unless_fast(*run):
+    return [] if run in FAST else [pytest.mark.slow]
+
+
+every_mesh = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(one, marks=slow_unless_fast("uneven", "adamw", one)) for one in MESHES],
+    ids=str,
+)
+some_meshes = pytest.mark.parametrize(
+    "shape", [(1, 4, 2), pytest.param((1, 3, 2), marks=pytest.mark.slow)], ids=str
+)
 every_run = pytest.mark.parametrize(
     ("size", "optimizer", "shape"),
-    [("uneven", "adamw", shape) for shape in MESHES] + [
-        ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
-        ("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+    [
+        pytest.param(*run, marks=slow_unless_fast(*run))
+        for run in [
+            *(("uneven", "adamw", shape) for shape in MESHES),
+            ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
+            ("even", "adamw", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+        ]
     ],
     ids=str,
 )
@@ -168,6 +190,7 @@ def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     )
 
 
+@pytest.mark.slow
 def test_a_batch_smaller_than_the_device_count():
     partitioner = partitioner_of("uneven", "adamw", (2, 2, 2))
     key, inputs = partitioner.key(0), batches("uneven", num_rows=3)

@@ -87,7 +87,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("by_hand", [("data",), ("data", "mdl")], ids="-".join)
+@pytest.mark.parametrize(
+    "by_hand", [pytest.param(("data",), marks=pytest.mark.slow), ("data", "mdl")], ids="-".join
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows(mesh_of, name, by_hand):
     values, params = LAYERS[name]()

@@ -308,6 +308,7 @@ def lm_run():
     return partitioner, compiled, losses
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_as_in_bare_jax_on_one_device():
     losses = lm_run()[2]
     wanted = lm_runs.plain("uneven", "adamw")[1]

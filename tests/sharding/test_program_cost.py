@@ -49,7 +49,11 @@ def assert_no_more(uneven, even):
 
 @pytest.mark.parametrize(
     ("optimizer", "shape"),
-    [("adamw", (1, 4, 2)), ("adafactor", (1, 3, 2)), ("adamw", (2, 2, 2))],
+    [
+        ("adamw", (1, 4, 2)),
+        pytest.param("adafactor", (1, 3, 2), marks=pytest.mark.slow),
+        pytest.param("adamw", (2, 2, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_uneven_weights_cost_no_collective_more_than_the_next_even_size(optimizer, shape):
@@ -60,7 +64,7 @@ def test_uneven_weights_cost_no_collective_more_than_the_next_even_size(optimize
     assert_no_more(uneven, collectives(even_model, "train", inputs))
 
 
-@pytest.mark.parametrize("step", ["eval", "decode"])
+@pytest.mark.parametrize("step", ["eval", pytest.param("decode", marks=pytest.mark.slow)])
 def test_nor_do_the_other_steps(step):
     shape = (2, 2, 2)
     inputs = structs(prompts() if step == "decode" else batches("uneven")[0])
@@ -92,7 +96,11 @@ def test_an_uneven_batch_moves_its_own_few_numbers_more_and_no_activation():
 
 @pytest.mark.parametrize(
     ("size", "shape"),
-    [("uneven", (1, 4, 2)), ("even", (2, 2, 2)), ("uneven", (1, 1, 8))],
+    [
+        ("uneven", (1, 4, 2)),
+        pytest.param("even", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("uneven", (1, 1, 8), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_no_weight_or_slot_is_ever_whole_on_a_device_at_init(size, shape):

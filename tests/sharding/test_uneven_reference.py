@@ -156,7 +156,17 @@ def test_the_layout_is_that_of_the_reference(run_name):
     assert sum(leaf.bytes_per_device for leaf in leaves) == run["state_bytes_per_device"] + 12
 
 
-@pytest.mark.parametrize("run_name", RUNS)
+# Every model, mesh and way to split at least once.
+QUICK_RUNS = {
+    "uneven_257_12_30|data1_mdl8|2d|pad", "uneven_257_12_30|replica2_data2_mdl2|1d|pad",
+    "tiny_dims_below_mesh|data1_mdl8|1d|pad",
+}
+
+
+@pytest.mark.parametrize(
+    "run_name",
+    [pytest.param(n, marks=() if n in QUICK_RUNS else pytest.mark.slow) for n in RUNS],
+)
 def test_a_run_of_the_reference(run_name):
     run, partitioner = golden(FILE)["runs"][run_name], partitioner_of(run_name)
     model_name, leaves = run_name.split("|")[0], list(partitioner.layout.leaves())

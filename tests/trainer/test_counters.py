@@ -29,6 +29,7 @@ def test_more_steps_than_the_state_counts_are_refused():
         RunConfig(num_train_steps=LAST + 1)
 
 
+@pytest.mark.slow
 def test_the_last_steps_that_can_be_counted_are_made_right_and_no_more(tmp_path):
     job = JobDir(tmp_path)
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set")

@@ -74,6 +74,7 @@ def assert_same_tokens(found, wanted):
         assert one | about == other | about
 
 
+@pytest.mark.slow
 def test_decode_runs_from_another_directory_on_the_jobs_mesh_with_the_same_tokens(
     decoded, tmp_path
 ):
@@ -115,6 +116,7 @@ def test_records_of_other_settings_are_kept_beside_and_said(decoded, tmp_path):
     assert "other records" not in out
 
 
+@pytest.mark.slow
 def test_continuous_batching_on_a_mesh_gives_the_tokens_of_batches_and_says_its_steps(
     decoded, sampled
 ):
@@ -139,6 +141,7 @@ def test_a_stop_string_ends_the_text_before_it(decoded):
     assert found[0]["output_ids"] == greedy[0]["output_ids"][: cut + 2]
 
 
+@pytest.mark.slow
 def test_a_beam_holds_the_likeliest_that_end(decoded):
     job, _ = decoded
     loaded = load_config_file(job.config_json, packages=["jobzoo"])

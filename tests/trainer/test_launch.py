@@ -58,6 +58,7 @@ def test_a_job_that_stopped_says_so_and_how_to_go_on():
     assert heldout_losses(job) == before
 
 
+@pytest.mark.slow
 def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
     job, _ = averaged()
     trained_losses = dict(heldout_losses(job))
@@ -72,6 +73,7 @@ def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
     assert step == max(trained_losses) and loss != trained_losses[step]
 
 
+@pytest.mark.slow
 def test_a_loaded_model_has_the_averages_where_the_run_says_so():
     job, _ = averaged()
     trained_losses = dict(heldout_losses(job))
@@ -184,6 +186,7 @@ def test_a_run_whose_last_evaluation_is_not_finite_ends_with_status_3(tmp_path):
     assert "The evaluation of step 7 has heldout/loss nan" in said
 
 
+@pytest.mark.slow
 def test_an_id_without_a_row_ends_training_before_its_step(tmp_path, monkeypatch):
     monkeypatch.setenv("JOBZOO_FOREIGN_ID_AT", "4")
     done = launch(TINY, f"--job_log_dir={tmp_path}")

@@ -114,6 +114,7 @@ def jobs():
     return JobDir(rolled), JobDir(without), told, quiet
 
 
+@pytest.mark.slow
 def test_a_rolled_back_run_is_one_that_never_saw_the_batch(jobs):
     rolled, without, told, quiet = jobs
     assert "step 16: loss spike: " in told.out and "run.loss_spike_factor is 20.0" in told.out

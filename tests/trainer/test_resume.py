@@ -228,6 +228,7 @@ def test_the_job_carries_on_all_that_a_step_can_carry_on():
         assert name in leaves, leaves
 
 
+@pytest.mark.slow
 def test_pipelines_and_workers_may_change_at_each_resume(tmp_path):
     job, whole = JobDir(tmp_path), uninterrupted("numpy")
     # Each goes on from a checkpoint before the batch that it never got: 3, 6 and 9.
@@ -240,6 +241,7 @@ def test_pipelines_and_workers_may_change_at_each_resume(tmp_path):
     assert_the_same(job, whole)
 
 
+@pytest.mark.slow
 def test_a_users_dataset_goes_on_too(tmp_path):
     job = JobDir(tmp_path)
     with stopped_at(7):

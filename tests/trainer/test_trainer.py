@@ -39,6 +39,7 @@ def assert_as_if_never_interrupted(job):
     assert evaluations == read_json_lines(whole.eval_metrics_jsonl)
 
 
+@pytest.mark.slow
 def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, monkeypatch):
     job, whole = JobDir(tmp_path / "job"), JobDir(tmp_path / "whole")
     argv = (LINE, f"--job_log_dir={job.path}")
@@ -166,6 +167,7 @@ def test_a_name_that_the_data_has_not_is_refused(name, words):
         check_resumable(CHANGED, NOW, ("seed", name))
 
 
+@pytest.mark.slow
 def test_accepted_data_is_trained_on_and_said_and_not_asked_for_again(tmp_path):
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set")
     succeed(*argv, "run.num_train_steps=7")
@@ -180,6 +182,7 @@ def test_accepted_data_is_trained_on_and_said_and_not_asked_for_again(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_moved_files_are_the_same_data(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     shutil.copytree(home() / "texts", tmp_path / "elsewhere")

@@ -64,6 +64,7 @@ def test_tokens_have_any_number_of_dims(shape):
     np.testing.assert_allclose(found.log_z, np.log(np.exp(x @ w).sum(-1)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_equal_finite_differences():
     x, w, b = draw(3, 5), draw(5, 13, seed=1), draw(13, seed=2)
 

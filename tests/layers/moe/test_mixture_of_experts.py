@@ -219,6 +219,7 @@ def test_padded_tokens_take_no_seat_and_change_nothing(given):
     np.testing.assert_allclose(before["outputs"][:1, :6], alone, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     """A step is too small to change a token's experts."""
     build = functools.partial(MOE, **ENOUGH, **GATED, **LOSSES, activation="silu")
@@ -260,6 +261,7 @@ def stack(**options):
     return functools.partial(layers.Repeat, Block, 2, **options)
 
 
+@pytest.mark.slow
 def test_scanned_equals_unrolled_and_remat_equals_none():
     """Both in one: the scanned stack computes again, the unrolled one keeps everything.
 
@@ -282,6 +284,7 @@ def test_scanned_equals_unrolled_and_remat_equals_none():
         assert_close(unrolled["grads"][0]["blocks"][str(i)], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [ENOUGH, {"dropless": True}], ids=["capacity", "dropless"])
 def test_bfloat16_is_close_to_float32(settings):
     build = functools.partial(MOE, **settings, **GATED)

@@ -164,6 +164,7 @@ def test_packed_sequences_are_as_each_alone():
         np.testing.assert_allclose(packed[:, start:end], alone, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_left_padding_does_not_matter():
     paddings = np.repeat((np.arange(T) < 4)[None], B, 0).astype(np.float32)
     found, _ = run(PARAMS, X, paddings=paddings)
@@ -243,6 +244,7 @@ def lm(unroll: bool = False) -> NnxModel:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_of_it_equals_an_unrolled_one_and_decodes():
     scanned, unrolled = lm(), lm(unroll=True)
     params = drawn(scanned)
@@ -306,6 +308,7 @@ def test_ragged_prompts_go_on_as_the_uncached_model_says(name):
             np.testing.assert_array_equal(new, log_probs.argmax(-1))
 
 
+@pytest.mark.slow
 def test_a_small_lm_of_it_learns_to_remember():
     """The token to say is the first of the sequence: what lies between must be carried."""
     model, length = lm(), 9

@@ -180,6 +180,7 @@ def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
     assert_trees_close(pipelined(case), repeated(case)[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpipe", "circular"])
 def test_streamed_microbatches_give_the_same(case):
     found = pipelined(case, stream_io=True)
@@ -266,6 +267,7 @@ def test_the_compiled_loops_run_as_many_ticks_as_the_formula_says(name):
     assert trips == {repeats * microbatches + stages - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["save_everything", "save_dot_only"])
 def test_what_is_computed_again_changes_nothing(policy):
     found = pipelined("circular", checkpoint_policy=policy)
@@ -280,6 +282,7 @@ def test_bfloat16_is_near_float32():
     np.testing.assert_allclose(found["outputs"].astype(jnp.float32), wanted, atol=0.06)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_in_ticks_and_in_a_row_and_another_per_layer_and_microbatch():
     case, key = "circular_waiting", jax.random.key(5)
     params = from_case(repeated(case)[0], case)
@@ -319,6 +322,7 @@ IDLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDLE)
 def test_what_idle_stages_compute_reaches_nothing_nan_neither(name):
     num_repeats, given = IDLE[name]
@@ -411,6 +415,7 @@ def test_assigned_variables_are_the_mean_over_the_microbatches_of_each_layer(pip
     np.testing.assert_array_equal(found["untouched"], np.float32(0.1))
 
 
+@pytest.mark.slow
 def test_three_steps_of_adafactor_train_it_as_a_repeat():
     case = "circular"
     learner = Learner(

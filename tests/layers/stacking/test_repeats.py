@@ -256,6 +256,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
     assert_trees_close(unrolled_params(scanned, "stack"), unrolled, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_scanned_stack_equals_that_of_an_unrolled_one():
     block = functools.partial(Transformer, 6, 11, 3)
     x, positions = jnp.ones((2, 4, 6)), jnp.broadcast_to(jnp.arange(4), (2, 4))

@@ -52,7 +52,9 @@ def test_every_case_of_the_real_pax_is_compared():
     assert set(PAX) == set(pax_options("encoder_decoders")) - {""}
 
 
-@pytest.mark.parametrize("name", PAX)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "packed")) for name in PAX]
+)
 def test_losses_and_gradients_equal_pax(name):
     numbers, (build, names) = pax_options("encoder_decoders"), PAX[name]
     case, inputs = numbers[name], numbers[""]["in"]

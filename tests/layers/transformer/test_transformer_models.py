@@ -188,6 +188,7 @@ WINDOWED = partial(
 )
 
 
+@pytest.mark.slow
 def test_a_pattern_of_window_and_global_attention_decodes_as_it_reads():
     model = NnxModel(
         partial(

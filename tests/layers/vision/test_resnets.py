@@ -44,7 +44,7 @@ def test_outputs_gradients_and_new_statistics_equal_pax(name):
     ("num_params", "settings"),
     [
         # torchvision's models, less their last layer of (features + 1) x 1000.
-        (25_557_032 - 2049 * 1000, {}),
+        pytest.param(25_557_032 - 2049 * 1000, {}, marks=pytest.mark.slow),
         (
             11_689_512 - 513 * 1000,
             {

@@ -274,6 +274,7 @@ def in_all(qtype, bwd_qtype):
     return (QuantizationRule("", qtype, bwd_qtype),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=(pytest.mark.slow, needs_float16))],
     ids=["int8", "float8"],
@@ -302,6 +303,7 @@ def test_a_mesh_that_nothing_divides_trains_as_one_device():
     assert dots(lowered(rules, (1, 4, 2)).as_text()).count(("i8", "i8")) == 21
 
 
+@pytest.mark.slow
 def test_decoding_with_a_cache_on_a_mesh_is_a_full_forward_pass_per_token():
     rules, shape = in_all(*QTYPES[0]), (1, 4, 2)
     partitioner, (_, state) = partitioner_of(rules, shape), trained(rules, shape, num_steps=6)

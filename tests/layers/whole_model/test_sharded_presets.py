@@ -36,7 +36,9 @@ def uneven_run(word, shape):
 
 
 # tests/support/lm_runs.py has fsdp+tensor, on six meshes; test_accumulation.py has megatron.
-@pytest.mark.parametrize(("word", "shape"), [("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3))])
+@pytest.mark.parametrize(("word", "shape"), [
+    pytest.param("fsdp", (2, 2, 2), marks=pytest.mark.slow), ("sequence", (1, 2, 3)),
+])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     wanted, _ = uneven_run("replicated", (1, 1, 1))
     assert wanted[2] < wanted[1] < wanted[0] - 1e-2
@@ -86,6 +88,7 @@ def other_models(word):
     return models
 
 
+@pytest.mark.slow
 def test_other_models_have_the_outputs_of_one_device():
     found, _ = run(other_models("sequence"), mesh_of("sequence", (2, 2, 2)))
     wanted, _ = run(other_models("replicated"), None)
@@ -136,6 +139,7 @@ def test_megatron_sums_activations_over_mdl_and_gradients_over_data():
     assert totals["all-gather", 2] < EMBEDDING // 2 and ("all-gather", 4) not in totals
 
 
+@pytest.mark.slow
 def test_sequence_gathers_time_where_a_matmul_needs_it_and_no_weight():
     totals, per_layer, found = collectives("sequence", (1, 4, 2))
     activations = 4 * ROWS * TIME * DIMS // 4
@@ -149,6 +153,7 @@ def test_sequence_gathers_time_where_a_matmul_needs_it_and_no_weight():
     assert 0 <= scattered <= 2 * activations + VECTORS
 
 
+@pytest.mark.slow
 def test_replicated_sums_gradients_and_nothing_else():
     _, compiled = uneven_run("replicated", (2, 2, 2))
     # Of rows that do not divide the lookup's gradient takes all ids.

@@ -66,6 +66,7 @@ def layers(seed):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scanned_stack_trains_as_an_unrolled_one(name):
     learner = Learner(OPTIMIZERS[name], lambda count: 0.1 / (1.0 + count))

@@ -1,0 +1,78 @@
+"""What `make test` leaves to `make test-all` has a quick test that stands for it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from praxis_lite import decode, layers, partitioner
+from praxis_lite.learner import optimizers
+
+TESTS = Path(__file__).parent
+SLOW = "pytest.mark.slow"
+
+STAND_FOR = {
+    "every layer on an uneven mesh": "layers/test_sharded_layers.py::test_sharded_equals_unsharded",
+    "every optimizer of Pax":
+        "learner/optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
+    "every decoder on a mesh": (
+        "decode/test_loop.py"
+        "::test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide"
+    ),
+    "a mesh of one device, of two axes that divide nothing, and of three":
+        "partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
+    "pipeline stages on a mesh": (
+        "layers/stacking/test_pipelines.py::test_on_a_mesh_it_gives_the_same"
+    ),
+    "experts on a mesh": "layers/moe/test_sharded_experts.py::test_sharded_equals_unsharded",
+    "every way to say how weights are split":
+        "sharding/test_five_ways.py::test_each_way_has_the_same_losses",
+    "the partitioner by shard_map":
+        "partitioner/test_shard_map_partitioner.py::test_the_notebooks_losses_and_accuracies",
+    "gradients by shard_map": (
+        "partitioner/test_shard_map_layers.py"
+        "::test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows"
+    ),
+    "an experiment's gradients": (
+        "partitioner/test_experiment_gradients.py"
+        "::test_the_gradient_of_each_weight_is_that_on_one_device"
+    ),
+    "a resume": "trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
+    "a signal": "job/test_stopping.py::test_a_signal_in_a_step_loses_nothing",
+    "a kill, and a pair of processes": (
+        "job/test_multiprocess.py"
+        "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
+    ),
+    "a fault on disk": (
+        "faults/test_faults.py::test_a_broken_file_is_told_and_the_step_before_is_used"
+    ),
+}
+
+
+def quick_parts(path: Path) -> Iterator[ast.stmt]:
+    """Yields what a test file has at its top level, without tests of which every case is slow."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}":
+            return
+        if SLOW not in [ast.unparse(one) for one in getattr(node, "decorator_list", [])]:
+            yield node
+
+
+@pytest.mark.parametrize("what", STAND_FOR)
+def test_what_stands_for_much_is_quick(what):
+    file, _, name = STAND_FOR[what].partition("::")
+    assert name in [getattr(node, "name", None) for node in quick_parts(TESTS / file)]
+
+
+def test_every_layer_decoder_optimizer_and_partitioner_is_in_a_quick_test():
+    text = "\n".join(
+        ast.unparse(node) for path in TESTS.rglob("*.py") for node in quick_parts(path)
+        if path != Path(__file__) and not path.is_relative_to(TESTS / "faults")
+    )
+    words = set(re.findall(r"\w+", text))
+    shown = {*layers.__all__, *decode.__all__, *optimizers.__all__, *partitioner.__all__}
+    # Every DotProductAttention has one, and is compared with Pax's; an optimizer has its state.
+    of_others = {"PerDimScale"} | {name for name in optimizers.__all__ if name.endswith("State")}
+    assert sorted(shown - words - of_others) == []
