@@ -1,4 +1,4 @@
-"""The config of every registered experiment, as config.txt has it, kept in tests/goldens/configs.
+"""The config of every registered experiment, config.txt sorted, kept in tests/goldens/configs.
 
     python -m tests.support.config_goldens    # writes the files anew
 
@@ -21,13 +21,13 @@ def config_texts() -> dict[str, str]:
     """
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
-    for listed in list_experiments():
-        experiment = get_experiment(listed.name)
+    for name in list_experiments():
+        experiment = get_experiment(name)
         if not experiment.__module__.startswith("praxis_lite.experiments."):
             continue  # Of a test that ran before.
         module = experiment.__module__.rpartition(".")[2]
-        lines = config_lines(experiment().config())
-        section = "".join(f"{line}\n" for line in [f"[{listed.name}]", *lines])
+        lines = sorted(config_lines(experiment().config()))
+        section = "".join(f"{line}\n" for line in [f"[{name}]", *lines])
         section = section.replace(stdlib, "STDLIB")
         texts[module] = f"{texts[module]}\n{section}" if module in texts else section
     return texts
