@@ -137,7 +137,7 @@ BAD_SETTINGS = {
         ["wanted is path=value, such as run.seed=7"],
     ),
     "a number out of range": (
-        "run.num_train_steps=0", ["run.num_train_steps", "found 0"], ["whole number from 1 to"]
+        "run.num_train_steps=0", ["run.num_train_steps is 0"], ["whole number from 1 to"]
     ),
     "a batch size out of range": (
         "datasets.train.batch_size=0", ["batch_size is 0"], ["a whole number, 1 or more"]
@@ -191,7 +191,7 @@ BAD_EXPERIMENTS = {
         ["every leaf the same first dim"],
     ),
     "RaggedArrays": (
-        ["ids (7, 11), labels (5, 11)"], ["all must have the same first dimension"]
+        ["'ids': (7, 11), 'labels': (5, 11)"], ["arrays with the same first dimension"]
     ),
     "NoLabels": (
         ["LanguageModelTask reads the key 'labels'", "datasets.train", "'targets'"],
