@@ -46,7 +46,7 @@ STAND_FOR = {
         "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
     ),
     "a fault on disk": (
-        "faults/test_faults.py::test_a_broken_file_is_told_and_the_step_before_is_used"
+        "checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
     ),
 }
 
