@@ -21,8 +21,9 @@ STAND_FOR = {
         "decode/test_loop.py"
         "::test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide"
     ),
-    "a mesh of one device, of two axes that divide nothing, and of three":
+    "a mesh of one device and one of two axes that divide nothing":
         "partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
+    "a mesh of three axes": "sharding/test_uneven_reference.py::test_a_run_of_the_reference",
     "pipeline stages on a mesh": (
         "layers/stacking/test_pipelines.py::test_on_a_mesh_it_gives_the_same"
     ),
@@ -46,7 +47,7 @@ STAND_FOR = {
         "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
     ),
     "a fault on disk": (
-        "faults/test_faults.py::test_a_broken_file_is_told_and_the_step_before_is_used"
+        "checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
     ),
 }
 

@@ -107,6 +107,7 @@ def test_weights_come_from_the_checkpoint_and_slots_from_the_weights(source):
     assert plan.summary()[0].startswith(f"mdl_vars: 12 from step 17 in {job}/checkpoints by '(.*)'")
 
 
+@pytest.mark.slow
 def test_what_no_rule_matches_stays_as_it_is_drawn(source):
     job, true_state = source
     target = partitioner((1, 2, 4), POSITIONS)

@@ -3,9 +3,8 @@
 import inspect
 from typing import Any
 
-import pytest
-
 from praxis_lite import layers
+from tests.support.every_case import assert_each
 from tests.support.goldens import golden
 
 # Layer and setting: why the default is another one.
@@ -36,8 +35,12 @@ def shared_settings() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name, setting", shared_settings())
-def test_a_setting_of_pax_has_its_default(name, setting):
+def test_every_setting_of_pax_has_its_default():
+    assert_each(has_its_default, ((".".join(one), one) for one in shared_settings()))
+
+
+def has_its_default(layer_and_setting):
+    name, setting = layer_and_setting
     ours = inspect.signature(getattr(layers, name)).parameters[setting].default
     pax = pax_defaults()[name][setting]
     if (name, setting) in DIFFERENT:

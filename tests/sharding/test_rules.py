@@ -22,6 +22,7 @@ from praxis_lite.sharding import (
     rule_shardings,
 )
 from praxis_lite.sharding.rule_names import JobMesh, Leaf, Outcome, parsed_rules, rule_text
+from tests.support.every_case import assert_each
 from tests.support.goldens import golden, trimmed
 
 FILE = "reference/sharding_rules_cases.json"
@@ -40,11 +41,15 @@ def case_id(case):
     return f"{case['tree']}-{case['mesh']}-{'+'.join(rules for _, rules in case['strategy'])}"
 
 
-of_big_vision = pytest.mark.parametrize("case", CASES, ids=case_id)
+def assert_each_case(check):
+    assert_each(check, ((case_id(case), case) for case in CASES))
 
 
-@of_big_vision
-def test_a_case_of_big_vision(case):
+def test_every_case_of_big_vision():
+    assert_each_case(has_its_splits)
+
+
+def has_its_splits(case):
     tree, mesh = trees()["trees"][case["tree"]], trees()["meshes"][case["mesh"]]
     leaves = [
         Leaf(path, tuple(x["shape"]), x["dtype"], x.get("logical_names"))
@@ -61,8 +66,11 @@ def test_a_case_of_big_vision(case):
     assert {path: spec for path, spec in specs.items() if spec} == case["specs"]
 
 
-@of_big_vision
-def test_infer_sharding_has_the_answer_of_big_vision(case):
+def test_infer_sharding_has_the_answer_of_big_vision():
+    assert_each_case(is_inferred)
+
+
+def is_inferred(case):
     shapes, mesh = trees()["trees"][case["tree"]], trees()["meshes"][case["mesh"]]
     tree = {}
     for path, x in shapes.items():

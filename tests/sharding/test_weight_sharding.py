@@ -384,6 +384,7 @@ def losses(one_device, named):
     return found
 
 
+@pytest.mark.slow
 def test_names_and_rules_end_in_the_same_padded_layout_and_the_losses_of_one_device():
     layouts = [state_layout(task, AXIS_SIZES) for task in (
         task_of(Named(init), **NAMED), task_of(FunctionModel(init), **RULED))]

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 
 def assert_each(check: Callable[[Any], None], cases: Iterable[tuple[str, Any]]) -> None:
     """Runs `check` on each (name, case); the error has a line for each that failed.
@@ -14,7 +16,7 @@ def assert_each(check: Callable[[Any], None], cases: Iterable[tuple[str, Any]]) 
         num_cases += 1
         try:
             check(case)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             failed.append(f"{name}: {type(error).__name__}: {error}")
     assert num_cases > 0, "no case"
     assert not failed, "\n".join(failed)

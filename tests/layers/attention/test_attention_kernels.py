@@ -145,6 +145,7 @@ def test_a_bias_is_added_before_logits_are_scaled():
             np.testing.assert_allclose(found[0, :, head], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
     T = 150  # Filled up to 256.
     segments = np.sort(np.random.default_rng(3).integers(1, 3, (B, T)))

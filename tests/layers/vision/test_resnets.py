@@ -131,6 +131,7 @@ def test_block_features_are_those_of_each_stage():
     np.testing.assert_allclose(pooled, last.mean((1, 2)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_a_resnet_moves_every_statistic_and_evaluation_none(mesh_of):
     network, _, x = cases()["trained"]
     softmax = partial(layers.FullSoftmax, 3, 12, weight_split_dims_mapping=("data", "mdl"))

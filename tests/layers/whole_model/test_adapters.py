@@ -171,6 +171,7 @@ def test_attention_is_adapted_inside(options, only, adapted_layers):
     assert np.abs(found - build(rngs=nnx.Rngs(0))(x)[0]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_is_adapted_per_layer_and_merges():
     stack = draw_adapters(ADAPTED_STACK(rngs=nnx.Rngs(0)))
     assert stack.blocks.first.linear.lora_a.shape == (3, 5, 2)

@@ -295,6 +295,7 @@ def test_products_with_weights_run_in_few_bits_forward_and_backward_and_no_other
     assert sum(all(one.startswith("f8") for one in pair) for pair in of_types) == 21
 
 
+@pytest.mark.slow
 def test_a_mesh_that_nothing_divides_trains_as_one_device():
     rules = in_all(*QTYPES[0])
     losses, _ = trained(rules, (1, 4, 2), num_steps=6)
