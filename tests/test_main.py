@@ -137,7 +137,7 @@ BAD_SETTINGS = {
         ["wanted is path=value, such as run.seed=7"],
     ),
     "a number out of range": (
-        "run.num_train_steps=0", ["run.num_train_steps is 0"], ["whole number from 1 to"]
+        "run.num_train_steps=0", ["run.num_train_steps is 0"], ["whole number, from 1 to"]
     ),
     "a batch size out of range": (
         "datasets.train.batch_size=0", ["batch_size is 0"], ["a whole number, 1 or more"]
@@ -156,7 +156,7 @@ BAD_SETTINGS = {
     ),
     "integers for activations": (
         "task.model.fprop_dtype=int8",
-        ["TransformerLm.fprop_dtype is int8"], ["a floating-point dtype", "bfloat16"],
+        ["TransformerLm.fprop_dtype is 'int8'"], ["a floating-point dtype", "bfloat16"],
     ),
     "a state larger than the machine": (
         "task.model.hidden_dims=10000000000",

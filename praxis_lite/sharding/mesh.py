@@ -48,7 +48,8 @@ class MeshConfig:
                 isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape
             )
             wanted = f"one positive integer for each of the axes {names}"
-            require(is_right, f"mesh.{field}", tuple(shape), wanted)
+            change = f"Fix mesh.{field} or mesh.axis_names."
+            require(is_right, f"mesh.{field}", tuple(shape), wanted, change)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -521,7 +521,7 @@ def test_layers_leave_the_axes_that_are_taken_by_hand_alone(mesh_of, by_hand):
         return q
 
     def on_a_device(x):
-        seen["experts"] = moe_experts.axes_of((axes, None))
+        seen["experts"] = moe_experts.first_axes((axes, None))
         seen["classes"] = chunked_cross_entropy._num_shards(axes)
         x = pipeline_ticks.StageLayout("replica", (axes,)).constrain(x, row_dim=1)
         return attention_fused._per_device(kernel, x, x, x, (), ("data", None, "mdl", None))

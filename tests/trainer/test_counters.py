@@ -25,7 +25,7 @@ LAST = 2**31 - 1
 
 def test_more_steps_than_the_state_counts_are_refused():
     assert RunConfig(num_train_steps=LAST).num_train_steps == LAST
-    with pytest.raises(ConfigError, match="whole number from 1 to 2147483647"):
+    with pytest.raises(ConfigError, match="whole number, from 1 to 2147483647"):
         RunConfig(num_train_steps=LAST + 1)
 
 
