@@ -8,7 +8,8 @@ A change of a default, anywhere below an experiment, is then seen in the diff.
 import sysconfig
 
 from praxis_lite.config.text import config_lines
-from praxis_lite.experiment.registry import get_experiment, list_experiments
+from praxis_lite.experiment.registry import HOME, get_experiment
+from praxis_lite.experiment.source_scan import registered_in
 from tests.support.goldens import GOLDENS
 
 CONFIGS = GOLDENS / "configs"
@@ -21,11 +22,11 @@ def config_texts() -> dict[str, str]:
     """
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
-    for name in list_experiments():
-        experiment = get_experiment(name)
-        if not experiment.__module__.startswith("praxis_lite.experiments."):
-            continue  # Of a test that ran before.
-        module = experiment.__module__.rpartition(".")[2]
+    # Not list_experiments: it has what other tests of the process registered as well.
+    for binding in sorted(registered_in(HOME), key=lambda one: one.name):
+        experiment = get_experiment(binding.name)
+        name = binding.name.removeprefix(f"{HOME}.")
+        module = name.partition(".")[0]
         lines = sorted(config_lines(experiment().config()))
         section = "".join(f"{line}\n" for line in [f"[{name}]", *lines])
         section = section.replace(stdlib, "STDLIB")
