@@ -1,9 +1,9 @@
 """Imports point one way (docs/architecture.md), and what only one place may do, only it does."""
 
 import ast
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,17 +66,25 @@ LIBRARY = sorted(
 )
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yields the full name of each module that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Returns the full name of each module that a file imports, wherever in it."""
+    names = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            # `from praxis_lite import hlo` imports a module, or a name that __init__ gives lazily.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            # `from praxis_lite.explain import hlo` imports a module or a name of the package.
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            names += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+    return tuple(names)
 
 
 def part_of(path: Path, folder: str = "praxis_lite") -> str:
@@ -170,7 +178,7 @@ def test_only_the_mesh_asks_jax_for_devices():
     asking = {}
     for folder in ("praxis_lite", "tasks", "experiments"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if isinstance(node, ast.Attribute) and node.attr in DEVICE_QUESTIONS:
                     # `mesh.devices` is no question to JAX.
                     asking.setdefault(ast.unparse(node), set()).add(name_of(path))

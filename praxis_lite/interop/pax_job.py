@@ -95,7 +95,8 @@ def _first_state(partitioner: Partitioner, mdl_vars: MdlVars) -> TrainState:
     return jax.jit(state_of, out_shardings=layout.shardings(partitioner.mesh))(mdl_vars)
 
 
-def _main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Begins a job with the weights of a Pax job, from the command line."""
     parser = argparse.ArgumentParser(description="Begins a job with the weights of a Pax job.")
     parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
     parser.add_argument("--packages", metavar="NAME,...", type=lambda words: words.split(","),
@@ -124,4 +125,4 @@ def _main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -63,7 +63,7 @@ class NnxModel(Model):
                 f"The model is given as {kind} itself; wanted is what builds one for each key: "
                 f"write fdl.Partial({name}, ...) in its place."
             )
-        self._build = build
+        self.build = build
 
     @functools.cached_property
     def _split(self) -> _Split:
@@ -135,7 +135,7 @@ class NnxModel(Model):
         # Flax would place a weight that declares a split at once: that needs a mesh that is set,
         # and dims that divide.
         with nnx.use_eager_sharding(False):
-            module = self._build(rngs=nnx.Rngs(key)) if _takes_rngs(self._build) else self._build()
+            module = self.build(rngs=nnx.Rngs(key)) if _takes_rngs(self.build) else self.build()
         if not isinstance(module, nnx.Module):
             raise ConfigError(_LINEN.format(type(module).__name__))
         _mark_arrays(module)

@@ -67,7 +67,7 @@ class Partitioner:
         mdl_shardings = state_shardings.mdl_vars
         # The batch's sharding is None, "as it comes": `global_batch` has placed it.
         self.init = jax.jit(
-            self._init, out_shardings=state_shardings, compiler_options=_init_options(mesh)
+            self._init, out_shardings=state_shardings, compiler_options=init_options(mesh)
         )
         self.train_step = jax.jit(
             without_xla_errors(self._train_step),
@@ -248,7 +248,7 @@ class Partitioner:
             return steps.decode_step(self.task, mdl_vars, self._inputs(batch), key)
 
 
-def _init_options(mesh: Mesh) -> dict[str, Any] | None:
+def init_options(mesh: Mesh) -> dict[str, Any] | None:
     """Returns compiler options under which init, which runs once, compiles fast.
 
     LLVM spends half a second on each random draw on CPU; nearly without its optimisations a tenth.

@@ -12,7 +12,7 @@ from praxis_lite import main, task
 from praxis_lite.experiment import experiment
 from praxis_lite.learner import learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.partitioner.partitioner import _init_options
+from praxis_lite.partitioner.partitioner import init_options
 from praxis_lite.sharding import mesh
 from praxis_lite.trainer.metrics import progress
 from tests.test_import_direction import ORDERS, imports
@@ -42,11 +42,11 @@ def number(page, pattern):
 
 def test_numbers_in_the_pages_are_those_of_the_code():
     cpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
-    level = _init_options(cpu)["xla_backend_optimization_level"]
+    level = init_options(cpu)["xla_backend_optimization_level"]
     assert number(ARCHITECTURE, r"LLVM optimization level (\d+)") == level
     most = number(ARCHITECTURE, r"as many devices as the mesh has, at most (\d+)")
     assert most == mesh.MAX_SIMULATED_DEVICES
-    assert "about twenty lines a run" in ARCHITECTURE and progress._LINES_PER_RUN == 20
+    assert "about twenty lines a run" in ARCHITECTURE and progress.LINES_PER_RUN == 20
     said, found = number(ARCHITECTURE, r"about ([\d,]+) lines"), lines_below(LIBRARY)
     assert abs(said - found) < 0.1 * found, f"docs/architecture.md: it has {found} lines"
     assert "a quarter of them layers" in " ".join(ARCHITECTURE.split())

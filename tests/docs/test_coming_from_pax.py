@@ -1,6 +1,5 @@
 """Every name that docs/coming_from_pax.md gives as this library's exists, and its block runs."""
 
-import functools
 import inspect
 import math
 import re
@@ -114,7 +113,7 @@ def test_the_pages_block_runs(tmp_path):
     with zipfile.ZipFile(MADE_BY_PAX / "scanned_gda.zip") as file:
         file.extractall(tmp_path)
     model = lm(unroll=False)
-    names = {"pax_job_log_dir": tmp_path, "build": functools.partial(model._build)}
+    names = {"pax_job_log_dir": tmp_path, "build": model.build}
     exec(block, names)
     assert isinstance(names["module"], nnx.Module)
     assert names["back"].keys() == {

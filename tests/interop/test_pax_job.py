@@ -107,7 +107,7 @@ def test_a_job_that_has_weights_already_is_refused(job):
 def test_what_does_not_fit_is_said_before_anything_is_written(job, capsys, tmp_path):
     pax = job.path.parent / "pax"
     with pytest.raises(SystemExit) as exit:
-        pax_job._main(["--exp=paxzoo.FromPax", "--packages=paxzoo", f"--pax={pax}",
+        pax_job.main(["--exp=paxzoo.FromPax", "--packages=paxzoo", f"--pax={pax}",
                        f"--job_log_dir={tmp_path}/job",
                        "--set", "task.model.num_layers=3"])  # fmt: skip
     assert exit.value.code == 2

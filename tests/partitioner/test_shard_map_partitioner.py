@@ -522,9 +522,9 @@ def test_layers_leave_the_axes_that_are_taken_by_hand_alone(mesh_of, by_hand):
 
     def on_a_device(x):
         seen["experts"] = moe_experts.first_axes((axes, None))
-        seen["classes"] = chunked_cross_entropy._num_shards(axes)
+        seen["classes"] = chunked_cross_entropy.num_shards_of(axes)
         x = pipeline_ticks.StageLayout("replica", (axes,)).constrain(x, row_dim=1)
-        return attention_fused._per_device(kernel, x, x, x, (), ("data", None, "mdl", None))
+        return attention_fused.per_device(kernel, x, x, x, (), ("data", None, "mdl", None))
 
     with jax.set_mesh(mesh_of(1, 4, 2)):
         mapped = jax.shard_map(

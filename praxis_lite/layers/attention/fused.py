@@ -69,7 +69,7 @@ def cudnn_attention(
             implementation="cudnn",
         )
 
-    return _per_device(on_one_device, q_BTNK, k_BSGK, v_BSGK, (), split)
+    return per_device(on_one_device, q_BTNK, k_BSGK, v_BSGK, (), split)
 
 
 def splash_attention(
@@ -121,7 +121,7 @@ def splash_attention(
 
         return jax.vmap(one_row)(q, k, v, *segments)
 
-    outputs = _per_device(on_one_device, q, k, v, segments, split)[:, :T]
+    outputs = per_device(on_one_device, q, k, v, segments, split)[:, :T]
     if mask.kv_segments_BS is None and mask.kv_visible_BS is None:
         return outputs  # Every query sees itself, or all.
     # A query that sees no key gets the mean of all values; splash's is of the blocks it works on.
@@ -169,7 +169,7 @@ def _splash_kernel(
     )
 
 
-def _per_device(
+def per_device(
     attend: Callable[..., jax.Array],
     q_BTNK: jax.Array,
     k_BSGK: jax.Array,

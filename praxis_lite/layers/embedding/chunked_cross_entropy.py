@@ -57,7 +57,7 @@ def token_stats(
     """
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
-    num_shards = _num_shards(class_split)
+    num_shards = num_shards_of(class_split)
     shard_size, tokens = -(-num_classes // num_shards), activation_split_dims_mapping
     chunks = _ClassChunks(
         num_classes=num_classes,
@@ -78,7 +78,7 @@ def token_stats(
     return _token_stats(chunks, [x for x, _ in factors], weights, bias_NS, class_ids)
 
 
-def _num_shards(class_split: DimSplit) -> int:
+def num_shards_of(class_split: DimSplit) -> int:
     """Returns into how many parts the mesh splits the classes; 1 if none is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

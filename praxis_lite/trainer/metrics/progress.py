@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 _REDRAW_SECONDS = 0.2  # Five redraws a second: smooth to the eye, free to the loop.
-_LINES_PER_RUN = 20  # Where nobody watches.
+LINES_PER_RUN = 20  # Where nobody watches.
 _SPEED_STEPS = 50  # Speed and time left are of this many steps: steady, yet up to date.
 
 
@@ -32,7 +32,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._stream = stream
         self._is_live = stream.isatty()
         if log_every_steps is None:
-            log_every_steps = max(1, math.ceil((num_steps - first_step) / _LINES_PER_RUN))
+            log_every_steps = max(1, math.ceil((num_steps - first_step) / LINES_PER_RUN))
         self._every = log_every_steps
         self._clock = clock
         # (step, seconds, tokens of all steps so far)
