@@ -180,6 +180,7 @@ def fuzz(good, folder, count, seed):
     return hows.count("refused"), hows.count("accepted")
 
 
+@pytest.mark.slow
 def test_random_changes_are_refused_or_read(good, tmp_path):
     refused, accepted = fuzz(good, tmp_path, 100, seed=2)
     assert refused > 60 and refused + accepted == 100

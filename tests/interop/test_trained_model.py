@@ -13,6 +13,8 @@ from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.trainer.metrics import read_json_lines
 from tests.support.job_runs import copy_of_trained, loaded, succeed
 
+pytestmark = pytest.mark.slow
+
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
 
 
@@ -123,7 +125,6 @@ def test_decode_and_generate_give_the_records_of_mode_decode(job, model, model_o
     assert files_of(job) == before
 
 
-@pytest.mark.slow
 def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
     texts = [record["prompt"] for record in decoded(job)]
     succeed(

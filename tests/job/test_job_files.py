@@ -13,6 +13,8 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics import read_json_lines
 from tests.support.job_runs import home, start_process, trained
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ["run.num_train_steps=200", "run.checkpoint_every_steps=50", "run.eval_every_steps=50"]
 
 
@@ -28,7 +30,6 @@ def ran(tmp_path_factory):
     return JobDir(folder / "job"), out, err
 
 
-@pytest.mark.slow
 def test_200_steps_print_at_most_60_lines(ran):
     _, out, err = ran
     assert err == ""

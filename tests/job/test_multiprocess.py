@@ -79,6 +79,7 @@ def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
     assert [line["step"] for line in lines_of(job.metrics_jsonl)][:7] == [*range(1, 8)]
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and_writes():
     _, (first, second), names, _ = pair_job()
     assert (first.code, second.code) == (0, 0), (first, second)

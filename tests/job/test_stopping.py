@@ -93,10 +93,11 @@ def test_a_signal_is_answered_and_the_running_step_ends(name):
     assert ended(process) == (0, ["cleaned up", f"saved: {name}"], [line])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "lost"),
     [
-        pytest.param("a restore", "training had not begun", marks=pytest.mark.slow),
+        ("a restore", "training had not begun"),
         ("the first step", "the newest checkpoint is of step 40"),
     ],
 )

@@ -162,6 +162,7 @@ def trained(fprop_dtype):
     return losses, jax.device_get(state)
 
 
+@pytest.mark.slow
 @needs_float16
 def test_a_language_model_in_float16_trains_as_in_float32():
     """Packed rows, hidden keys, empty rows: what stands for "unseen" is finite in float16."""

@@ -19,6 +19,8 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, SAVED_EVERY = 5, 2
 TINY_LM = '''
 import fiddle as fdl
@@ -87,7 +89,6 @@ def params_of(path):
     )
 
 
-@pytest.mark.slow
 def test_a_job_that_died_ends_in_the_same_bits():
     whole, resumed = jobs()
     steps = lines_of(whole.metrics_jsonl)
@@ -116,7 +117,6 @@ def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():
     assert evaluated["accuracy"] == pytest.approx(correct, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_the_lm_decodes_as_flax_does():
     whole, _ = jobs()
     succeed("--mode=decode", f"--job_log_dir={whole.path}")

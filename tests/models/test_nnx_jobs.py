@@ -15,6 +15,8 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, SAVED_EVERY = 7, 3
 
 PACKAGE = '''
@@ -111,7 +113,6 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh)
 
 
-@pytest.mark.slow
 def test_a_job_that_died_ends_as_one_that_did_not():
     whole, resumed = jobs()
     assert [line["step"] for line in lines_of(resumed.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]
@@ -138,7 +139,6 @@ def test_statistics_are_kept_and_streams_are_not():
     assert kernel.shape == (3, 13, 16) and kernel.sharding.spec == P(None, None, "model")
 
 
-@pytest.mark.slow
 def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
     one = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
     whole = jobs()[0]

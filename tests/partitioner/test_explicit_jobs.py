@@ -17,6 +17,8 @@ from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import make_mesh
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
 
+pytestmark = pytest.mark.slow
+
 SAVED_EVERY, NUM_STEPS = 3, 7
 # 60 rows: four micro-batches of both partitioners; 64 for eight devices.
 SETTINGS = (
@@ -54,7 +56,6 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh).state
 
 
-@pytest.mark.slow
 def test_a_job_that_died_goes_on_as_if_it_had_not(jobs):
     whole, resumed = jobs
     assert len(lines_of(whole.metrics_jsonl)) == NUM_STEPS
@@ -78,7 +79,6 @@ def test_the_state_is_that_of_the_other_partitioner(jobs):
     assert ShardMapPartitioner(job.task, mesh).layout == Partitioner(job.task, mesh).layout
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(jobs, tmp_path):
     settings = (*SETTINGS, NO_DROPOUT)  # Whose draws are the devices' own.
     by_hand, mixed = (JobDir(shutil.copytree(jobs[0].path, tmp_path / n)) for n in ("a", "b"))

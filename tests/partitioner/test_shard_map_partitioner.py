@@ -315,6 +315,7 @@ def test_a_language_model_trains_as_in_bare_jax_on_one_device():
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_all_of_the_donated_state_is_reused():
     partitioner, compiled, _ = lm_run()
     stored = sum(x.bytes_per_device for x in partitioner.layout.leaves())

@@ -141,6 +141,7 @@ def test_the_digits_are_learned_on_a_mesh_that_divides_nothing(experiment, num_s
     assert mean.result()["accuracy"] > accuracy
 
 
+@pytest.mark.slow
 def test_the_spirals_are_learned_on_a_mesh_that_divides_no_width():
     job = fdl.build(Spirals().config())
     partitioner = Partitioner(job.task, make_mesh(job.mesh))

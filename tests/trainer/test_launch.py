@@ -31,6 +31,7 @@ def heldout_losses(job) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_json_lines(job.eval_metrics_jsonl)]
 
 
+@pytest.mark.slow
 def test_training_stops_when_the_metric_gets_no_better_and_saves_that_step():
     job, done = averaged()
     losses = dict(heldout_losses(job))

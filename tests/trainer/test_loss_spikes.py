@@ -133,6 +133,7 @@ def test_a_rolled_back_run_is_one_that_never_saw_the_batch(jobs):
     assert saved.latest_data()["skipped"] == [15] and saved.latest_data()["next_batch"] == 30
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_after_a_roll_back_leaves_the_batch_out_still(
     jobs, tmp_path, monkeypatch
 ):

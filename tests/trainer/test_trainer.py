@@ -57,6 +57,7 @@ def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, m
     assert lines_of(job.metrics_jsonl) == lines_of(whole.metrics_jsonl) != []
 
 
+@pytest.mark.slow
 def test_a_finished_job_has_nothing_to_do_and_more_steps_go_on(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     argv = (TINY, f"--job_log_dir={job.path}")

@@ -80,6 +80,7 @@ SOURCES = RNG.integers(2, 11, (3, 4), dtype=np.int32)
 IS_PADDING = np.asarray([[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]], np.float32)
 
 
+@pytest.mark.slow
 def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
     model, num_steps = NnxModel(SMALL), 5
     mdl_vars = drawn(model)

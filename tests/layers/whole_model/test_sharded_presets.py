@@ -35,9 +35,10 @@ def uneven_run(word, shape):
     return preset_runs.losses(partitioner, UNEVEN_BATCH)
 
 
+@pytest.mark.slow
 # tests/support/lm_runs.py has fsdp+tensor, on six meshes; test_accumulation.py has megatron.
 @pytest.mark.parametrize(("word", "shape"), [
-    pytest.param("fsdp", (2, 2, 2), marks=pytest.mark.slow), ("sequence", (1, 2, 3)),
+    ("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3)),
 ])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     wanted, _ = uneven_run("replicated", (1, 1, 1))

@@ -126,6 +126,7 @@ def test_matrices_are_decomposed_only_when_due_in_a_stack_too(num_stacks):
     assert len(found) == 6 and all(found)
 
 
+@pytest.mark.slow
 def test_a_regression_on_correlated_inputs_is_solved_faster_than_by_adam():
     rng = np.random.default_rng(3)
     rotation = np.linalg.qr(rng.normal(size=(13, 13)))[0]
@@ -173,6 +174,7 @@ def low_rank_grads(i, noise=0.0):
     return grads
 
 
+@pytest.mark.slow
 def test_what_rounding_does_to_a_gradient_does_not_show_in_the_weights():
     """Else each mesh, which adds up in another order, would train other weights."""
     optimizer = soap(0.1, weight_decay=0.0, precondition_frequency=2)
