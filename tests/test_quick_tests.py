@@ -41,7 +41,7 @@ STAND_FOR = {
         "::test_the_gradient_of_each_weight_is_that_on_one_device"
     ),
     "a resume": "trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
-    "a signal": "job/test_stopping.py::test_a_signal_in_a_step_loses_nothing",
+    "a signal": "job/test_stopping.py::test_a_signal_is_answered_and_the_running_step_ends",
     "a kill, and a pair of processes": (
         "job/test_multiprocess.py"
         "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"

@@ -124,16 +124,10 @@ def test_the_goldens_hold(name):
 
 
 CASES = json.loads(str(options()["cases"][""]))
-# Nearly another one: run where time does not matter.
-SLOW = (
-    "greedy_stepwise_short", "sample_two_eos", "sample_temperature_0", "beam_1",
-    "beam_many_tokens", "beam_early_exit_two_eos",
-)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_further_settings_give_what_pax_gives(name):
     case, arrays = CASES[name], options()
     ids, lengths = arrays["in"]["ids"], arrays["in"]["prefix_lengths"]

@@ -32,6 +32,7 @@ NAMES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0][:60])
 def test_the_block_builds_and_its_step_traces(block):
     if "quantized" in block:

@@ -82,6 +82,7 @@ def job(tmp_path_factory):
         sys.modules.pop("paxzoo", None)
 
 
+@pytest.mark.slow
 def test_evaluation_gives_paxs_loss_and_training_goes_on_from_step_0(job, capsys):
     numbers = made_by_pax("scanned_gda")
     logits = numbers["out/logits"].astype(np.float64)

@@ -91,6 +91,7 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     assert names == names_in(trained()[0])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_save_is_named_and_ends_the_other():
     second = pair_job()[3][1]
     assert second.code == 1
@@ -124,6 +125,7 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
     assert len(slow) == 1 and slow[0].startswith("slow: process 1 (")
 
 
+@pytest.mark.slow
 def test_no_temporary_folder_is_left_by_a_good_end_or_by_that_of_another_process():
     pair_job()
     assert [path.name for path in pair_folder().glob("praxis_lite_*")] == []

@@ -288,6 +288,7 @@ def outcome(folder):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_step_loses_nothing(tmp_path, monkeypatch):
     argv = (TINY, f"--job_log_dir={tmp_path}")
     # The signal comes while the batch of the next step is made. Step 3 is evaluated on, and step 7,

@@ -322,6 +322,7 @@ def test_all_of_the_donated_state_is_reused():
     assert hlo.donated_bytes(compiled) == stored
 
 
+@pytest.mark.slow
 def test_each_layer_gathers_and_scatters_its_own_weights_and_nothing_more():
     """By hand along `data`, a weight's part along `mdl` at a time: the compiler keeps it split."""
     partitioner, compiled, _ = lm_run()

@@ -50,6 +50,7 @@ def test_training_stops_when_the_metric_gets_no_better_and_saves_that_step():
         assert saved.best_step() == best_saved
 
 
+@pytest.mark.slow
 def test_a_job_that_stopped_says_so_and_how_to_go_on():
     job, _ = averaged()
     before = heldout_losses(job)
@@ -90,6 +91,7 @@ def test_a_loaded_model_has_the_averages_where_the_run_says_so():
 
 
 
+@pytest.mark.slow
 def test_the_averages_evaluated_are_those_of_the_checkpoint():
     job, _ = averaged()
     built = fdl.build(load_config_file(job.config_json, packages=["jobzoo"]).config)
@@ -225,6 +227,7 @@ def test_wrong_settings_are_refused_before_anything_compiles(argv, message, tmp_
     assert done.num_compiled == 0
 
 
+@pytest.mark.slow
 def test_step_is_for_eval_and_decode_only(tmp_path):
     done = launch(TINY, f"--job_log_dir={tmp_path}", "--step=3")
     assert done.code == 2 and "--step names the checkpoint for --mode=eval" in done.err

@@ -254,6 +254,7 @@ def temp_bytes(kernel, T: int) -> int:
     return step.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_chunks_take_memory_that_grows_with_length_and_the_einsum_with_its_square():
     chunked = functools.partial(chunked_attention, chunk_size=32)
     ratio = temp_bytes(chunked, 2048) / temp_bytes(chunked, 1024)
