@@ -16,7 +16,10 @@ DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by
 
 
 # Their models differ from those of others in one layer or in size.
-SLOW = {"explicit.PyDocs", "finetune.PyDocsFull", "linen.PyDocs", "moe.PyDocs", "pipelined.PyDocs"}
+SLOW = {
+    "explicit.DigitsDp", "explicit.PyDocs", "finetune.PyDocsFull", "linen.DigitsViT",
+    "linen.PyDocs", "moe.PyDocs", "pipelined.PyDocs",
+}
 
 
 @pytest.mark.parametrize(

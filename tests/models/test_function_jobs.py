@@ -17,6 +17,8 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from tests.support.job_runs import as_it_died, home, launch, lines_of, loaded, succeed
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, SAVED_EVERY = 31, 13
 SETTINGS = (
     "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
@@ -58,7 +60,6 @@ def logits_of(job):
     return x
 
 
-@pytest.mark.slow
 def test_a_job_that_died_ends_in_the_same_bits(jobs):
     whole, resumed = jobs
     steps = lines_of(whole.metrics_jsonl)

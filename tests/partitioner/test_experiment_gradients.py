@@ -22,10 +22,7 @@ from praxis_lite.sharding import MeshConfig, make_mesh
 MESHES = {1: ((3,), (8,)), 2: ((3, 2), (2, 3)), 3: ((1, 3, 2), (3, 1, 2), (2, 2, 2))}
 MESHES_WITH_STAGES = ((2, 3, 1), (2, 2, 2))
 # On how many of its two meshes an experiment runs in `make test`, a few seconds each.
-FAST = {
-    "classify.Spirals": 1, "explicit.DigitsFsdp": 1, "functions.DigitsMlp": 1, "lm.Synthetic": 1,
-    "nnx_guide.DotReluDot": 1,
-}
+FAST = {"explicit.DigitsFsdp": 1, "lm.Synthetic": 1}
 RUNS = [
     pytest.param(name, place, marks=() if place < FAST.get(name, 0) else pytest.mark.slow)
     for name in registry.list_experiments()

@@ -27,7 +27,7 @@ from tests.support.lm_runs import (
 )
 
 # The other runs are slow tests.
-FAST = {("uneven", "adamw", (1, 1, 1)), ("uneven", "adamw", (1, 4, 2))}
+FAST = {("uneven", "adamw", (1, 4, 2))}
 
 
 def slow_unless_fast(*run):
