@@ -95,6 +95,7 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
         ("rate=fast", "float"),
         ("rate=true", "float"),
         ("use_bias=1", "true or false"),
+        ("use_bias=yes", "true or false"),
         ("split=mdl", "Sequence[str | int | None] | None; a sequence of one is written mdl,"),
         ("split=(1.5,)", "Sequence[str | int | None] | None"),
         ("kind=rotray", "one of rotary, learned, none"),

@@ -1,5 +1,6 @@
 """load(): a job's trained model in Python gives what --mode=eval and --mode=decode give."""
 
+import copy
 import json
 
 import numpy as np
@@ -87,6 +88,13 @@ def test_evaluate_takes_batches_of_any_numbers_of_rows(job, model, model_on_eigh
     for found in (model_on_eight.evaluate(batches), model_on_eight.evaluate(rows)):
         for name, value in found.items():
             assert value == pytest.approx(wanted[name], abs=1e-5), name
+
+
+def test_samples_are_drawn_anew_for_the_checkpoint_of_another_step(model):
+    of_another_step = copy.copy(model)
+    of_another_step.step = 3
+    records, again = (model.decode("prompts", temperature=1.5) for _ in range(2))
+    assert records == again != of_another_step.decode("prompts", temperature=1.5)
 
 
 def test_predict_is_the_models_own_call(model, model_on_eight):

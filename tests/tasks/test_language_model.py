@@ -11,6 +11,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.decode import Sample
+from praxis_lite.inputs.text import TokenIds
 from praxis_lite.layers import AuxLoss, BaseLayer, Summary
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
@@ -28,8 +29,8 @@ def task(**options) -> LanguageModelTask:
     return LanguageModelTask(lambda rngs: None, Learner(optax.sgd, 0.1), **options)
 
 
-def metrics_of(batch):
-    return task().compute_loss(lambda ids, key: (jnp.asarray(LOGITS), None), batch, None)
+def metrics_of(batch, **options):
+    return task(**options).compute_loss(lambda ids, key: (jnp.asarray(LOGITS), None), batch, None)
 
 
 def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
@@ -52,6 +53,10 @@ def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
     for name, (value, weight) in metrics.items():
         assert float(value) == pytest.approx(wanted[name], rel=1e-6), name
         assert float(weight) == num_tokens
+
+
+def test_bits_are_named_after_what_a_token_is():
+    assert "bits_per_token" in metrics_of(BATCH, tokenizer=TokenIds())
 
 
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32():

@@ -233,3 +233,4 @@ def test_step_is_for_eval_and_decode_only(tmp_path):
     assert done.code == 2 and "--step names the checkpoint for --mode=eval" in done.err
     done = launch("--mode=eval", f"--job_log_dir={averaged()[0].path}", "--step=99")
     assert done.code == 2 and "There is no checkpoint of step 99" in done.err
+    assert "None" not in done.err
