@@ -10,7 +10,7 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
-from praxis_lite import decode, inputs, layers, main, sharding, task
+from praxis_lite import decode, inputs, layers, main, models, sharding, task
 from praxis_lite.checkpoints import checkpoints
 from praxis_lite.checkpoints.init import loading_rules
 from praxis_lite.config.class_attributes import configured
@@ -36,7 +36,7 @@ PLACES = (
     train_state, registry, sharding, weights, language_model, early_stopping, evaluation,
     image_classification, sequence_to_sequence, pax_job, optimizers, optimizer_groups, schedules,
     regularization, loading_rules, steps, sharding_inputs, shard_map_partitioner, gather, rules,
-    weight_sharding, trained_model, metrics, numpy_data, loss,
+    weight_sharding, trained_model, metrics, models, numpy_data, loss,
 )  # fmt: skip
 
 
