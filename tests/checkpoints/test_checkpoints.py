@@ -226,6 +226,7 @@ def bytes_read():
     return sum(value["value"] for value in by_name["bytes_read"])
 
 
+@pytest.mark.slow
 def test_parts_of_the_opt_states_are_restored_and_the_rest_is_not_read(tmp_path, mesh_of):
     settings = ("task.learner.ema_decay=0.9", "task.model.vocab_size=4001")
     first = partitioner_on(mesh_of(1, 4, 2), *settings)

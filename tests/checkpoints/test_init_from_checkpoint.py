@@ -257,6 +257,7 @@ def test_whole_numbers_are_not_cast(source):
         plan_init(dataclasses.replace(layout, shapes=shapes), {str(job): one})
 
 
+@pytest.mark.slow
 def test_a_lora_starts_as_its_base(source):
     job, true_state = source
     config, lora = tiny_config(), r".*/lora_[ab]$"

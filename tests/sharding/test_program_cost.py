@@ -47,12 +47,11 @@ def assert_no_more(uneven, even):
         assert size <= even_size, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "shape"),
     [
-        ("adamw", (1, 4, 2)),
-        pytest.param("adafactor", (1, 3, 2), marks=pytest.mark.slow),
-        pytest.param("adamw", (2, 2, 2), marks=pytest.mark.slow),
+        ("adamw", (1, 4, 2)), ("adafactor", (1, 3, 2)), ("adamw", (2, 2, 2)),
     ],
     ids=str,
 )

@@ -150,6 +150,7 @@ def test_a_run_that_is_stopped_after_a_roll_back_leaves_the_batch_out_still(
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, monkeypatch):
     held, key_of = [], Partitioner.key
 

@@ -462,7 +462,7 @@ def test_the_same_key_draws_the_layers_of_a_repeat_and_they_lie_on_their_stages(
     )
 
 
-@pytest.mark.parametrize("where", ["row", "mesh"])
+@pytest.mark.parametrize("where", [pytest.param("row", marks=pytest.mark.slow), "mesh"])
 def test_cached_decoding_equals_the_uncached_forward_pass(where):
     num_rows, length, dims = 3, 5, 6
     block = functools.partial(Transformer, dims, 11, 3)

@@ -219,7 +219,11 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("optimizer", "block"),
-    [("adamw", Block), ("lamb", Block), ("adafactor", PATTERN)],
+    [
+        pytest.param("adamw", Block, marks=pytest.mark.slow),
+        pytest.param("lamb", Block, marks=pytest.mark.slow),
+        ("adafactor", PATTERN),
+    ],
     ids=["adamw", "lamb", "adafactor-pattern"],
 )
 def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):

@@ -148,6 +148,7 @@ SPLIT_BLOCK = partial(
 )
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
     """Of sizes that the mesh does not divide."""
     rows, vocab, dims = 7, 11, 9

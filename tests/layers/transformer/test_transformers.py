@@ -221,6 +221,7 @@ def mesh_results(mesh_shape: tuple[int, ...] | None) -> dict[str, Any]:
     return run_layers(on_mesh(), mesh_shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_MESH)
 def test_sharded_equals_unsharded(name):
     sharded, whole = (mesh_results(shape)[name] for shape in ((1, 4, 2), None))

@@ -89,6 +89,7 @@ def cases():
     return {"trained": (build, train, x), "evaluated": (build, evaluate, x)}
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded_statistics_too():
     case = {"trained": cases()["trained"]}
     # A product of norms' inverse deviations makes small differences larger.

@@ -108,6 +108,7 @@ def cases():
     return {"mean": (vit_of(), call, x), "class token": (class_token, call, x)}
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
     case = {"class token": cases()["class token"]}
     assert_near(run_layers(case, (1, 4, 2)), run_layers(case, None), tolerance=5e-6)

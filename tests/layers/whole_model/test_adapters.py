@@ -275,6 +275,7 @@ def results(mesh_shape: tuple[int, ...] | None):
     return run_layers(mesh_cases(), mesh_shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mesh_cases())
 def test_sharded_equals_unsharded(name):
     assert_near(results((1, 4, 2))[name], results(None)[name])
