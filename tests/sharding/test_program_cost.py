@@ -72,6 +72,7 @@ def test_nor_do_the_other_steps(step):
     assert_no_more(uneven, collectives(even_model, step, inputs))
 
 
+@pytest.mark.slow
 def test_an_uneven_batch_moves_its_own_few_numbers_more_and_no_activation():
     shape = (1, 4, 2)
     partitioner = partitioner_of("uneven", "adamw", shape)

@@ -37,7 +37,9 @@ SIZES = {
     "uneven": Sizes(batch=7, length=13, model=7, hidden=11, experts=5),
 }
 # test_sharded_presets.py has the even sizes.
-RUNS = (((1, 3, 2), BATCH), ((2, 2, 2), ("data",)))
+RUNS = (
+    ((1, 3, 2), BATCH), pytest.param((2, 2, 2), ("data",), marks=pytest.mark.slow),
+)
 LAYERS: dict[str, dict[str, Any]] = {
     # Without seats for all: what is dropped must not depend on the mesh.
     "capacity": {
