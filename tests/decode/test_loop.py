@@ -136,7 +136,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["sample", pytest.param("beam", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sample", "beam"])
 def test_prompts_step_by_step_go_on_as_after_a_forward_pass(name):
     decoder = OTHERS[name]
     stepwise = dataclasses.replace(decoder, fprop_for_prefix=False)

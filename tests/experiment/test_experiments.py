@@ -18,7 +18,7 @@ DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by
 # Their models differ from those of others in one layer or in size.
 SLOW = {
     "explicit.DigitsDp", "explicit.PyDocs", "finetune.PyDocsFull", "linen.DigitsViT",
-    "linen.PyDocs", "moe.PyDocs", "pipelined.PyDocs",
+    "linen.PyDocs", "moe.PyDocs", "pipelined.PyDocs", "pipelined.Synthetic", "vision.DigitsViT",
 }
 
 

@@ -534,6 +534,7 @@ class Regression(Task):
         return {"loss": (jnp.mean(jnp.square(model(inputs["x"]))), jnp.float32(1.0))}
 
 
+@pytest.mark.slow
 def test_training_adapters_only_takes_no_gradient_of_a_frozen_weight():
     """The gradient of a dense weight is a product of the weight's shape."""
 

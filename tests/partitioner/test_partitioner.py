@@ -105,6 +105,7 @@ def plain_model():
     return plain_training.split_model(lm_of("uneven"))
 
 
+@pytest.mark.slow
 @every_mesh
 def test_init_draws_the_same_weights_on_every_mesh(shape):
     run, single = trained("uneven", "adamw", shape), trained("uneven", "adamw", (1, 1, 1))

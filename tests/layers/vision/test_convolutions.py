@@ -114,8 +114,10 @@ def cases(sizes: str):
 results = functools.cache(lambda sizes, mesh_shape: run_layers(cases(sizes), mesh_shape))
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 4, 2), (1, 3, 2)], ids=str)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "mesh_shape", [(1, 4, 2), pytest.param((1, 3, 2), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("sizes", ["uneven", pytest.param("even", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", cases("even"))
 def test_sharded_equals_unsharded(name, sizes, mesh_shape):
     assert_near(results(sizes, mesh_shape)[name], results(sizes, None)[name], tolerance=5e-6)

@@ -115,6 +115,7 @@ def collectives(word, shape, **settings):
     return totals, per_layer, found
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_each_weight_for_each_pass_and_sends_no_activations():
     totals, per_layer, _ = collectives("fsdp", (1, 4, 2))
     assert totals.keys() == {("all-gather", 8), ("all-reduce", 8)}
@@ -127,6 +128,7 @@ def test_fsdp_gathers_each_weight_for_each_pass_and_sends_no_activations():
     assert EMBEDDING <= summed <= 2 * EMBEDDING + 256
 
 
+@pytest.mark.slow
 def test_megatron_sums_activations_over_mdl_and_gradients_over_data():
     totals, per_layer, _ = collectives("megatron", (1, 4, 2))
     activations = 4 * ROWS * TIME * DIMS // 4
