@@ -21,6 +21,8 @@ STAND_FOR = {
         "decode/test_loop.py"
         "::test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide"
     ),
+    "a mesh of one device":
+        "docs/test_minimal.py::test_it_prints_what_is_split_how_and_learns_as_one_device_does",
     "a mesh of two axes that divide nothing":
         "partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
     "a mesh of three axes": "sharding/test_uneven_reference.py::test_a_run_of_the_reference",
