@@ -1,4 +1,4 @@
-"""From a command line to a job: experiment, config, mesh, then train, eval, decode or explain."""
+"""From a command line to a job: experiment, config, mesh, then what --mode says."""
 
 import argparse
 import os
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from praxis_lite.config.command_line import Parser
 from praxis_lite.config.user_lines import explained
 from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable, require
 from praxis_lite.experiment import registry
@@ -23,20 +22,19 @@ from praxis_lite.job.processes.standard_output import (
     print_log,
     without_lines_of_gloo,
 )
-from praxis_lite.job.processes.start import START_SECONDS, start
+from praxis_lite.job.processes.start import start
 from praxis_lite.job.shared_job_dir import open_shared
+from praxis_lite.options import check_goes_with_mode, file_path, parser
 
 if TYPE_CHECKING:
     import fiddle as fdl
 
 
-MODES = ("train", "eval", "decode", "explain", "summary")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend.
 
-    It exits 3 if training has ended, and is saved, but its last step was skipped. A signal ends it
+    It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
+    --mode=check found a difference. A signal ends it
     with one line and status 128 + its number; for training see `StopRequest`.
     """
     try:
@@ -104,67 +102,11 @@ def _put_users_packages_first() -> None:
         sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    found = Parser(
-        prog="main.py", description="Trains, evaluates, decodes or explains an experiment."
-    )
-    found.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
-    found.add_argument(
-        "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
-        help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
-    )
-    found.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
-    found.add_argument("--mode", choices=MODES, default="train", help="default: train")
-    found.add_argument(
-        "--step", metavar="N|best", type=_step,
-        help="the checkpoint to evaluate or decode from; default: the newest",
-    )
-    found.add_argument(
-        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
-        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
-        "of the experiment's class",
-    )
-    found.add_argument(
-        "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
-    )
-    found.add_argument(
-        "--coordinator", metavar="HOST:PORT",
-        help="of several processes: where the first one can be reached. Under SLURM, Open MPI, "
-        "Kubernetes and on TPU slices none of these flags is needed",
-    )
-    found.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
-    found.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
-    found.add_argument(
-        "--start_seconds", metavar="S", type=int, default=START_SECONDS,
-        help=f"how long they wait for each other at the start; default: {START_SECONDS}",
-    )
-    found.add_argument("--list", action="store_true", help="list the experiments and stop")
-    return found
-
-
-def _step(word: str) -> int | str:
-    if word != "best" and not word.isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"{word!r} is no checkpoint: wanted is a step's number, or best; without --step it is "
-            "the newest"
-        )
-    return word if word == "best" else int(word)
-
-
-def _names(words: str) -> list[str]:
-    return [word.strip() for word in words.split(",")]
-
-
 def _run(args: argparse.Namespace) -> None:
-    if args.step is not None and args.mode not in ("eval", "decode"):
-        raise ConfigError(
-            f"--step names the checkpoint for --mode=eval and --mode=decode; --mode={args.mode} "
-            "takes the newest. Leave it out."
-        )
-    html = _page_path(args)
+    check_goes_with_mode(args)
+    html = args.html and file_path(args, "--html", "explain.html")
     require(
-        args.mode not in ("explain", "summary") or processes.count() == 1,
+        args.mode not in ("explain", "summary", "check") or processes.count() == 1,
         f"The number of processes of --mode={args.mode}", processes.count(), "1",
         "Start it once, without --coordinator.",
     )
@@ -182,6 +124,11 @@ def _run(args: argparse.Namespace) -> None:
     from praxis_lite.config.overrides import check_required
 
     check_required(config)
+    if args.mode == "check":
+        from praxis_lite.testing.command import check
+
+        check(args, config, experiment)
+        return
     _check_same_command(args, experiment, config)
     job = build(config)
 
@@ -213,24 +160,6 @@ def _run(args: argparse.Namespace) -> None:
             launch.evaluate(on_mesh, args.step)
         else:
             launch.decode(on_mesh, args.step)
-
-
-def _page_path(args: argparse.Namespace) -> Path | None:
-    if args.html is None:
-        return None
-    if args.mode != "explain":
-        raise ConfigError(
-            f"--html names the page that --mode=explain writes; --mode={args.mode} writes none. "
-            "Leave it out."
-        )
-    path = Path(args.html)
-    if path.is_dir() or not path.name:
-        said = f"is a directory; wanted is a file, such as {path / 'explain.html'}"
-    elif not path.parent.is_dir():
-        said = f"cannot be written: there is no directory {path.parent}. Make it"
-    else:
-        return path
-    raise ConfigError(f"--html={args.html} {said}.")
 
 
 def _job_log_dir(args: argparse.Namespace) -> str:

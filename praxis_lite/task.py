@@ -45,6 +45,9 @@ class Task(abc.ABC):
     weight_unit = "examples"  # What the weight of "loss" counts; names the metric of speed.
     required_inputs: tuple[str, ...] = ()
     required_decode_inputs: tuple[str, ...] = ()
+    # What makes the loss more than a sum over rows, such as "a contrast of all pairs"; for
+    # --mode=check, which then holds parts of a batch against the same parts on one device.
+    couples_rows: str | None = None
 
     def __init__(
         self,

@@ -22,7 +22,9 @@ ORDERS = {
         {"checkpoints", "explain"},
         {"experiment"},
         {"trainer"},
-        {"interop", "main"},
+        {"options"},
+        {"interop", "testing"},
+        {"main"},
     ),
     "praxis_lite/layers": (
         {"activations", "calls", "initializers"},

@@ -161,6 +161,15 @@ class Partitioner:
             return self._eval.trace(state.mdl_vars, batch, key, step == "eval_examples")
         return self.decode_step.trace(state.mdl_vars, batch, key)
 
+    def step_function(self, step: str) -> Callable[..., PyTree]:
+        """Returns a step, named as in `trace`, before it is compiled; of the same arguments."""
+        if step == "train":
+            return self._train_step
+        if step == "decode":
+            return self._decode_step
+        with_examples = step == "eval_examples"
+        return lambda mdl_vars, batch, key: self._eval_step(mdl_vars, batch, key, with_examples)
+
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
         """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
 

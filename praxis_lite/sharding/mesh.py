@@ -142,6 +142,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
+def attached_devices() -> tuple[int, str]:
+    """Returns how many devices there are, attached or simulated, and their platform."""
+    return len(jax.devices()), jax.devices()[0].platform
+
+
 def attached_mesh(config: MeshConfig) -> MeshConfig:
     """Returns a mesh with the axes of `config` over what is attached: all accelerators, or one CPU.
 

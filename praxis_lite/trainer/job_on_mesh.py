@@ -51,7 +51,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     The mode, "train", "eval", "decode" or "explain", tells what is checked; for "load" no data is.
     """
     check_parts(job)
-    _use_compilation_cache()
+    use_compilation_cache()
     simulate_devices(job.mesh.num_devices, processes.count())
     mesh = make_mesh(job.mesh)
     if jax.process_count() != processes.count():
@@ -127,7 +127,7 @@ def check_reads(
     partitioner.check_batch(spec, step)
 
 
-def _use_compilation_cache() -> None:
+def use_compilation_cache() -> None:
     """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
     if jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"

@@ -61,10 +61,11 @@ def opened(jaxpr: Any) -> Any:
 
 def num_equations(jaxpr: Any) -> int:
     """Returns how many operations a program has, with those of its loops, branches and calls."""
-    return sum(1 + sum(map(num_equations, _inner(one))) for one in opened(jaxpr).eqns)
+    return sum(1 + sum(map(num_equations, inner_programs(one))) for one in opened(jaxpr).eqns)
 
 
-def _inner(equation: Any) -> Iterator[Any]:
+def inner_programs(equation: Any) -> Iterator[Any]:
+    """Yields the programs that an operation runs: of a loop, of branches, of a call."""
     for value in equation.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if hasattr(opened(one), "eqns"):

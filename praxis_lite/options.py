@@ -1,0 +1,118 @@
+"""The options of the command line, and which modes they go with."""
+
+import argparse
+from pathlib import Path
+
+from praxis_lite.config.command_line import Parser
+from praxis_lite.errors import ConfigError
+from praxis_lite.job.processes.start import START_SECONDS
+
+MODES = ("train", "eval", "decode", "explain", "check", "summary")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    found = Parser(
+        prog="main.py", description="Trains, evaluates, decodes, explains or checks an experiment."
+    )
+    found.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
+    found.add_argument(
+        "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
+        help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
+    )
+    found.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
+    found.add_argument("--mode", choices=MODES, default="train", help="default: train")
+    found.add_argument(
+        "--step", metavar="N|best", type=_step,
+        help="the checkpoint to evaluate or decode from; default: the newest",
+    )
+    found.add_argument(
+        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
+        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
+        "of the experiment's class",
+    )
+    found.add_argument(
+        "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
+    )
+    found.add_argument(
+        "--json", metavar="FILE", help="with --mode=check: where to write the certificate as well"
+    )
+    found.add_argument(
+        "--meshes", metavar="1x4x2,...",
+        help="with --mode=check: the meshes to check on; default: the experiment's own, each axis "
+        "alone, all axes, and one that divides as little as possible",
+    )
+    found.add_argument(
+        "--steps", metavar="N", type=int, default=None,
+        help="with --mode=check: the steps of training on each mesh; default: 20",
+    )
+    found.add_argument(
+        "--shrink", action="store_true",
+        help="with --mode=check: a smaller model of the same kind, for one device to hold",
+    )
+    found.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="of several processes: where the first one can be reached. Under SLURM, Open MPI, "
+        "Kubernetes and on TPU slices none of these flags is needed",
+    )
+    found.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
+    found.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
+    found.add_argument(
+        "--start_seconds", metavar="S", type=int, default=START_SECONDS,
+        help=f"how long they wait for each other at the start; default: {START_SECONDS}",
+    )
+    found.add_argument("--list", action="store_true", help="list the experiments and stop")
+    return found
+
+
+def _step(word: str) -> int | str:
+    if word != "best" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no checkpoint: wanted is a step's number, or best; without --step it is "
+            "the newest"
+        )
+    return word if word == "best" else int(word)
+
+
+def _names(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",")]
+
+
+# The options that belong to some modes alone, what they say, and what to do in the others.
+_OF_MODES = {
+    "step": (("eval", "decode"), "names the checkpoint to start from"),
+    "html": (("explain",), "names the page to write"),
+    "json": (("check",), "names the certificate to write"),
+    "meshes": (("check",), "names the meshes to check on"),
+    "steps": (("check",), "says how long to train on each mesh"),
+    "shrink": (("check",), "checks a smaller model"),
+}
+
+
+def check_goes_with_mode(args: argparse.Namespace) -> None:
+    """Raises ConfigError if an option was given that the mode has no use for."""
+    for name, (modes, what) in _OF_MODES.items():
+        if getattr(args, name) not in (None, False) and args.mode not in modes:
+            named = " and ".join(f"--mode={one}" for one in modes)
+            also = "; it takes the newest checkpoint" if name == "step" else ""
+            raise ConfigError(
+                f"--{name} {what} for {named}; --mode={args.mode} has no use for it{also}. Leave "
+                "it out."
+            )
+
+
+def file_path(args: argparse.Namespace, option: str, example: str) -> Path:
+    """Returns the file that an option names, such as "--html".
+
+    Raises:
+      ConfigError: it is a directory, or there is no directory for it.
+    """
+    given = getattr(args, option.lstrip("-"))
+    path = Path(given)
+    if path.is_dir() or not path.name:
+        said = f"is a directory; wanted is a file, such as {path / example}"
+    elif not path.parent.is_dir():
+        said = f"cannot be written: there is no directory {path.parent}. Make it"
+    else:
+        return path
+    raise ConfigError(f"{option}={given} {said}.")

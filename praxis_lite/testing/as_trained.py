@@ -1,0 +1,77 @@
+"""A mesh's train step in the experiment's own types: how far rounding may take it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from praxis_lite.partitioner import TrainState
+from praxis_lite.testing import tolerances
+from praxis_lite.testing.certificate import Comparison, differences, largest
+from praxis_lite.testing.runs import variants
+from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, report
+from praxis_lite.testing.tolerances import kind_of
+
+if TYPE_CHECKING:
+    from praxis_lite.testing.check import Check
+
+# Between the rounding of float32, 2^-24, and of bfloat16, 2^-9: far from the one, below the other.
+FLOAT32_OFF = 2.0**-11
+NUM_STEPS = 3
+
+
+def as_trained(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+    """The first step, as the experiment's own types make it."""
+    name, reference = one.name, check.reference_of(one)
+    (wanted, *_), _ = check.trained_on_one(reference, 1)
+    found = _reports(check, one)
+    own = _reports(check, reference)
+    measured = [leaf for leaf in wanted if kind_of(leaf) in ("loss", "metrics", "gradients")]
+    wanted, own, found = ({leaf: x[leaf] for leaf in measured} for x in (wanted, own, found))
+    yield tolerances.in_own_types(name, wanted, own, found)
+    low = variants.low_precision_settings(check.config)
+    if low:
+        check.remark(f"Sums are not held against float32, for {low[0]} is of fewer bits.")
+    else:
+        yield _in_float32(wanted, own)
+
+
+def _reports(check: "Check", one: OnMesh) -> Leaves:
+    """Returns the report of the first of a few steps."""
+    partitioner, reports = one.partitioner, []
+    state, key = _as_stored(one, check.state), partitioner.key(check.seed)
+    for batch in check.batches[:NUM_STEPS]:
+        placed = partitioner.global_batch(batch)
+        with jax.transfer_guard("disallow"):
+            state, outputs = partitioner.train_step(state, placed, key)
+        reports.append(report(jax.device_get(outputs)))
+    return reports[0]
+
+
+def _as_stored(one: OnMesh, state: TrainState) -> TrainState:
+    """Returns a NumPy state of true shapes in its own types, padded, on the mesh."""
+
+    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, like.sharding)
+        filled = np.zeros(like.shape, like.dtype)
+        filled[tuple(map(slice, np.shape(x)))] = x
+        # A copy of JAX's own: a view of NumPy's buffer would not be donated.
+        return jax.device_put(filled, like.sharding).copy()
+
+    return jax.tree.map(place, state, one.layout.abstract(one.mesh))
+
+
+def _in_float32(wanted: Leaves, own: Leaves) -> list[Comparison]:
+    """Returns comparisons that tell sums in bfloat16 from sums in float32, on one device."""
+    gradients = [largest(x) for leaf, x in wanted.items() if kind_of(leaf) == "gradients"]
+    of_all = {"gradients": 1e-5 * max(gradients, default=0.0)}
+    why = "float32 on one device: 2^-11 of the leaf; bfloat16 is further off"
+    return [
+        Comparison(
+            "one device", f"{kind_of(leaf)} in float32", leaf, 0, apart,
+            FLOAT32_OFF * largest(wanted[leaf]) + of_all.get(kind_of(leaf), 1e-6), why,
+        )
+        for leaf, apart in differences(wanted, own).items()
+    ]

@@ -1,0 +1,110 @@
+"""Where two runs differ first: the axes that must be split, the layer, the leaf, the step."""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.testing.certificate import Comparison, FirstDifference, split_axes
+from praxis_lite.testing.runs.on_mesh import OnMesh
+
+if TYPE_CHECKING:
+    from praxis_lite.testing.check import Check
+
+OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
+               "variables", "counts", "padding", "initial state")
+
+
+def first_difference(
+    check: "Check", mesh: OnMesh | None, failed: Sequence[Comparison]
+) -> FirstDifference:
+    """Returns where the first of the failed comparisons has its cause.
+
+    Args:
+      mesh: on which they failed; None: no mesh was in use.
+      failed: in the order in which they were made.
+    """
+    first = failed[0]
+    axis, layer = None, ""
+    is_of_training = first.what in OF_TRAINING and mesh is not None
+    if mesh is not None and split_axes(mesh.mesh.shape):
+        axes = list(split_axes(mesh.mesh.shape))
+        if is_of_training and len(axes) > 1:
+            axes = _fewest_axes(check, mesh, first, axes)
+        axis = "+".join(axes)
+    if is_of_training and first.what != "initial state" and first.step is not None:
+        layer = _first_layer(check, mesh, first.step)
+    same = [x for x in failed if x.what == first.what and x.step == first.step]
+    here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
+    leaf = max(here or same, key=_share)
+    if not layer:
+        layer = layer_of(leaf.leaf)
+    return FirstDifference(
+        leaf.what, layer, leaf.leaf, leaf.step, axis, leaf.mesh, leaf.difference, leaf.tolerance
+    )
+
+
+def _share(one: Comparison) -> float:
+    return one.difference / one.tolerance if one.tolerance else float(one.difference > 0) * np.inf
+
+
+def layer_of(leaf: str) -> str:
+    """Returns the layer that a weight, its slot or its gradient belongs to; "" of anything else."""
+    for start in ("gradients/", "mdl_vars/params/", "mdl_vars/non_trainable/", "opt_states/ema/"):
+        if leaf.startswith(start):
+            return leaf.removeprefix(start).rpartition("/")[0]
+    return ""
+
+
+def _fewest_axes(
+    check: "Check", mesh: OnMesh, first: Comparison, axes: Sequence[str]
+) -> list[str]:
+    """Returns the fewest axes that, split as on the mesh and all others whole, differ too."""
+    for number in range(1, len(axes)):
+        for some in itertools.combinations(axes, number):
+            shape = tuple(
+                size if axis in some else 1 for axis, size in mesh.mesh.shape.items()
+            )
+            try:
+                one = check.on_mesh(shape)
+                found = (
+                    check.compare_initial(one) if first.what == "initial state"
+                    else check.compare_training(one, (first.step or 0) + 1)
+                )
+            except ConfigError:
+                continue
+            if any(not x.is_equal and x.what == first.what for x in found):
+                return list(some)
+    return list(axes)
+
+
+def _first_layer(check: "Check", mesh: OnMesh, step: int) -> str:
+    """Returns the layer whose values differ first in a training step, or "" if none does."""
+    reference = check.reference_of(mesh)
+    state = check.state
+    if step:
+        _, state, _ = reference.train(state, check.batches[:step], check.seed)
+    nudged = check.nudged if not step else state
+    try:
+        wanted, moved, found = (
+            one.by_layer(given, check.batches[step], check.seed)
+            for one, given in ((reference, state), (reference, nudged), (mesh, state))
+        )
+    except (TypeError, ValueError, NotImplementedError):
+        return ""  # A program that cannot be looked into so.
+    there: dict[str, list[np.ndarray]] = {}
+    for key, x in found.items():
+        there.setdefault(key.split("|", 1)[1], []).append(x)
+    for key in sorted(wanted):
+        layer, x = key.split("|", 1)[1], wanted[key]
+        if not layer or layer.startswith(("inputs", "unpad", "pad")):
+            continue
+        moved_by = np.max(np.abs(moved[key] - x), initial=0.0)
+        atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * moved_by
+        candidates = [one for one in there.get(layer, []) if one.shape == x.shape]
+        if candidates and not any(np.max(np.abs(one - x)) <= atol for one in candidates):
+            plain = layer.removeprefix("gradient of ")
+            return "" if plain.startswith("learner") else plain
+    return ""

@@ -1,0 +1,199 @@
+"""What was compared, how far it differed and how far it may: the table, the line, the JSON."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One array, or one number, that was compared.
+
+    Attributes:
+      mesh: in words, such as "data 4, mdl 2".
+      what: the kind of thing, such as "gradients".
+      leaf: which of them: a weight's path, a metric's name.
+      step: the training step, from 0, or None.
+      difference: the largest absolute difference of an element; inf where shapes differ or only
+        one of the two is a NaN.
+      tolerance: the most that it may be.
+      why: why that tolerance, in words.
+    """
+
+    mesh: str
+    what: str
+    leaf: str
+    step: int | None
+    difference: float
+    tolerance: float
+    why: str
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstDifference:
+    """The first comparison that failed, and where its cause was found.
+
+    Attributes:
+      axis: the mesh axes that must be split for it to be seen, joined by "+"; None if it is seen
+        on one device.
+      layer: the path of the layer in which values differ first; "" if none can be told.
+      others: see `Comparison`.
+    """
+
+    what: str
+    layer: str
+    leaf: str
+    step: int | None
+    axis: str | None
+    mesh: str
+    difference: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        parts = [f"layer {self.layer or 'unknown'}", f"leaf {self.leaf}"]
+        parts += [] if self.step is None else [f"step {self.step}"]
+        parts += [f"axis {self.axis}" if self.axis else "on one device already"]
+        return (
+            f"{self.what}: {', '.join(parts)}; mesh {self.mesh}; differs by {self.difference:.3g}, "
+            f"tolerance {self.tolerance:.3g}"
+        )
+
+
+@dataclasses.dataclass
+class Certificate:
+    """What `check_on_meshes` returns.
+
+    Attributes:
+      experiment: its full name.
+      meshes: by its name in words, devices along each axis.
+      comparisons: in the order in which they were made.
+      notes: what was left out or is not exact by nature, in sentences.
+      first_difference: None if all are equal.
+    """
+
+    experiment: str
+    meshes: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    comparisons: list[Comparison] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    first_difference: FirstDifference | None = None
+
+    @property
+    def certified(self) -> bool:
+        return self.first_difference is None and all(one.is_equal for one in self.comparisons)
+
+    def rows(self) -> list[tuple[Comparison, int]]:
+        """Returns for each mesh and kind the comparison nearest to its tolerance, and how many."""
+        groups: dict[tuple[str, str], list[Comparison]] = {}
+        for one in self.comparisons:
+            groups.setdefault((one.mesh, one.what), []).append(one)
+        return [(max(same, key=_nearness), len(same)) for same in groups.values()]
+
+    def table(self) -> str:
+        """Returns a line of text for each mesh and kind."""
+        lines = [("mesh", "what", "number", "difference", "tolerance", "why")]
+        lines += [
+            (one.mesh, one.what, f"{number:,}", _number(one.difference), _number(one.tolerance),
+             one.why if one.is_equal else f"DIFFERS at {_place(one)}")
+            for one, number in self.rows()
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        right = (False, False, True, True, True, False)
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if is_right else cell.ljust(width)
+                for cell, width, is_right in zip(line, widths, right, strict=True)
+            ).rstrip()
+            for line in lines
+        )
+
+    def summary(self) -> str:
+        """Returns the last line: what was certified, or what differs first."""
+        if self.certified:
+            return f"certified: {len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
+        return f"not certified: {self.first_difference}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `--json` writes."""
+        first = self.first_difference
+        return {
+            "experiment": self.experiment,
+            "certified": self.certified,
+            "num_comparisons": len(self.comparisons),
+            "comparisons": [
+                {**_finite(dataclasses.asdict(one)), "number": number}
+                for one, number in self.rows()
+            ],
+            "meshes": [{"name": name, "shape": shape} for name, shape in self.meshes.items()],
+            "notes": self.notes,
+            "first_difference": None if first is None else _finite(dataclasses.asdict(first)),
+        }
+
+
+def differences(
+    wanted: Mapping[str, Any], found: Mapping[str, Any]
+) -> dict[str, float]:
+    """Returns by leaf the largest absolute difference; inf for what only one of them has."""
+    names = [*wanted, *(name for name in found if name not in wanted)]
+    return {
+        name: _difference(wanted[name], found[name])
+        if name in wanted and name in found else math.inf
+        for name in names
+    }
+
+
+def _difference(wanted: Any, found: Any) -> float:
+    wanted, found = np.asarray(wanted), np.asarray(found)
+    if wanted.shape != found.shape:
+        return math.inf
+    if not wanted.size:
+        return 0.0
+    if not np.issubdtype(wanted.dtype, np.inexact):
+        return float(np.max(np.abs(wanted.astype(np.float64) - found.astype(np.float64))))
+    same = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(wanted - found))
+    return math.inf if np.isnan(apart).any() else float(apart.max())
+
+
+def largest(x: Any) -> float:
+    """Returns the largest finite absolute value of an array, or 0.0."""
+    x = np.abs(np.asarray(x, np.float64))
+    return float(np.max(x, initial=0.0, where=np.isfinite(x)))
+
+
+def _nearness(one: Comparison) -> float:
+    if one.tolerance == 0:
+        return math.inf if one.difference else 0.0
+    return one.difference / one.tolerance
+
+
+def _place(one: Comparison) -> str:
+    return one.leaf + ("" if one.step is None else f", step {one.step}")
+
+
+def _number(x: float) -> str:
+    return f"{x:.2g}" if x else "0"
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    # JSON knows no infinity.
+    is_infinite = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
+    return {key: str(x) if is_infinite(x) else x for key, x in fields.items()}
+
+
+def mesh_name(shape: Mapping[str, int]) -> str:
+    """Returns a mesh in words: "data 4, mdl 2", or "one device"."""
+    split = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
+    return ", ".join(split) or "one device"
+
+
+def split_axes(shape: Mapping[str, int]) -> Sequence[str]:
+    """Returns the axes of a mesh along which there is more than one device."""
+    return [axis for axis, size in shape.items() if size > 1]

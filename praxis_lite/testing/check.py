@@ -1,0 +1,236 @@
+"""The course of a check: one device first, then each mesh, then all that a job does on its own."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.config.build import build
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.sharding.mesh import attached_devices
+from praxis_lite.task import Task
+from praxis_lite.testing import data, own_mesh, properties, tolerances
+from praxis_lite.testing.bisect import first_difference
+from praxis_lite.testing.certificate import Certificate, Comparison, mesh_name
+from praxis_lite.testing.meshes import Shape, chosen_meshes, reduced
+from praxis_lite.testing.runs.on_mesh import (
+    Batch,
+    Leaves,
+    OnMesh,
+    cut,
+    leaves_of,
+    on_mesh,
+    reporting,
+)
+from praxis_lite.testing.runs.parts import devices_in_turn
+from praxis_lite.testing.runs.states import first_state, nudged
+
+
+class Differs(Exception):
+    """Ends a check at the first comparisons that failed."""
+
+
+class Check:
+    """A check of one experiment: what it compares with, and what it has found.
+
+    Args:
+      config: of the job.
+      experiment: its full name.
+      meshes: shapes to check on; None: those of `chosen_meshes`.
+      num_steps: of training on each mesh.
+      packages: whose functions and classes the config may name, besides the library's.
+      print_text: told what is being done, a line each.
+
+    Attributes:
+      found: the certificate, as far as it is made.
+      batches: the first of the training data, cut to few rows.
+      state: to train from, NumPy arrays of true shapes in float64.
+      nudged: the same, its weights moved by rounding.
+      meshes: those that were checked, by their shapes.
+      couplings: what is no sum over rows, in words.
+    """
+
+    def __init__(
+        self, config: "fdl.Config[Job]", experiment: str, *, meshes: Sequence[Shape] | None,
+        num_steps: int, packages: Sequence[str], print_text: Callable[[str], None],
+    ):
+        self.config, self.job, self.packages = config, build(config), packages
+        self.found, self.meshes = Certificate(experiment), {}
+        self._given_meshes, self._num_steps, self._print = meshes, num_steps, print_text
+        self._axis_names = tuple(self.job.mesh.axis_names)
+        self._start = time.monotonic()
+        self.seed, self.task = self.job.run.seed, reporting(self.job.task)
+        self.couplings = properties.couplings(self.task)
+        self._references: dict[Any, OnMesh] = {}
+        self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
+        self._is_random: bool | None = None
+
+    def run(self) -> Certificate:
+        """Returns the certificate; it ends at the first mesh or property that differs."""
+        num_devices, platform = attached_devices()
+        self.note(f"{num_devices} {platform} devices, jax {jax.__version__}")
+        own = reduced(self.job.mesh, num_devices)
+        if own != self.job.mesh.shape:
+            self.remark(
+                f"The experiment's mesh {self.job.mesh.shape} is larger than the {num_devices} "
+                f"devices; it is checked as {own}."
+            )
+        shapes = self._given_meshes or chosen_meshes(own, self.plain_one.layout, num_devices)
+        self.own_shape = own if own in shapes else shapes[-1]
+        try:
+            self.note("the data, twice")
+            self.add(None, data.repeatable(self.job))
+            self._prepare()
+            for shape in shapes:
+                self._check_mesh(shape)
+            if self.own_shape in self.meshes:
+                own_mesh.check(self, self.meshes[self.own_shape])
+        except Differs:
+            pass
+        return self.found
+
+    def _prepare(self) -> None:
+        pipeline = self.job.datasets[TRAIN]
+        batches = data.first_batches(pipeline, self._num_steps)
+        partitioners = [self.plain_one.partitioner, self.on_mesh(self.own_shape).partitioner]
+        self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
+        if self.num_rows != pipeline.batch_size:
+            self.remark(f"Batches are cut to {self.num_rows} of their {pipeline.batch_size} rows.")
+        self.batches = [data.with_rows(one, self.num_rows) for one in batches]
+        if self.couplings:
+            self.remark(
+                f"{', '.join(self.couplings)}: no sums over rows. A batch in parts is held against "
+                "one device that works on the same parts in turn."
+            )
+        self.note("one device: initial weights")
+        self.initial = jax.device_get(self.plain_one.init(self.seed))
+        self.state = first_state(self.initial, self.task, self.plain_one.layout)
+        self.nudged = nudged(self.state)
+
+    def _check_mesh(self, shape: Shape) -> None:
+        name = mesh_name(dict(zip(self._axis_names, shape, strict=True)))
+        self.note(f"mesh {name}: initial weights")
+        try:
+            one = self.on_mesh(shape)
+            one.partitioner.trace("train", data.structs(self.batches[0]))
+        except ConfigError as error:
+            self.remark(f"The mesh {name} is left out: {error.args[0]}")
+            return
+        self.found.meshes[name], self.meshes[shape] = dict(one.mesh.shape), one
+        self.add(one, self.compare_initial(one))
+        for num_steps in dict.fromkeys((1, self._num_steps)):
+            self.note(f"mesh {name}: {num_steps} step{'s' * (num_steps > 1)}")
+            self.add(one, self.compare_training(one, num_steps))
+
+    # What is computed.
+
+    @property
+    def plain_one(self) -> OnMesh:
+        """One device."""
+        return self._reference(None)
+
+    def reference_of(self, one: OnMesh) -> OnMesh:
+        """Returns the one device that a mesh is held against.
+
+        Of a ShardMapPartitioner it works on the rows of each device in turn.
+        """
+        if not isinstance(one.partitioner, ShardMapPartitioner):
+            return self.plain_one
+        axes = one.partitioner.data_axes
+        return self._reference(math.prod(one.mesh.shape[axis] for axis in axes))
+
+    def _reference(self, num_parts: int | None) -> OnMesh:
+        if num_parts not in self._references:
+            build_one = Partitioner if num_parts is None else devices_in_turn(num_parts)
+            shape = (1,) * len(self._axis_names)
+            self._references[num_parts] = self.on_mesh(shape, build_one)
+        return self._references[num_parts]
+
+    def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
+        """Returns the task, or another one, on a mesh; `build_one` as in `on_mesh`."""
+        return on_mesh(self.job, task or self.task, shape, build_one)
+
+    @property
+    def is_random(self) -> bool:
+        """True if a training step draws random numbers."""
+        if self._is_random is None:
+            self._is_random = self.plain_one.traced("train", self.batches[0]).draws
+        return self._is_random
+
+    def trained_on_one(
+        self, one: OnMesh, num_steps: int, *, nudged: bool = False
+    ) -> tuple[list[Leaves], Leaves]:
+        """Returns the reports of each step, and the leaves of the last state; computed once."""
+        key = id(one), num_steps, nudged
+        if key not in self._trained:
+            state = self.nudged if nudged else self.state
+            reports, last, _ = one.train(state, self.batches[:num_steps], self.seed)
+            self._trained[key] = reports, leaves_of(last)
+        return self._trained[key]
+
+    def train_once(
+        self, one: OnMesh, batch: Batch, *, nudged: bool = False
+    ) -> tuple[Leaves, Leaves]:
+        """Returns the report and the leaves of the state after a step that draws nothing."""
+        state = self.nudged if nudged else self.state
+        settings = {"without_randomness": True} if self.is_random else {}
+        (report,), last, _ = one.train(state, [batch], self.seed, **settings)
+        return report, leaves_of(last)
+
+    def compare_initial(self, one: OnMesh) -> list[Comparison]:
+        """Returns comparisons of the initial state on a mesh with that of one device."""
+        found, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
+        return tolerances.exact(
+            one.name, "initial state", leaves_of(self.initial), leaves_of(found)
+        ) + tolerances.padding(one.name, padding)
+
+    def compare_training(self, one: OnMesh, num_steps: int) -> list[Comparison]:
+        """Returns comparisons of training on a mesh with one device.
+
+        Of the reports of the first and the last step, then of the last state.
+        """
+        reference = self.reference_of(one)
+        wanted, wanted_state = self.trained_on_one(reference, num_steps)
+        moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
+        reports, last, padding = one.train(self.state, self.batches[:num_steps], self.seed)
+        found = []
+        for step in dict.fromkeys((0, num_steps - 1)):
+            found += tolerances.by_kind(
+                one.name, wanted[step], reports[step], moved[step], step
+            )
+        found += tolerances.by_kind(
+            one.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
+        )
+        return found + tolerances.padding(one.name, padding, num_steps - 1)
+
+    # What is said.
+
+    def note(self, text: str) -> None:
+        """Tells what is being done now, and since when the check runs."""
+        self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
+
+    def remark(self, text: str) -> None:
+        """Puts a sentence into the certificate, once."""
+        if text not in self.found.notes:
+            self.found.notes.append(text)
+            self._print(f"note: {text}")
+
+    def add(self, one: OnMesh | None, comparisons: Iterable[Comparison]) -> None:
+        """Takes comparisons into the certificate.
+
+        Raises:
+          Differs: one of them failed; the certificate then has its place.
+        """
+        comparisons = list(comparisons)
+        self.found.comparisons += comparisons
+        failed = [x for x in comparisons if not x.is_equal]
+        if failed:
+            self.note(f"{failed[0].what} differs; looking for where")
+            self.found.first_difference = first_difference(self, one, failed)
+            raise Differs

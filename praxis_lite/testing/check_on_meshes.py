@@ -1,0 +1,59 @@
+"""The check as a function, for a test of one's own."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.config.build import build
+from praxis_lite.config.overrides import check_required
+from praxis_lite.errors import require
+from praxis_lite.experiment.experiment import Experiment
+from praxis_lite.sharding import simulate_devices
+from praxis_lite.testing.certificate import Certificate
+from praxis_lite.testing.check import Check
+from praxis_lite.testing.meshes import NUM_DEVICES, Shape
+from praxis_lite.trainer.job_checks import check_parts
+
+
+def check_on_meshes(
+    experiment: "Experiment | type[Experiment] | fdl.Config[Any]",
+    meshes: Sequence[Shape] | None = None,
+    *,
+    steps: int = 20,
+    print_text: Callable[[str], None] = lambda text: None,
+    name: str = "",
+    packages: Sequence[str] = (),
+) -> Certificate:
+    """Returns what was compared between one device and meshes, and what differs first.
+
+    Args:
+      experiment: an Experiment, its class, or the config of its job.
+      meshes: shapes of the job's axes, such as [(1, 4, 2), (2, 2, 2)]; None: its own, each axis
+        alone, all axes, and one that divides as little as possible.
+      steps: of training on each mesh.
+      print_text: told what is being done, a line each.
+      name: of the experiment in the certificate; "": its class's.
+      packages: whose functions and classes the config may name, besides the library's; a class
+        given adds its own.
+
+    Raises:
+      ConfigError: the experiment is refused as in training, or a mesh does not fit.
+    """
+    if isinstance(experiment, type):
+        experiment = experiment()
+    if isinstance(experiment, Experiment):
+        kind = type(experiment)
+        name = name or f"{kind.__module__}.{kind.__qualname__}"
+        packages = (*packages, kind.__module__.partition(".")[0])
+        experiment = experiment.config()
+    require(isinstance(steps, int) and steps > 0, "steps", steps, "a whole number, 1 or more")
+    config = copy.deepcopy(experiment)
+    check_required(config)
+    check_parts(build(config))
+    simulate_devices(NUM_DEVICES)
+    check = Check(
+        config, name, meshes=meshes, num_steps=steps, packages=packages, print_text=print_text
+    )
+    return check.run()

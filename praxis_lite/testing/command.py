@@ -1,0 +1,44 @@
+"""`main.py --mode=check`: the certificate as a table, a line, a file and an exit status."""
+
+import argparse
+import json
+import sys
+
+import fiddle as fdl
+
+from praxis_lite.errors import require
+from praxis_lite.experiment.registry import allowed_packages
+from praxis_lite.options import file_path
+from praxis_lite.testing.certificate import Certificate
+from praxis_lite.testing.check_on_meshes import check_on_meshes
+from praxis_lite.testing.meshes import parse_meshes
+from praxis_lite.testing.shrink import shrunk
+from praxis_lite.trainer.job_on_mesh import use_compilation_cache
+
+
+def check(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
+    """Prints what was compared; exits 1 if anything differs."""
+    path = args.json and file_path(args, "--json", "certificate.json")
+    steps = 20 if args.steps is None else args.steps
+    require(steps > 0, "--steps", steps, "1 or more")
+    if args.shrink:
+        config, said = shrunk(config)
+        print("\n".join(said), flush=True)
+    meshes = None
+    if args.meshes is not None:
+        meshes = parse_meshes(args.meshes, tuple(config.mesh.axis_names))
+    use_compilation_cache()
+    certificate = check_on_meshes(
+        config, meshes, steps=steps, name=experiment,
+        packages=allowed_packages(args.packages),
+        print_text=lambda text: print(text, flush=True),
+    )
+    if path:
+        path.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", "utf-8")
+    _print(certificate)
+    if not certificate.certified:
+        sys.exit(1)
+
+
+def _print(certificate: Certificate) -> None:
+    print(f"\n{certificate.table()}\n\n{certificate.summary()}", flush=True)

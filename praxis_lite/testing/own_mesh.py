@@ -1,0 +1,181 @@
+"""What is compared on the experiment's own mesh alone: all that a job does but training."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import fiddle as fdl
+import numpy as np
+
+from praxis_lite.config.build import build
+from praxis_lite.errors import ConfigError
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.testing import data, properties, tolerances
+from praxis_lite.testing.as_trained import as_trained
+from praxis_lite.testing.certificate import Comparison
+from praxis_lite.testing.resumed import resumed
+from praxis_lite.testing.runs import variants
+from praxis_lite.testing.runs.on_mesh import OnMesh, reporting
+from praxis_lite.testing.runs.parts import micro_batches_in_turn
+from praxis_lite.testing.runs.states import restacked, stacked_like
+
+if TYPE_CHECKING:
+    from praxis_lite.testing.check import Check
+
+Batch = dict[str, np.ndarray]
+
+
+def check(check: "Check", one: OnMesh) -> None:
+    """Adds the comparisons on one mesh to a check, the quick ones first."""
+    for what, compare in (
+        ("evaluation", evaluation),
+        ("rows of filler", filler),
+        ("micro-batches", micro_batches),
+        ("decoding", decoding),
+        ("token by token", lambda *args: of_logits(*args, properties.token_by_token)),
+        ("packed segments", lambda *args: of_logits(*args, properties.packed)),
+        ("remat switched", lambda *args: variant(*args, variants.remat_switched)),
+        ("unrolled", lambda *args: variant(*args, variants.unrolled)),
+        ("as trained", as_trained),
+        ("resumed", resumed),
+    ):
+        check.note(f"mesh {one.name}: {what}")
+        for comparisons in compare(check, one):
+            check.add(one, [
+                dataclasses.replace(x, what=x.what.format(what=what)) for x in comparisons
+            ])
+
+
+def evaluation(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+    """Metrics and outputs of each row; and that a batch's metrics are the means of its halves'."""
+    batch, plain, reference = check.batches[0], check.plain_one, check.reference_of(one)
+    mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
+    wanted, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
+    yield tolerances.in_float64(
+        one.name, "evaluation", wanted, one.evaluate(mdl_vars, batch), moved
+    )
+    if "weights" in batch and not check.couplings:
+        halves = [plain.evaluate(mdl_vars, half) for half in properties.halves(batch)]
+        metrics = {name: x for name, x in wanted.items() if name.startswith("metrics/")}
+        found = tolerances.in_float64(
+            plain.name, "metrics of halves", metrics, properties.sum_of_halves(*halves), moved
+        )
+        yield list(map(tolerances.with_epsilon, found))
+
+
+def filler(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+    """A batch of which the last rows have no weight: their contents enter nothing."""
+    batch, reference = check.batches[0], check.reference_of(one)
+    if "weights" not in batch:
+        check.remark("Rows of filler: not checked, for batches have no weights.")
+        return
+    num_filler = max(1, len(batch["weights"]) // 4)
+    others = {name: x[::-1] if x.ndim else x for name, x in check.batches[-1].items()}
+    same = properties.with_filler(batch, num_filler, batch)
+    other = properties.with_filler(batch, num_filler, others)
+    wanted, _ = check.train_once(reference, same)
+    moved, _ = check.train_once(reference, same, nudged=True)
+    for kind, filled in (("the same", same), ("other", other)):
+        if kind == "other" and properties.STATISTICS in check.couplings:
+            check.remark("Batch statistics see rows of filler: their contents are not exchanged.")
+            continue
+        found, _ = check.train_once(one, filled)
+        yield _named(
+            tolerances.by_kind(one.name, wanted, found, moved, 0), f"{kind} rows of filler"
+        )
+    if not check.couplings and reference is check.plain_one:
+        fewer = data.with_rows(same, len(batch["weights"]) - num_filler)
+        yield tolerances.in_float64(
+            one.name, "evaluation of fewer rows",
+            reference.evaluate(check.state.mdl_vars, fewer),
+            one.evaluate(check.state.mdl_vars, other),
+            reference.evaluate(check.nudged.mdl_vars, fewer),
+        )
+
+
+def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+    """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
+    batch, whole = check.batches[0], (1,) * len(one.mesh.shape)
+    own = check.job.task.learner.gradient_accumulation_steps
+    num_rows = check.num_rows
+    reference = check.plain_one
+    if own != 1:
+        reference = check.on_mesh(whole, Partitioner, reporting(check.job.task, 1))
+    for number in (1, 2, 4):
+        if number == own and not check.is_random:
+            continue  # It was trained so.
+        by_hand = isinstance(one.partitioner, ShardMapPartitioner)
+        if num_rows % number or (by_hand and check.couplings):
+            check.remark(f"{number} micro-batches: not checked.")
+            continue
+        task = reporting(check.job.task, number)
+        if check.couplings:
+            def in_turn(task: Any, mesh: Any, number: int = number) -> Partitioner:
+                return Partitioner(task, mesh, value_and_grad=micro_batches_in_turn(number))
+
+            reference = check.on_mesh(whole, in_turn, task)
+        try:
+            found, state = check.train_once(check.on_mesh(check.own_shape, None, task), batch)
+        except ConfigError as error:
+            check.remark(f"{number} micro-batches: not checked. {error.args[0]}")
+            continue
+        wanted, right = check.train_once(reference, batch)
+        moved, moved_state = check.train_once(reference, batch, nudged=True)
+        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        compared += tolerances.by_kind(one.name, right, state, moved_state, 0)
+        if not check.couplings:
+            compared = list(map(tolerances.with_epsilon, compared))
+        yield _named(compared, f"{number} micro-batches")
+
+
+def decoding(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+    """What the task decodes of the first batch of each of its prompts."""
+    reference, mdl_vars = check.plain_one, check.state.mdl_vars
+    for pipeline in check.job.decode_datasets.values():
+        batch = data.first_batches(pipeline, 1)[0]
+        yield tolerances.in_float64(
+            one.name, "decoding", reference.decode(mdl_vars, batch), one.decode(mdl_vars, batch),
+            reference.decode(check.nudged.mdl_vars, batch),
+        )
+
+
+def of_logits(
+    check: "Check", one: OnMesh, property_of: Callable[..., Any]
+) -> Iterator[list[Comparison]]:
+    """What one function computes in two ways: the first is the one to trust."""
+    batch = check.batches[0]
+    function = None if check.couplings else property_of(check.task, batch)
+    if function is None:
+        return
+    found = one.call(function, check.state.mdl_vars, batch)
+    moved = one.call(function, check.nudged.mdl_vars, batch)
+    trusted, other = properties.TWO_WAYS[property_of]
+    yield tolerances.in_float64(
+        one.name, "{what}", {other: found[trusted]}, {other: found[other]},
+        {other: moved[trusted]},
+    )
+
+
+def variant(
+    check: "Check", one: OnMesh, change: "Callable[[fdl.Config], fdl.Config | None]"
+) -> Iterator[list[Comparison]]:
+    """A step of a config that must compute the same."""
+    config, what = change(check.config), change.__name__.replace("_", " ")
+    if config is None:
+        check.remark(f"{what}: not checked, for no layer's config says that.")
+        return
+    task, reference = reporting(build(config).task), check.reference_of(one)
+    other = check.on_mesh(check.own_shape, None, task)
+    state = restacked(check.state, task, other.layout)
+    if state is None:
+        check.remark(f"{what}: not checked, for its weights have other names.")
+        return
+    (wanted,), _ = check.trained_on_one(reference, 1)
+    (moved,), _ = check.trained_on_one(reference, 1, nudged=True)
+    (report,), _, _ = other.train(state, check.batches[:1], check.seed)
+    found = stacked_like(wanted, report)
+    yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), "{what}")
+
+
+def _named(comparisons: list[Comparison], what: str) -> list[Comparison]:
+    return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]

@@ -1,0 +1,140 @@
+"""A job as it is launched: its program, and that it goes on as if it had not been stopped."""
+
+import contextlib
+import io
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.errors import ConfigError, LastStepUnsound
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.explain import hlo
+from praxis_lite.inputs import InputPipeline
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.testing import tolerances
+from praxis_lite.testing.certificate import Comparison
+from praxis_lite.testing.data import structs, with_rows
+from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, cut, leaves_of
+from praxis_lite.trainer import launch
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.metrics import read_json_lines
+
+if TYPE_CHECKING:
+    from praxis_lite.testing.check import Check
+
+NUM_STEPS, STOPPED_AT = 3, 1
+_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
+
+
+def resumed(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+    """Trains a job at a stretch and another that is launched twice; restores it on each mesh."""
+    one = check.on_mesh(check.own_shape, None, check.job.task)
+    pipeline = _FirstRows(check.job.datasets[TRAIN], check.num_rows)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            losses = [
+                _losses(check, one, pipeline, Path(folder) / name, stops)
+                for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
+            ]
+        except ConfigError as error:
+            check.remark(f"A job that goes on: not checked. {error.args[0]}")
+            return
+        yield tolerances.exact(one.name, "losses of a job that goes on", *losses)
+        directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
+        states = [_restored(directory, one) for directory in directories]
+        wanted = leaves_of(states[0])
+        yield tolerances.exact(
+            one.name, "state of a job that goes on", wanted, leaves_of(states[1])
+        )
+        for mesh in (check.plain_one, *check.meshes.values()):
+            state = _restored(directories[0], mesh)
+            yield tolerances.exact(
+                f"{one.name} to {mesh.name}", "restored", wanted, leaves_of(state)
+            )
+    yield _of_the_program(check, one)
+
+
+class _FirstRows(InputPipeline):
+    """The first rows of another pipeline's batches."""
+
+    def __init__(self, pipeline: InputPipeline, num_rows: int):
+        self.pipeline, self.batch_size = pipeline, num_rows
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.pipeline.num_batches
+
+    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        spec = self.pipeline.element_spec()
+        return {
+            name: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]) if x.ndim else (), x.dtype)
+            for name, x in spec.items()
+        }
+
+    def batches(
+        self, start: int = 0, *, rows: slice | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        for batch in self.pipeline.batches(start=start):
+            whole = with_rows(batch, self.batch_size)
+            rows = self.whole_or(rows)
+            yield {name: x[rows] if x.ndim else x for name, x in whole.items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.pipeline.fingerprint()
+
+
+def _losses(
+    check: "Check", one: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
+) -> Leaves:
+    """Trains a job, launched anew after each of `stops`; returns its losses by step."""
+    folder.mkdir()
+    launched = launch.LaunchedConfig(
+        check.config, check.found.experiment, packages=check.packages
+    )
+    for num_steps in (*stops, NUM_STEPS):
+        run = RunConfig(
+            num_train_steps=num_steps, seed=check.seed, watchdog_seconds=None,
+            max_skipped_steps_in_a_row=None, save_non_finite=True,
+        )
+        job = JobOnMesh(one.partitioner, {TRAIN: pipeline}, {}, run, JobDir(folder))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(LastStepUnsound):
+            launch.train(job, launched)
+    return {
+        f"step {line['step']}": np.asarray(line["loss"])
+        for line in read_json_lines(JobDir(folder).metrics_jsonl)
+    }
+
+
+def _restored(directory: Path, mesh: OnMesh) -> Any:
+    with Checkpoints(directory, note=lambda line: None) as saved:
+        state = saved.restore(mesh.layout, mesh.mesh).state
+    return cut(mesh.layout, jax.device_get(state))[0]
+
+
+def _of_the_program(check: "Check", one: OnMesh) -> list[Comparison]:
+    """Returns what is exact of the compiled train step, after it was called."""
+    partitioner = one.partitioner
+    compiled = partitioner.lower("train", structs(check.batches[0])).compile().as_text()
+    state_bytes = sum(leaf.bytes_per_device for leaf in one.layout.leaves())
+    num_compiled = partitioner.train_step._cache_size()
+    return [
+        Comparison(
+            one.name, "donated", "bytes per device", None,
+            abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "all of the state is donated",
+        ),
+        Comparison(
+            one.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
+            "a step stays on the devices",
+        ),
+        Comparison(
+            one.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
+            "one for all steps",
+        ),
+    ]

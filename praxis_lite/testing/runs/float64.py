@@ -1,0 +1,271 @@
+"""A program run in float64: what rounding hides in float32 differs by 1e-9 or not at all."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import primitives
+
+from praxis_lite.explain.hlo_layers import layers_of_name
+from praxis_lite.trainer.non_finite.jaxprs import (
+    CALLS,
+    inner_programs,
+    joined,
+    opened,
+    scan_counts,
+)
+
+PyTree = Any
+WIDE = {
+    np.dtype(narrow): np.dtype(wide)
+    for narrow, wide in (
+        (jnp.float16, np.float64), (jnp.bfloat16, np.float64), (np.float32, np.float64),
+        (np.complex64, np.complex128),
+    )
+}
+# What computes in the types it was written for: callbacks, kernels, draws by their bits.
+_KEEPS_TYPES = {
+    "bitcast_convert_type", "random_gamma", "pure_callback", "io_callback", "debug_callback",
+    "pallas_call", "ffi_call", "custom_partitioning", "custom_linear_solve",
+}
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns float64 for a float of up to 32 bits, complex128 for complex64, else `dtype`."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return dtype if is_key else WIDE.get(np.dtype(dtype), np.dtype(dtype))
+
+
+def wide_structs(tree: PyTree) -> PyTree:
+    """Returns a tree of ShapeDtypeStructs with floats in float64; shardings stay."""
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype), sharding=sharding)
+
+    return jax.tree.map(one, tree)
+
+
+def in_float64(
+    function: Callable[..., PyTree], *args: PyTree, without_randomness: bool = False,
+    by_layer: bool = False,
+) -> Callable[..., PyTree]:
+    """Returns `function` with each float of up to 32 bits that it computes with in float64.
+
+    It is traced once, as written, for arguments like `args`, and its operations are then done in
+    float64, in its loops, branches and calls too; so it holds for models of others and for every
+    optimizer. Random numbers are drawn from the same bits. To be compiled and called where 64-bit
+    types are on (`jax.enable_x64(True)`). Its attribute `draws` says whether it draws any.
+
+    Args:
+      args: arrays or ShapeDtypeStructs in the types that `function` is written for.
+      without_randomness: all random bits are 0, so that dropout keeps everything.
+      by_layer: the function returns besides, by "NUMBER|LAYER" in the program's order, what
+        `fingerprint` makes of the last array of each stretch of operations of one layer;
+        [turns, 2] in a scan. Other loops, branches and shard_map are passed over.
+    """
+    with jax.enable_x64(False):
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    treedef = jax.tree.structure(shapes)
+
+    @functools.wraps(function)
+    def wide(*args: PyTree) -> PyTree:
+        run = _Run(without_randomness, by_layer)
+        outputs = jax.tree.unflatten(treedef, run.call(closed, jax.tree.leaves(args)))
+        if not by_layer:
+            return outputs
+        return outputs, {f"{i:06d}|{name}": x for i, (name, x) in enumerate(run.seen)}
+
+    wide.draws = _draws(closed)
+    return wide
+
+
+def fingerprint(x: jax.Array) -> jax.Array:
+    """Returns two sums [2] over an array, one of them with weights that differ by element."""
+    x = jnp.where(jnp.isfinite(x), x, 0.0).astype(np.float64)
+    weights = jnp.ones((), np.float64)
+    for dim in range(x.ndim):
+        index = lax.broadcasted_iota(np.int32, x.shape, dim).astype(np.float64)
+        weights = weights * jnp.cos(index * (1.0 + dim / 7) + 0.5)
+    return jnp.stack([jnp.sum(x), jnp.sum(x * weights)])
+
+
+class _Run:
+    def __init__(self, without_randomness: bool, by_layer: bool):
+        self._without_randomness, self._by_layer = without_randomness, by_layer
+        self._name_stack = ""
+        self.seen: list[tuple[str, jax.Array]] = []
+        self._last: tuple[str, jax.Array] | None = None
+
+    def call(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        inner = opened(jaxpr)
+        known = {
+            var: _widened(x)
+            for var, x in zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True)
+        }
+        known |= dict(zip(inner.invars, args, strict=True))
+        around = self._name_stack
+
+        def read(atom: Any) -> Any:
+            if not hasattr(atom, "val"):
+                return known[atom]
+            return np.asarray(atom.val, wide_dtype(atom.aval.dtype))
+
+        for one in inner.eqns:
+            self._name_stack = joined(around, str(one.source_info.name_stack))
+            with one.ctx.manager, jax.enable_x64(True):
+                results = self._equation(one, [read(atom) for atom in one.invars])
+            known |= dict(zip(one.outvars, results, strict=True))
+            if self._by_layer and one.primitive.name not in CALLS:
+                self._look_at(results[-1] if results else None)
+            self._name_stack = around
+        return [read(atom) for atom in inner.outvars]
+
+    def _look_at(self, x: Any) -> None:
+        if x is None or not jnp.issubdtype(x.dtype, np.floating):
+            return
+        layer = layers_of_name(f"{self._name_stack}/operation")[0]
+        if self._last is not None and self._last[0] != layer:
+            self._end_stretch()
+        self._last = layer, x
+
+    def _end_stretch(self) -> None:
+        if self._last is not None:
+            layer, x = self._last
+            self.seen.append((layer, fingerprint(x)))
+        self._last = None
+
+    def _equation(self, one: Any, args: list[Any]) -> list[Any]:
+        name = one.primitive.name
+        if name in CALLS:
+            jaxpr = one.params["jaxpr"] if "jaxpr" in one.params else one.params["call_jaxpr"]
+            return self.call(jaxpr, args)
+        rule = {
+            "scan": self._scan, "while": self._while, "cond": self._cond,
+            "shard_map": self._shard_map,
+        }.get(name)
+        if rule is not None:
+            return rule(one, args)
+        if name == "reduce_precision":  # It rounds to what float32 holds.
+            return args
+        if one.primitive in _SCATTERS:
+            return [_scattered(one, args)]
+        if name in _KEEPS_TYPES:
+            args = [_as(x, atom.aval.dtype) for x, atom in zip(args, one.invars, strict=True)]
+            return [_widened(x) for x in _bound(one, args, one.params)]
+        results = _bound(one, args, {key: _wide_param(x) for key, x in one.params.items()})
+        if name == "random_bits" and self._without_randomness:
+            results = [lax.bitwise_and(x, lax.full_like(x, 0)) for x in results]
+        # What an operation returns in float32 whatever it is given is widened.
+        return [_widened(x) for x in results]
+
+    def _scan(self, one: Any, args: list[Any]) -> list[Any]:
+        params = one.params
+        num_consts, num_carry = scan_counts(params)
+        num_fixed = num_consts + num_carry
+
+        self._end_stretch()
+        layers = []
+
+        def body(carry: tuple, xs: list[Any]) -> tuple:
+            before, self.seen = self.seen, []
+            outs = self.call(params["jaxpr"], [*args[:num_consts], *carry, *xs])
+            self._end_stretch()
+            layers[:], seen = [name for name, _ in self.seen], [x for _, x in self.seen]
+            self.seen = before
+            return tuple(outs[:num_carry]), (outs[num_carry:], seen)
+
+        first = tuple(map(jnp.asarray, args[num_consts:num_fixed]))
+        xs = list(map(jnp.asarray, args[num_fixed:]))
+        last, (ys, seen) = lax.scan(
+            body, first, xs, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
+        self.seen += zip(layers, seen, strict=True)
+        return [*last, *ys]
+
+    def _while(self, one: Any, args: list[Any]) -> list[Any]:
+        params = one.params
+        num_cond = params["cond_nconsts"]
+        num_fixed = num_cond + params["body_nconsts"]
+
+        def cond(values: tuple) -> Any:
+            return self._inside(params["cond_jaxpr"], [*args[:num_cond], *values])[0]
+
+        def body(values: tuple) -> tuple:
+            return tuple(self._inside(params["body_jaxpr"], [*args[num_cond:num_fixed], *values]))
+
+        return list(lax.while_loop(cond, body, tuple(map(jnp.asarray, args[num_fixed:]))))
+
+    def _cond(self, one: Any, args: list[Any]) -> list[Any]:
+        branches = [
+            lambda *operands, jaxpr=jaxpr: tuple(map(jnp.asarray, self._inside(jaxpr, operands)))
+            for jaxpr in one.params["branches"]
+        ]
+        return list(lax.switch(args[0], branches, *map(jnp.asarray, args[1:])))
+
+    def _shard_map(self, one: Any, args: list[Any]) -> list[Any]:
+        params = one.params
+        return list(jax.shard_map(
+            lambda *values: tuple(self._inside(params["jaxpr"], values)),
+            mesh=params["mesh"], in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]), axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )(*args))
+
+    def _inside(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        # Its values stay in a loop or a branch: they cannot be looked at from outside.
+        before, self._by_layer = self._by_layer, False
+        outs = self.call(jaxpr, args)
+        self._by_layer = before
+        return outs
+
+
+def _draws(jaxpr: Any) -> bool:
+    return any(
+        one.primitive.name == "random_bits" or any(map(_draws, inner_programs(one)))
+        for one in opened(jaxpr).eqns
+    )
+
+
+def _bound(one: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    results = one.primitive.bind(*args, **one.primitive.get_bind_params(params))
+    return list(results) if one.primitive.multiple_results else [results]
+
+
+def _wide_param(value: Any) -> Any:
+    if isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return None
+    is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(
+        value, np.generic))
+    return wide_dtype(value) if is_dtype else value
+
+
+def _widened(x: Any) -> Any:
+    return _as(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return x if is_key or x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+_SCATTERS = {
+    primitives.scatter_p: lax.scatter,
+    primitives.scatter_add_p: lax.scatter_add,
+    primitives.scatter_mul_p: lax.scatter_mul,
+    primitives.scatter_min_p: lax.scatter_min,
+    primitives.scatter_max_p: lax.scatter_max,
+}
+
+
+def _scattered(one: Any, args: list[Any]) -> Any:
+    # Its parameters hold a program for float32.
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    dimension_numbers, *others = (one.params[name] for name in names)
+    return _SCATTERS[one.primitive](
+        *args, dimension_numbers, **dict(zip(names[1:], others, strict=True))
+    )

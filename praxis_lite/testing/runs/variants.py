@@ -1,0 +1,108 @@
+"""Other forms of an experiment's config that must compute the same: unrolled, rematerialized."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fiddle as fdl
+import jax.numpy as jnp
+import numpy as np
+from fiddle import daglish
+
+KEEP_EVERYTHING = "save_everything"
+LOW_PRECISION = {np.dtype(jnp.bfloat16), np.dtype(jnp.float16)}
+
+
+def unrolled(config: "fdl.Config") -> "fdl.Config | None":
+    """Returns a config whose scanned stacks are in a row, and the other way; None: it has none."""
+    return _with_settings(
+        config, lambda name, value: not value if name == "unroll" else value,
+        {"unroll", "checkpoint_policy"},
+    )
+
+
+def remat_switched(config: "fdl.Config") -> "fdl.Config | None":
+    """Returns a config that keeps all activations where it kept some, and the other way.
+
+    Returns None if no layer of it has a `checkpoint_policy`.
+    """
+
+    def other(name: str, value: Any) -> Any:
+        if name == "remat":
+            return not value
+        if name == "checkpoint_policy":
+            return "save_nothing" if value == KEEP_EVERYTHING else KEEP_EVERYTHING
+        return value
+
+    return _with_settings(config, other, {"checkpoint_policy"})
+
+
+def low_precision_settings(config: "fdl.Config") -> list[str]:
+    """Returns the paths of the settings, defaults among them, that are bfloat16 or float16."""
+    found = []
+    for value, path in daglish.iterate(config.task):
+        if isinstance(value, fdl.Buildable):
+            for name, one in _settings(value).items():
+                if _is_low(one):
+                    found.append(f"{daglish.path_str(path)}.{name}".lstrip("."))
+    return found
+
+
+def _is_low(value: Any) -> bool:
+    # JAX's `jnp.bfloat16` is neither a dtype nor a NumPy type.
+    return isinstance(value, np.dtype | type(jnp.bfloat16)) and jnp.dtype(value) in LOW_PRECISION
+
+
+def buildables(config: Any) -> Iterator[fdl.Buildable]:
+    """Yields each Config and Partial in a config."""
+    seen = []
+    for value, _ in daglish.iterate(config):
+        if isinstance(value, fdl.Buildable) and not any(value is one for one in seen):
+            seen.append(value)
+            yield value
+
+
+def _settings(buildable: fdl.Buildable) -> dict[str, Any]:
+    """Returns the settings of a Config, set or by default."""
+    parameters = _parameters(fdl.get_callable(buildable))
+    return {
+        name: getattr(buildable, name) for name, one in parameters.items()
+        if one.default is not inspect.Parameter.empty or name in fdl.ordered_arguments(buildable)
+    }
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: one for name, one in found.items()
+        if one.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
+    }
+
+
+def _with_settings(
+    config: "fdl.Config", other: Callable[[str, Any], Any], having: set[str]
+) -> "fdl.Config | None":
+    """Returns a copy with settings changed of what has all of `having`, or None if nothing has.
+
+    What a layer makes by default, such as `stacked_transformer_tpl=Repeat`, is reached too.
+    """
+    config, num_changed = copy.deepcopy(config), 0
+    for one in list(buildables(config.task)):
+        for name, value in _settings(one).items():
+            if callable(value) and not isinstance(value, fdl.Buildable) and having <= set(
+                _parameters(value)
+            ):
+                setattr(one, name, fdl.Partial(value))
+    for one in buildables(config.task):
+        if having <= set(_parameters(fdl.get_callable(one))):
+            for name, value in _settings(one).items():
+                new = other(name, value)
+                if new is not value:
+                    setattr(one, name, new)
+                    num_changed += 1
+    return config if num_changed else None

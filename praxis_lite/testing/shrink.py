@@ -1,0 +1,72 @@
+"""A smaller model of the same kind: fewer layers, smaller dims, what does not divide still not."""
+
+import copy
+import math
+
+import fiddle as fdl
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.testing.runs.variants import buildables
+
+# By the names of settings, Pax's and those usual elsewhere.
+LAYERS = {"num_layers", "num_encoder_layers", "num_decoder_layers", "depth", "n_layers"}
+DIMS = {
+    "model_dims", "hidden_dims", "input_dims", "output_dims", "embedding_dims", "hidden_size",
+    "dim_per_head", "intermediate_size", "features", "dim", "d_model", "d_ff", "width", "mlp_dim",
+}
+IDS = {"vocab_size", "num_classes", "num_ids"}
+LENGTHS = {"seq_len", "max_seq_length"}
+LARGEST_DIM, LARGEST_VOCABULARY, MOST_LAYERS, LONGEST = 32, 96, 2, 64
+FACTORS = (2, 3, 4, 5, 7, 8)
+
+
+def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
+    """Returns a smaller config, and what was set to what, a line each.
+
+    A dim keeps what divides it of 2, 3, 4, 5, 7 and 8, so that what was uneven on a mesh stays so;
+    equal dims stay equal, and a dim of num_heads x dim_per_head stays that.
+
+    Raises:
+      ConfigError: no setting of the model has a name that is known.
+    """
+    config, said = copy.deepcopy(config), []
+    for root, names in (("task", LAYERS | DIMS | IDS | LENGTHS), ("datasets", LENGTHS | IDS)):
+        for one in buildables(getattr(config, root)):
+            for name, value in list(fdl.ordered_arguments(one).items()):
+                if name not in names or not isinstance(value, int) or isinstance(value, bool):
+                    continue
+                new = _smaller(name, value)
+                if new != value:
+                    setattr(one, name, new)
+                    said.append(f"shrunk: {name} {value} to {new}")
+    if not said:
+        known = ", ".join(sorted(LAYERS | DIMS | IDS))
+        raise ConfigError(
+            "--shrink found nothing to make smaller in the task's config; it knows settings of "
+            f"these names, where they are larger than it makes them: {known}. Leave --shrink out, "
+            "or make a smaller model with --set."
+        )
+    return config, list(dict.fromkeys(said))
+
+
+def _smaller(name: str, value: int) -> int:
+    if name in LAYERS:
+        return _like(value, MOST_LAYERS)
+    if name in IDS:
+        return _like(value, LARGEST_VOCABULARY)
+    return _like(value, LONGEST if name in LENGTHS else LARGEST_DIM)
+
+
+def _like(value: int, most: int) -> int:
+    """Returns the largest number up to about `most` that the same FACTORS divide."""
+    if value <= most:
+        return value
+    if most <= MOST_LAYERS:
+        return most
+    wanted = {factor: value % factor == 0 for factor in FACTORS}
+    for one in range(most, 1, -1):
+        if all((one % factor == 0) == divides for factor, divides in wanted.items()):
+            return one
+    return math.lcm(*(factor for factor, divides in wanted.items() if divides))
+
+
