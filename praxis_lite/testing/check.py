@@ -31,6 +31,9 @@ from praxis_lite.testing.runs.on_mesh import (
 from praxis_lite.testing.runs.parts import devices_in_turn
 from praxis_lite.testing.runs.states import first_state, nudged
 
+# What a check is made of, in its order.
+PARTS = ("data", "initial weights", "training", *own_mesh.PARTS)
+
 
 class Differs(Exception):
     """Ends a check at the first comparisons that failed."""
@@ -44,6 +47,7 @@ class Check:
       experiment: its full name.
       meshes: shapes to check on; None: those of `chosen_meshes`.
       num_steps: of training on each mesh.
+      parts: names of PARTS, which alone are made; None: all.
       packages: whose functions and classes the config may name, besides the library's.
       print_text: told what is being done, a line each.
 
@@ -58,11 +62,13 @@ class Check:
 
     def __init__(
         self, config: "fdl.Config[Job]", experiment: str, *, meshes: Sequence[Shape] | None,
-        num_steps: int, packages: Sequence[str], print_text: Callable[[str], None],
+        num_steps: int, parts: Sequence[str] | None, packages: Sequence[str],
+        print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
         self.found, self.meshes = Certificate(experiment), {}
-        self._given_meshes, self._num_steps, self._print = meshes, num_steps, print_text
+        self._given_meshes, self.num_steps, self._print = meshes, num_steps, print_text
+        self._parts = parts
         self._axis_names = tuple(self.job.mesh.axis_names)
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, reporting(self.job.task)
@@ -84,8 +90,9 @@ class Check:
         shapes = self._given_meshes or chosen_meshes(own, self.plain_one.layout, num_devices)
         self.own_shape = own if own in shapes else shapes[-1]
         try:
-            self.note("the data, twice")
-            self.add(None, data.repeatable(self.job))
+            if self.makes("data"):
+                self.note("the data, twice")
+                self.add(None, data.repeatable(self.job))
             self._prepare()
             for shape in shapes:
                 self._check_mesh(shape)
@@ -97,7 +104,7 @@ class Check:
 
     def _prepare(self) -> None:
         pipeline = self.job.datasets[TRAIN]
-        batches = data.first_batches(pipeline, self._num_steps)
+        batches = data.first_batches(pipeline, self.num_steps)
         partitioners = [self.plain_one.partitioner, self.on_mesh(self.own_shape).partitioner]
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
@@ -115,7 +122,7 @@ class Check:
 
     def _check_mesh(self, shape: Shape) -> None:
         name = mesh_name(dict(zip(self._axis_names, shape, strict=True)))
-        self.note(f"mesh {name}: initial weights")
+        self.note(f"mesh {name}")
         try:
             one = self.on_mesh(shape)
             one.partitioner.trace("train", data.structs(self.batches[0]))
@@ -123,10 +130,15 @@ class Check:
             self.remark(f"The mesh {name} is left out: {error.args[0]}")
             return
         self.found.meshes[name], self.meshes[shape] = dict(one.mesh.shape), one
-        self.add(one, self.compare_initial(one))
-        for num_steps in dict.fromkeys((1, self._num_steps)):
+        if self.makes("initial weights"):
+            self.add(one, self.compare_initial(one))
+        for num_steps in dict.fromkeys((1, self.num_steps)) if self.makes("training") else ():
             self.note(f"mesh {name}: {num_steps} step{'s' * (num_steps > 1)}")
             self.add(one, self.compare_training(one, num_steps))
+
+    def makes(self, part: str) -> bool:
+        """Returns True if a part of PARTS is to be made."""
+        return self._parts is None or part in self._parts
 
     # What is computed.
 

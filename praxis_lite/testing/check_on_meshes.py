@@ -12,7 +12,7 @@ from praxis_lite.errors import require
 from praxis_lite.experiment.experiment import Experiment
 from praxis_lite.sharding import simulate_devices
 from praxis_lite.testing.certificate import Certificate
-from praxis_lite.testing.check import Check
+from praxis_lite.testing.check import PARTS, Check
 from praxis_lite.testing.meshes import NUM_DEVICES, Shape
 from praxis_lite.trainer.job_checks import check_parts
 
@@ -22,6 +22,7 @@ def check_on_meshes(
     meshes: Sequence[Shape] | None = None,
     *,
     steps: int = 20,
+    parts: Sequence[str] | None = None,
     print_text: Callable[[str], None] = lambda text: None,
     name: str = "",
     packages: Sequence[str] = (),
@@ -33,6 +34,7 @@ def check_on_meshes(
       meshes: shapes of the job's axes, such as [(1, 4, 2), (2, 2, 2)]; None: its own, each axis
         alone, all axes, and one that divides as little as possible.
       steps: of training on each mesh.
+      parts: of `PARTS`, such as ("training", "evaluation"), which alone are made; None: all.
       print_text: told what is being done, a line each.
       name: of the experiment in the certificate; "": its class's.
       packages: whose functions and classes the config may name, besides the library's; a class
@@ -49,11 +51,14 @@ def check_on_meshes(
         packages = (*packages, kind.__module__.partition(".")[0])
         experiment = experiment.config()
     require(isinstance(steps, int) and steps > 0, "steps", steps, "a whole number, 1 or more")
+    for part in parts or ():
+        require(part in PARTS, "A part of a check", part, f"one of {', '.join(PARTS)}")
     config = copy.deepcopy(experiment)
     check_required(config)
     check_parts(build(config))
     simulate_devices(NUM_DEVICES)
     check = Check(
-        config, name, meshes=meshes, num_steps=steps, packages=packages, print_text=print_text
+        config, name, meshes=meshes, num_steps=steps, parts=parts, packages=packages,
+        print_text=print_text,
     )
     return check.run()

@@ -12,6 +12,7 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.testing import data, properties, tolerances
 from praxis_lite.testing.as_trained import as_trained
+from praxis_lite.testing.by_hand import update_by_hand
 from praxis_lite.testing.certificate import Comparison
 from praxis_lite.testing.resumed import resumed
 from praxis_lite.testing.runs import variants
@@ -27,18 +28,9 @@ Batch = dict[str, np.ndarray]
 
 def check(check: "Check", one: OnMesh) -> None:
     """Adds the comparisons on one mesh to a check, the quick ones first."""
-    for what, compare in (
-        ("evaluation", evaluation),
-        ("rows of filler", filler),
-        ("micro-batches", micro_batches),
-        ("decoding", decoding),
-        ("token by token", lambda *args: of_logits(*args, properties.token_by_token)),
-        ("packed segments", lambda *args: of_logits(*args, properties.packed)),
-        ("remat switched", lambda *args: variant(*args, variants.remat_switched)),
-        ("unrolled", lambda *args: variant(*args, variants.unrolled)),
-        ("as trained", as_trained),
-        ("resumed", resumed),
-    ):
+    for what, compare in PARTS.items():
+        if not check.makes(what):
+            continue
         check.note(f"mesh {one.name}: {what}")
         for comparisons in compare(check, one):
             check.add(one, [
@@ -175,6 +167,21 @@ def variant(
     (report,), _, _ = other.train(state, check.batches[:1], check.seed)
     found = stacked_like(wanted, report)
     yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), "{what}")
+
+
+PARTS: dict[str, Callable[["Check", OnMesh], Iterator[list[Comparison]]]] = {
+    "evaluation": evaluation,
+    "update by hand": update_by_hand,
+    "rows of filler": filler,
+    "micro-batches": micro_batches,
+    "decoding": decoding,
+    "token by token": lambda *args: of_logits(*args, properties.token_by_token),
+    "packed segments": lambda *args: of_logits(*args, properties.packed),
+    "remat switched": lambda *args: variant(*args, variants.remat_switched),
+    "unrolled": lambda *args: variant(*args, variants.unrolled),
+    "as trained": as_trained,
+    "resumed": resumed,
+}
 
 
 def _named(comparisons: list[Comparison], what: str) -> list[Comparison]:
