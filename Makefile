@@ -51,6 +51,9 @@ test-all: test
 faults: $(INSTALLED)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
 
+check-defects: $(INSTALLED)
+	@$(VENV_PYTHON) -m tests.testing.defects --report docs/check_defects.md $(DEFECTS_ARGS)
+
 lint: $(INSTALLED)
 	@$(VENV_PYTHON) -m ruff check .
 

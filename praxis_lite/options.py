@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--steps", metavar="N", type=int, default=None,
-        help="with --mode=check: the steps of training on each mesh; default: 20",
+        help="with --mode=check: the steps of training on the experiment's own mesh; default: 20",
     )
     found.add_argument(
         "--shrink", action="store_true",
@@ -84,7 +84,7 @@ _OF_MODES = {
     "html": (("explain",), "names the page to write"),
     "json": (("check",), "names the certificate to write"),
     "meshes": (("check",), "names the meshes to check on"),
-    "steps": (("check",), "says how long to train on each mesh"),
+    "steps": (("check",), "says how long to train"),
     "shrink": (("check",), "checks a smaller model"),
 }
 

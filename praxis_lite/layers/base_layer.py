@@ -36,6 +36,8 @@ class BaseLayer(nnx.Module):
     """
 
     __signature__ = ConstructorSignature()
+    # What of it is more than a sum over rows, such as "batch statistics"; for --mode=check.
+    couples_rows: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

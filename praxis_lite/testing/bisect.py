@@ -29,7 +29,7 @@ def first_difference(
     first = failed[0]
     axis, layer = None, ""
     is_of_training = first.what in OF_TRAINING and mesh is not None
-    if mesh is not None and split_axes(mesh.mesh.shape):
+    if mesh is not None and split_axes(mesh.mesh.shape) and first.mesh != "one device":
         axes = list(split_axes(mesh.mesh.shape))
         if is_of_training and len(axes) > 1:
             axes = _fewest_axes(check, mesh, first, axes)

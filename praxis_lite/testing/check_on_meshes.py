@@ -33,7 +33,7 @@ def check_on_meshes(
       experiment: an Experiment, its class, or the config of its job.
       meshes: shapes of the job's axes, such as [(1, 4, 2), (2, 2, 2)]; None: its own, each axis
         alone, all axes, and one that divides as little as possible.
-      steps: of training on each mesh.
+      steps: of training on its own mesh, or the last of those given; three on the others.
       parts: of `PARTS`, such as ("training", "evaluation"), which alone are made; None: all.
       print_text: told what is being done, a line each.
       name: of the experiment in the certificate; "": its class's.

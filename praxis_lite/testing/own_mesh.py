@@ -108,8 +108,10 @@ def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
             reference = check.on_mesh(whole, in_turn, task)
         try:
             found, state = check.train_once(check.on_mesh(check.own_shape, None, task), batch)
-        except ConfigError as error:
-            check.remark(f"{number} micro-batches: not checked. {error.args[0]}")
+        except (ConfigError, TypeError, ValueError) as error:
+            # The user did not ask for so many.
+            said = str(error).splitlines()[0]
+            check.remark(f"{number} micro-batches: not checked. {said}")
             continue
         wanted, right = check.train_once(reference, batch)
         moved, moved_state = check.train_once(reference, batch, nudged=True)

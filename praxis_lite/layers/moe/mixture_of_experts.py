@@ -86,6 +86,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         tokens.
     """
 
+    couples_rows = "experts' balance"
+
     @takes_settings_of(Gating, ResidualBranch, but=("output_dims",))
     def __init__(
         self,

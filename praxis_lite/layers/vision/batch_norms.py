@@ -101,6 +101,8 @@ class BatchNorm(_PaddedNorm):
       weight_split_dims_mapping: of beta, gamma and the moving averages, [dim].
     """
 
+    couples_rows = "batch statistics"
+
     def __init__(
         self,
         dim: int,

@@ -1,6 +1,7 @@
 """A program run in float64: what rounding hides in float32 differs by 1e-9 or not at all."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
-from praxis_lite.explain.hlo_layers import layers_of_name
+from praxis_lite.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
 from praxis_lite.trainer.non_finite.jaxprs import (
     CALLS,
     inner_programs,
@@ -66,7 +67,8 @@ def in_float64(
       without_randomness: all random bits are 0, so that dropout keeps everything.
       by_layer: the function returns besides, by "NUMBER|LAYER" in the program's order, what
         `fingerprint` makes of the last array of each stretch of operations of one layer;
-        [turns, 2] in a scan. Other loops, branches and shard_map are passed over.
+        [turns, 2] in a scan. Where no layer is named it is the user's line of code. Other loops,
+        branches and shard_map are passed over.
     """
     with jax.enable_x64(False):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -121,14 +123,14 @@ class _Run:
                 results = self._equation(one, [read(atom) for atom in one.invars])
             known |= dict(zip(one.outvars, results, strict=True))
             if self._by_layer and one.primitive.name not in CALLS:
-                self._look_at(results[-1] if results else None)
+                self._look_at(one, results[-1] if results else None)
             self._name_stack = around
         return [read(atom) for atom in inner.outvars]
 
-    def _look_at(self, x: Any) -> None:
+    def _look_at(self, one: Any, x: Any) -> None:
         if x is None or not jnp.issubdtype(x.dtype, np.floating):
             return
-        layer = layers_of_name(f"{self._name_stack}/operation")[0]
+        layer = layers_of_name(f"{self._name_stack}/operation")[0] or _users_line(one)
         if self._last is not None and self._last[0] != layer:
             self._end_stretch()
         self._last = layer, x
@@ -222,6 +224,14 @@ class _Run:
         outs = self.call(jaxpr, args)
         self._by_layer = before
         return outs
+
+
+def _users_line(one: Any) -> str:
+    """Returns "my_model.py:12", the user's innermost line of an operation, or ""."""
+    traceback = one.source_info.traceback
+    frames = [] if traceback is None else [(x.file_name, x.line_num) for x in traceback.frames]
+    users = [x for x in own_frames(frames) if not x[0].startswith(PACKAGE_FOLDER)]
+    return f"{os.path.basename(users[0][0])}:{users[0][1]}" if users else ""
 
 
 def _draws(jaxpr: Any) -> bool:

@@ -1,0 +1,50 @@
+"""Plants each defect, one after the other, and says which a check catches: `make check-defects`."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from praxis_lite.sharding import simulate_devices
+
+
+def main() -> int:
+    """Returns 1 if a defect was not caught."""
+    parser = argparse.ArgumentParser(prog="python -m tests.testing.defects")
+    parser.add_argument("--report", type=Path, help="a Markdown file for the table")
+    parser.add_argument("-k", default="", help="only defects with this in their name")
+    args = parser.parse_args()
+    # They are compiled, run once, and forgotten.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    simulate_devices(8)
+    import jax
+
+    from praxis_lite.explain.compiler_warnings import explained_warnings
+    from tests.testing.defects.families import FAMILIES
+
+    rows, num_missed, began = [], 0, time.monotonic()
+    with explained_warnings(lambda warning: None):
+        for family, defects in FAMILIES.items():
+            for defect in defects:
+                if args.k not in defect.name:
+                    continue
+                found = defect.certificate().first_difference
+                num_missed += found is None
+                seconds = time.monotonic() - began
+                said = "NOT CAUGHT" if found is None else f"{found.what}, {found.leaf}"
+                print(f"[{seconds:5.0f} s] {defect.name}: {said}", flush=True)
+                where = "" if found is None else f"{found.layer or '-'} | {found.axis or '-'}"
+                rows.append(f"| {family} | {defect.name} | {said} | {where or '- | -'} |")
+                jax.clear_caches()
+    seconds = time.monotonic() - began
+    print(f"{len(rows) - num_missed} of {len(rows)} defects caught, {seconds:.0f} s")
+    if args.report:
+        head = ["| family | defect | what differs first | layer | axis |", "|" + " --- |" * 5]
+        args.report.write_text("\n".join([*head, *rows]) + "\n", "utf-8")
+    return int(num_missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
