@@ -126,9 +126,14 @@ class Check:
     def _check_mesh(self, shape: Shape) -> None:
         name = mesh_name(dict(zip(self._axis_names, shape, strict=True)))
         self.note(f"mesh {name}")
+        first = []
         try:
             one = self.on_mesh(shape)
-            one.compile_train(self.batches[0])
+            one.partitioner.trace("train", data.structs(self.batches[0]))
+            if self.makes("initial weights"):
+                first += self.compare_initial(one)
+            if self.makes("training"):
+                first += self.compare_training(one, 1)
         except (ConfigError, jax.errors.JaxRuntimeError) as error:
             said = str(error.args[0]).splitlines()[0]
             if shape == self.own_shape:
@@ -136,13 +141,12 @@ class Check:
             self.remark(f"The mesh {name} is left out. {said}")
             return
         self.found.meshes[name], self.meshes[shape] = dict(one.mesh.shape), one
-        if self.makes("initial weights"):
-            self.add(one, self.compare_initial(one))
+        self.add(one, first)
         # The other meshes show in a few steps what they have to show.
         longest = self.num_steps if shape == self.own_shape else min(self.num_steps, FEW_STEPS)
-        for num_steps in dict.fromkeys((1, longest)) if self.makes("training") else ():
-            self.note(f"mesh {name}: {num_steps} step{'s' * (num_steps > 1)}")
-            self.add(one, self.compare_training(one, num_steps))
+        if self.makes("training") and longest > 1:
+            self.note(f"mesh {name}: {longest} steps")
+            self.add(one, self.compare_training(one, longest))
 
     def makes(self, part: str) -> bool:
         """Returns True if a part of PARTS is to be made."""

@@ -41,20 +41,6 @@ class OnMesh:
         """Returns the initial state as the partitioner makes it, padded, on the mesh."""
         return self.partitioner.init(self.partitioner.key(seed))
 
-    def compile_train(self, inputs: Batch) -> None:
-        """Compiles the training step for batches like `inputs`, ahead of its first call.
-
-        Raises:
-          ConfigError: a layer refuses what it is called with.
-          JaxRuntimeError: the compiler refuses the mesh.
-        """
-        state, key = self.layout.abstract(self.mesh), jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.partitioner.replicated)
-        step = self._program("train", inputs)
-        with jax.enable_x64(True):
-            given = wide_structs((state, self._abstract_batch(inputs)))
-            step.lower(*given, key).compile()
-
     def train(
         self, state: TrainState, batches: Sequence[Batch], seed: int, *,
         without_randomness: bool = False,
