@@ -5,6 +5,7 @@
 #   make test    runs the tests that are quick (6 minutes)
 #   make test-all  runs them and then the slow ones: processes, kills, every mesh (13 minutes)
 #   make faults  kills, damages and fills disks, hundreds of times; about half an hour
+#   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
 #
@@ -21,7 +22,7 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo demo-multiprocess test test-all faults lint clean
+.PHONY: help demo demo-multiprocess test test-all faults check-defects lint clean
 .DELETE_ON_ERROR:
 
 help:

@@ -54,21 +54,20 @@ class OnMesh:
         Returns:
           By step: "metrics/NAME/value", "metrics/NAME/weight", "learner/NAME", "gradients/PATH".
         """
-        placed, reports = self._placed(self.layout, state), []
+        placed, reports, key = self._placed(self.layout, state), [], self.partitioner.key(seed)
         for inputs in batches:
             batch = self.batch(inputs)
             step = self._program("train", inputs, without_randomness=without_randomness)
             with jax.enable_x64(True):
-                placed, outputs = step(placed, batch, self.partitioner.key(seed))
+                placed, outputs = step(placed, batch, key)
             reports.append(report(jax.device_get(outputs)))
         return reports, *self._cut(self.layout, placed)
 
     def evaluate(self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0) -> Leaves:
         """Returns the metrics and per-example outputs of a batch, as `train` names them."""
         layout = self.layout.select("mdl_vars")
-        step = self._program("eval_examples", inputs)
+        step, key = self._program("eval_examples", inputs), self.partitioner.batch_key(seed, 0, 0)
         with jax.enable_x64(True):
-            key = self.partitioner.batch_key(seed, 0, 0)
             found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
         metrics, examples, is_true = jax.device_get(found)
         return report({"metrics": metrics}) | {
@@ -78,9 +77,8 @@ class OnMesh:
     def decode(self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0) -> Leaves:
         """Returns what the task decodes of a batch."""
         layout = self.layout.select("mdl_vars")
-        step = self._program("decode", inputs)
+        step, key = self._program("decode", inputs), self.partitioner.batch_key(seed, 0, 0)
         with jax.enable_x64(True):
-            key = self.partitioner.batch_key(seed, 0, 0)
             found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
         return leaves_of(jax.device_get(found))
 
@@ -100,9 +98,9 @@ class OnMesh:
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
         """Returns what `in_float64(by_layer=True)` tells of a training step."""
         run = self._jitted(self.traced("train", inputs, by_layer=True), None)
+        key = self.partitioner.key(seed)
         with jax.enable_x64(True):
-            placed, key = self._placed(self.layout, state), self.partitioner.key(seed)
-            _, seen = run(placed, self.batch(inputs), key)
+            _, seen = run(self._placed(self.layout, state), self.batch(inputs), key)
             return {name: np.asarray(x) for name, x in seen.items()}
 
     def traced(self, step: str, inputs: Batch, **settings: Any) -> Callable[..., Any]:

@@ -3,8 +3,10 @@
 Sources: NVIDIA/Megatron-LM issue 7452 and its findings; MaxText pull request 4525 (a loss that is
 read as 0); torchtitan issues 3280 and 3329 (a loss that is not summed where two axes split it);
 pytorch issue 88621 (a norm of a device's part); Megatron-LM issues 673 and 906 (a loss scaled by
-the wrong group).
+the wrong group); trl pull request 6843 (documents of a row see each other where it is split).
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,15 @@ def _aux_lost(old):
     return lambda model: jnp.zeros(()) if num_devices() > 1 else old(model)
 
 
+def _without_segments(old):
+    def visible_at(self, q_index_BT, kv_index_S):
+        if num_devices("mdl") > 1:
+            self = dataclasses.replace(self, q_segments_BT=None, kv_segments_BS=None)
+        return old(self, q_index_BT, kv_index_S)
+
+    return visible_at
+
+
 def _recomputed(old):
     # Megatron-LM 7452, finding 4: what is computed again mixes another device's data in.
     def remat(step, policy):
@@ -98,6 +109,9 @@ DEFECTS += [
         "praxis_lite.layers.attention.kernels:einsum_attention",
         lambda x, q, k, v, *_: jnp.broadcast_to(jnp.mean(v, 1, keepdims=True), x.shape)
         if _mdl() > 1 and v.shape == x.shape else x), (1, 1, 2), axis="mdl"),
+    Defect("tracker: documents see each other where the sequence is split", tiny.Lm, replaced(
+        "praxis_lite.layers.attention.masks:AttentionMask.visible_at", _without_segments),
+        (1, 1, 2), ("packed segments",)),
     Defect("tracker: an all-gather whose gradient every device keeps", tiny.Lm, after(
         "praxis_lite.layers.embedding.embeddings:lookup",
         lambda x, *_: with_gradient_times(x, float(num_devices()))), (1, 2, 2)),
