@@ -77,6 +77,7 @@ class Check:
         self.seed, self.task = self.job.run.seed, reporting(self.job.task)
         self.couplings = properties.couplings(self.task)
         self._references: dict[Any, OnMesh] = {}
+        self._on_meshes: dict[Shape, OnMesh] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
         self._is_random: bool | None = None
 
@@ -177,8 +178,15 @@ class Check:
         return self._references[num_parts]
 
     def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
-        """Returns the task, or another one, on a mesh; `build_one` as in `on_mesh`."""
-        return on_mesh(self.job, task or self.task, shape, build_one)
+        """Returns the task, or another one, on a mesh; `build_one` as in `on_mesh`.
+
+        The experiment's own task and partitioner are put on a mesh once.
+        """
+        if build_one is not None or task is not None:
+            return on_mesh(self.job, task or self.task, shape, build_one)
+        if shape not in self._on_meshes:
+            self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
+        return self._on_meshes[shape]
 
     @property
     def is_random(self) -> bool:

@@ -29,7 +29,7 @@ def test_an_experiment_that_is_right_is_certified():
     # Rounding in float64, far below what is allowed: no tolerance is there to hide anything.
     assert all(one.difference <= 1e-13 for one in found.comparisons if one.what != "padding"
                and one.what != "metrics of halves")
-    assert any("1 step" in line for line in lines)
+    assert any("mesh data 2, mdl 2: 2 steps" in line for line in lines)
     table = found.table()
     assert "data 2, mdl 2" in table
     assert "float64: 1e-9 of the leaf" in table
