@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
-from praxis_lite.partitioner import TrainState
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison, differences, largest
 from praxis_lite.testing.runs import variants
@@ -40,27 +38,13 @@ def as_trained(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
 def _reports(check: "Check", one: OnMesh) -> Leaves:
     """Returns the report of the first of a few steps."""
     partitioner, reports = one.partitioner, []
-    state, key = _as_stored(one, check.state), partitioner.key(check.seed)
+    state, key = one.stored(check.state), partitioner.key(check.seed)
     for batch in check.batches[:NUM_STEPS]:
         placed = partitioner.global_batch(batch)
         with jax.transfer_guard("disallow"):
             state, outputs = partitioner.train_step(state, placed, key)
         reports.append(report(jax.device_get(outputs)))
     return reports[0]
-
-
-def _as_stored(one: OnMesh, state: TrainState) -> TrainState:
-    """Returns a NumPy state of true shapes in its own types, padded, on the mesh."""
-
-    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return jax.device_put(x, like.sharding)
-        filled = np.zeros(like.shape, like.dtype)
-        filled[tuple(map(slice, np.shape(x)))] = x
-        # A copy of JAX's own: a view of NumPy's buffer would not be donated.
-        return jax.device_put(filled, like.sharding).copy()
-
-    return jax.tree.map(place, state, one.layout.abstract(one.mesh))
 
 
 def _in_float32(wanted: Leaves, own: Leaves) -> list[Comparison]:

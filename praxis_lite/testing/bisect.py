@@ -1,14 +1,14 @@
 """Where two runs differ first: the axes that must be split, the layer, the leaf, the step."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.testing.certificate import Comparison, FirstDifference, split_axes
-from praxis_lite.testing.runs.on_mesh import OnMesh
+from praxis_lite.testing.runs.on_mesh import OnMesh, names_of
 
 if TYPE_CHECKING:
     from praxis_lite.testing.check import Check
@@ -40,7 +40,7 @@ def first_difference(
     here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
     leaf = max(here or same, key=_share)
     if not layer:
-        layer = layer_of(leaf.leaf)
+        layer = layer_of(leaf.leaf, names_of(check.plain_one.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
         leaf.what, layer, leaf.leaf, leaf.step, axis, leaf.mesh, leaf.difference, leaf.tolerance
     )
@@ -50,12 +50,19 @@ def _share(one: Comparison) -> float:
     return one.difference / one.tolerance if one.tolerance else float(one.difference > 0) * np.inf
 
 
-def layer_of(leaf: str) -> str:
-    """Returns the layer that a weight, its slot or its gradient belongs to; "" of anything else."""
-    for start in ("gradients/", "mdl_vars/params/", "mdl_vars/non_trainable/", "opt_states/ema/"):
-        if leaf.startswith(start):
-            return leaf.removeprefix(start).rpartition("/")[0]
-    return ""
+def layer_of(leaf: str, weights: Iterable[str]) -> str:
+    """Returns the layer that a leaf of a report or a state belongs to; "" of one without a layer.
+
+    A weight without a layer around it is its own.
+
+    Args:
+      weights: the paths of all weights. A gradient, a slot or an average has that of its own weight
+        at its end.
+    """
+    own = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
+    if not own and leaf.startswith("mdl_vars/non_trainable/"):
+        own = leaf.removeprefix("mdl_vars/non_trainable/")
+    return own.rpartition("/")[0] or own
 
 
 def _fewest_axes(

@@ -37,6 +37,19 @@ class OnMesh:
         self.name = mesh_name(self.mesh.shape)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
+    def stored(self, state: TrainState) -> TrainState:
+        """Returns a NumPy state of true shapes in its own types, padded by zeros, on the mesh."""
+
+        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+                return jax.device_put(x, like.sharding)
+            filled = np.zeros(like.shape, like.dtype)
+            filled[tuple(map(slice, np.shape(x)))] = x
+            # A copy of JAX's own: a view of NumPy's buffer would not be donated.
+            return jax.device_put(filled, like.sharding).copy()
+
+        return jax.tree.map(place, state, self.layout.abstract(self.mesh))
+
     def init(self, seed: int) -> TrainState:
         """Returns the initial state as the partitioner makes it, padded, on the mesh."""
         return self.partitioner.init(self.partitioner.key(seed))
@@ -238,6 +251,12 @@ def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
             x = jax.random.key_data(x)
         found[prefix + name] = np.asarray(x)
     return found
+
+
+def names_of(tree: PyTree) -> list[str]:
+    """Returns the paths of a tree's leaves, whatever these are."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:

@@ -13,12 +13,12 @@ from tests.testing.defects.defect import (
 
 # What returns an array of features, by the layer that it is of.
 OUTPUTS = {
-    "embedding": "praxis_lite.layers.embedding.embeddings:lookup",
+    "embedding": "praxis_lite.layers.embedding.softmaxes:lookup",
     "norms": "praxis_lite.layers.normalizations:_over_rms",
     "attention": "praxis_lite.layers.attention.kernels:einsum_attention",
     "feed-forward": "praxis_lite.layers.linears:FeedForward.__call__",
     "projection": "praxis_lite.layers.attention.projections:AttentionProjection.__call__",
-    "softmax": "praxis_lite.layers.embedding.softmaxes:SharedEmbeddingSoftmax._projected",
+    "softmax": "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",
 }
 CHANGES = {
     "gradient summed twice over": lambda x, n: with_gradient_times(x, float(n)),

@@ -64,7 +64,8 @@ ALWAYS = {
         f"{LEARNER}:moving_average", lambda average, old, params, decay, n: old),
 }
 DEFECTS = [
-    Defect(f"the learner {what}", tiny.Lm, planted, (1, 1, 2), BY_HAND)
+    # A decay is not at its limit before the eighth step.
+    Defect(f"the learner {what}", tiny.Lm, planted, (1, 1, 2), BY_HAND, steps=12)
     for what, planted in ALWAYS.items()
 ]
 

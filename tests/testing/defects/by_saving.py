@@ -52,7 +52,7 @@ def _position(change):
 
 
 DEFECTS = [
-    Defect(f"resumed: {what}", tiny.Points, planted, (2, 2), RESUMED)
+    Defect(f"resumed: {what}", tiny.Collectives, planted, (2, 2), RESUMED)
     for what, planted in {
         "slots restored into other leaves": _opt_states(
             lambda o: {**o, "slots": _rolled(o["slots"])}),

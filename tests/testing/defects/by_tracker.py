@@ -85,6 +85,17 @@ def _without_segments(old):
     return visible_at
 
 
+def _of_first_rows(old):
+    def call(self, x, key):
+        dropped = old(self, x, key)
+        if num_devices("data") == 1:
+            return dropped
+        row = jnp.arange(x.shape[0]).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(row < x.shape[0] // 2, dropped, x)
+
+    return call
+
+
 def _recomputed(old):
     # Megatron-LM 7452, finding 4: what is computed again mixes another device's data in.
     def remat(step, policy):
@@ -102,7 +113,7 @@ def _recomputed(old):
 
 DEFECTS += [
     Defect("tracker: an auxiliary loss that is read as 0", tiny.Experts, replaced(
-        "praxis_lite.tasks.language_model:aux_loss", _aux_lost), (2, 2, 1)),
+        "praxis_lite.layers.transformer.model_parts:aux_loss", _aux_lost), (2, 2, 1)),
     Defect("tracker: layers computed again see other rows", tiny.Lm, replaced(
         "praxis_lite.layers.stacking.repeats:remat", _recomputed), (1, 2, 2), ("remat switched",)),
     Defect("tracker: a mask lost where the sequence is split", tiny.Lm, after(
@@ -113,20 +124,17 @@ DEFECTS += [
         "praxis_lite.layers.attention.masks:AttentionMask.visible_at", _without_segments),
         (1, 1, 2), ("packed segments",)),
     Defect("tracker: an all-gather whose gradient every device keeps", tiny.Lm, after(
-        "praxis_lite.layers.embedding.embeddings:lookup",
+        "praxis_lite.layers.embedding.softmaxes:lookup",
         lambda x, *_: with_gradient_times(x, float(num_devices()))), (1, 2, 2)),
     Defect("tracker: a partial result read as the whole", tiny.Lm, after(
-        "praxis_lite.layers.embedding.softmaxes:SharedEmbeddingSoftmax._projected",
+        "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",
         lambda x, *_: first_part(x, _mdl()) if _mdl() > 1 else x), (1, 1, 2), axis="mdl"),
     Defect("tracker: dropout that every device draws anew", tiny.Lm, replaced(
         "praxis_lite.layers.stochastics:Dropout.__call__", lambda old: (
             lambda self, x, key: old(self, x, key if key is None else jax.random.fold_in(
                 key, num_devices() - 1)))), (1, 2, 2)),
-    Defect("tracker: dropout of the first device's rows for all", tiny.Lm, replaced(
-        "praxis_lite.layers.stochastics:Dropout.__call__", lambda old: (
-            lambda self, x, key: old(self, x, key) if num_devices("data") == 1 or key is None
-            else jnp.where(jnp.arange(x.shape[0])[:, None, None] < x.shape[0] // 2,
-                           old(self, x, key), x))), (1, 2, 1), axis="data"),
+    Defect("tracker: dropout of the first device's rows alone", tiny.Lm, replaced(
+        "praxis_lite.layers.stochastics:Dropout.__call__", _of_first_rows), (1, 2, 1), axis="data"),
     Defect("tracker: one dropout mask for all layers of a scan", tiny.Lm, replaced(
         "praxis_lite.layers.stochastics:Dropout.__call__", lambda old: (
             lambda self, x, key: old(self, x, key if key is None or num_devices() == 1

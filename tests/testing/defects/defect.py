@@ -29,6 +29,7 @@ class Defect:
       parts: of a check, which alone are made.
       axis: that the check is to name, or None if it may name any.
       layer: likewise; a part of the path is enough.
+      steps: of training.
     """
 
     name: str
@@ -38,11 +39,12 @@ class Defect:
     parts: Sequence[str] = TRAINING
     axis: str | None = None
     layer: str = ""
+    steps: int = 2
 
     def certificate(self) -> Certificate:
         """Returns what a check finds with the defect in place."""
         with self.planted():
-            return check_on_meshes(self.experiment, [self.mesh], steps=2, parts=self.parts)
+            return check_on_meshes(self.experiment, [self.mesh], steps=self.steps, parts=self.parts)
 
 
 def replaced(target: str, new: Callable[[Any], Any]) -> Callable[[], Any]:
