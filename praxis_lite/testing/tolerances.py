@@ -98,7 +98,8 @@ def by_kind(
     for leaf in dict.fromkeys([*wanted, *found]):
         kinds.setdefault(kind_of(leaf), []).append(leaf)
     comparisons = []
-    for what, leaves in kinds.items():
+    for what in sorted(kinds, key=ORDER.index):
+        leaves = kinds[what]
         some = [{k: x[k] for k in leaves if k in x} for x in (wanted, found, nudged)]
         comparisons += in_float64(mesh, what, *some, step=step)
     return comparisons
@@ -109,6 +110,13 @@ KINDS = {
     "mdl_vars/params/": "weights", "mdl_vars/non_trainable/": "variables",
     "opt_states/ema/": "averages", "opt_states/slots/": "slots", "opt_states/": "counts",
 }
+
+
+# What is said first where several kinds differ.
+ORDER = (
+    *("loss", "metrics", "gradients", "learner"),
+    *("weights", "variables", "slots", "averages", "counts"),
+)
 
 
 def kind_of(leaf: str) -> str:
