@@ -57,16 +57,24 @@ class ShardMapPartitioner(Partitioner):
       data_axes: the axes that are taken out of the compiler's hands.
 
     Raises:
-      ConfigError: an axis is not in the mesh; a weight's dim is split over a data axis and another
-        one; a stack's layers are split over a data axis.
+      ConfigError: an axis is not in the mesh, or all of them have one device while others have
+        more; a weight's dim is split over a data axis and another one; a stack's layers are split
+        over a data axis.
     """
 
     def __init__(self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",)):
         self.data_axes = _checked_axes(data_axes, mesh)
+        # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
+        self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
+        require(
+            self._num_parts > 1 or mesh.size == 1,
+            f"The number of devices along ShardMapPartitioner.data_axes {self.data_axes}",
+            self._num_parts, f"2 or more on the mesh {dict(mesh.shape)}, for XLA cannot compile it",
+            "Take Partitioner for it, or another mesh.",
+        )
         super().__init__(
             task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand
         )
-        self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
         layout, groups = self._mdl_layout.select("params"), self.layout.groups
         self._weights = jax.tree_util.tree_map_with_path(
             self._mapped_weight, layout.shapes, layout.specs, groups.weight_specs

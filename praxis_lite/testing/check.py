@@ -1,8 +1,9 @@
 """The course of a check: one device first, then each mesh, then all that a job does on its own."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -252,6 +253,14 @@ class Check:
         if text not in self.found.notes:
             self.found.notes.append(text)
             self._print(f"note: {text}")
+
+    @contextlib.contextmanager
+    def remarking(self, what: str) -> Iterator[None]:
+        """Makes a remark of an error that comes of what the experiment did not ask for."""
+        try:
+            yield
+        except (ConfigError, TypeError, ValueError) as error:
+            self.remark(f"{what}: not checked. {str(error).splitlines()[0]}")
 
     def add(self, one: OnMesh | None, comparisons: Iterable[Comparison]) -> None:
         """Takes comparisons into the certificate.

@@ -8,7 +8,6 @@ import fiddle as fdl
 import numpy as np
 
 from praxis_lite.config.build import build
-from praxis_lite.errors import ConfigError
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.testing import data, properties, tolerances
 from praxis_lite.testing.as_trained import as_trained
@@ -77,12 +76,13 @@ def filler(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
         )
     if not check.couplings and reference is check.plain_one:
         fewer = data.with_rows(same, len(batch["weights"]) - num_filler)
-        yield tolerances.in_float64(
-            one.name, "evaluation of fewer rows",
-            reference.evaluate(check.state.mdl_vars, fewer),
-            one.evaluate(check.state.mdl_vars, other),
-            reference.evaluate(check.nudged.mdl_vars, fewer),
-        )
+        with check.remarking("Evaluation of fewer rows"):
+            yield tolerances.in_float64(
+                one.name, "evaluation of fewer rows",
+                reference.evaluate(check.state.mdl_vars, fewer),
+                one.evaluate(check.state.mdl_vars, other),
+                reference.evaluate(check.nudged.mdl_vars, fewer),
+            )
 
 
 def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
@@ -106,12 +106,10 @@ def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
                 return Partitioner(task, mesh, value_and_grad=micro_batches_in_turn(number))
 
             reference = check.on_mesh(whole, in_turn, task)
-        try:
+        found = None
+        with check.remarking(f"{number} micro-batches"):
             found, state = check.train_once(check.on_mesh(check.own_shape, None, task), batch)
-        except (ConfigError, TypeError, ValueError) as error:
-            # The user did not ask for so many.
-            said = str(error).splitlines()[0]
-            check.remark(f"{number} micro-batches: not checked. {said}")
+        if found is None:
             continue
         wanted, right = check.train_once(reference, batch)
         moved, moved_state = check.train_once(reference, batch, nudged=True)
@@ -141,7 +139,11 @@ def of_logits(
     function = None if check.couplings else property_of(check.task, batch)
     if function is None:
         return
-    found = one.call(function, check.state.mdl_vars, batch)
+    found = None
+    with check.remarking(property_of.__name__.replace("_", " ")):
+        found = one.call(function, check.state.mdl_vars, batch)
+    if found is None:
+        return
     moved = one.call(function, check.nudged.mdl_vars, batch)
     trusted, other = properties.TWO_WAYS[property_of]
     yield tolerances.in_float64(
@@ -158,9 +160,11 @@ def variant(
     if config is None:
         check.remark(f"{what}: not checked, for no layer's config says that.")
         return
-    task, reference = reporting(build(config).task), check.reference_of(one)
-    other = check.on_mesh(check.own_shape, None, task)
-    state = restacked(check.state, task, other.layout)
+    reference, state = check.reference_of(one), None
+    with check.remarking(what):
+        task = reporting(build(config).task)
+        other = check.on_mesh(check.own_shape, None, task)
+        state = restacked(check.state, task, other.layout)
     if state is None:
         check.remark(f"{what}: not checked, for its weights have other names.")
         return

@@ -63,7 +63,8 @@ def dropless(
         outputs = jnp.sum(jax.lax.all_to_all(sums_XnD, expert_axes, 0, 0), axis=0)
         return outputs.reshape(x_BTD.shape)
 
-    if not token_axes:
+    # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
+    if num_token_shards == 1:
         return on_device(x_BTD, experts_BTK, gates_BTK, weights)
     batch_split, expert_split = PartitionSpec(token_axes), PartitionSpec(expert_axes or None)
     # shard_map takes what divides: rows without tokens, and experts without rows, fill up.

@@ -39,6 +39,8 @@ SIZES = {
 # test_sharded_presets.py has the even sizes.
 RUNS = (
     ((1, 3, 2), BATCH), pytest.param((2, 2, 2), ("data",), marks=pytest.mark.slow),
+    # One device along the tokens' axes.
+    pytest.param((1, 1, 2), BATCH, marks=pytest.mark.slow),
 )
 LAYERS: dict[str, dict[str, Any]] = {
     # Without seats for all: what is dropped must not depend on the mesh.
