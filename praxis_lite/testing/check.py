@@ -8,9 +8,10 @@ from typing import Any
 
 import fiddle as fdl
 import jax
+import numpy as np
 
 from praxis_lite.config.build import build
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
@@ -114,7 +115,7 @@ class Check:
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
             self.remark(f"Batches are cut to {self.num_rows} of their {pipeline.batch_size} rows.")
-        self.batches = [data.with_rows(one, self.num_rows) for one in batches]
+        self.batches = [self.known(data.with_rows(one, self.num_rows)) for one in batches]
         if self.couplings:
             self.remark(
                 f"{', '.join(self.couplings)}: no sums over rows. A batch in parts is held against "
@@ -153,6 +154,13 @@ class Check:
     def makes(self, part: str) -> bool:
         """Returns True if a part of PARTS is to be made."""
         return self._parts is None or part in self._parts
+
+    def known(self, batch: Batch) -> Batch:
+        """Returns a batch whose ids the model has; of a smaller model they are folded into it."""
+        folded, names = data.folded(batch, self.task.num_ids())
+        if names:
+            self.remark(f"Ids beyond the model's are folded into those there are: {names}.")
+        return folded
 
     # What is computed.
 
@@ -204,6 +212,11 @@ class Check:
         if key not in self._trained:
             state = self.nudged if nudged else self.state
             reports, last, _ = one.train(state, self.batches[:num_steps], self.seed)
+            losses = [report["metrics/loss/value"] for report in reports]
+            require(
+                np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
+                "Nothing can be compared with others: mend the experiment first.",
+            )
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 

@@ -32,6 +32,20 @@ def with_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> Batch:
     return {name: x[:num_rows] if x.ndim else x for name, x in batch.items()}
 
 
+def folded(batch: Mapping[str, np.ndarray], num_ids: Mapping[str, int]) -> tuple[Batch, str]:
+    """Returns a batch with ids modulo how many there are, and which leaves that changed.
+
+    Args:
+      num_ids: as of `Task.num_ids`.
+    """
+    found, names = dict(batch), []
+    for name, number in num_ids.items():
+        if name in found and np.any(found[name] >= number):
+            found[name] = found[name] % number
+            names.append(name)
+    return found, ", ".join(names)
+
+
 def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size: int) -> int:
     """Returns how many rows of each batch are enough, and are taken by these partitioners.
 

@@ -124,7 +124,7 @@ def decoding(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
     """What the task decodes of the first batch of each of its prompts."""
     reference, mdl_vars = check.plain_one, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
-        batch = data.first_batches(pipeline, 1)[0]
+        batch = check.known(data.first_batches(pipeline, 1)[0])
         yield tolerances.in_float64(
             one.name, "decoding", reference.decode(mdl_vars, batch), one.decode(mdl_vars, batch),
             reference.decode(check.nudged.mdl_vars, batch),
