@@ -41,6 +41,8 @@ def _features(x_BD, gathered_hD, summed_hH, scattered_hH):
     """Returns a device's features [b, h] of its rows."""
     w_HD = all_gather(gathered_hD, "mdl", axis=0)
     x_BH = jnp.tanh(x_BD @ w_HD.T)
+    # Of all features: a block of them in another's place is not made up for by the cut below.
+    x_BH = x_BH / (1.0 + jnp.mean(jnp.abs(x_BH), axis=1))[:, None]
     part = x_BH.shape[1] // jax.lax.axis_size("mdl")
     x_Bh = jax.lax.dynamic_slice_in_dim(x_BH, axis_index("mdl") * part, part, axis=1)
     # Each row is centred over its features.

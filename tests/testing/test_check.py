@@ -62,6 +62,7 @@ def test_the_layer_and_the_axis_of_a_sum_between_devices_are_named():
     assert layer.startswith("collectives.py:")
 
 
+@pytest.mark.slow
 def test_the_leaf_of_a_slot_that_went_elsewhere_is_named():
     what, layer, leaf, step, axis = places("the learner on a mesh loses second moments")
     assert what == "slots"
@@ -100,11 +101,11 @@ def test_there_are_two_hundred_defects_and_a_sample_of_each_family():
 @pytest.mark.slow
 def test_the_command_writes_a_certificate_and_exits_0(tmp_path, capsys):
     path = tmp_path / "certificate.json"
-    main(["--mode=check", "--exp=classify.Spirals", "--meshes=2x1", "--steps=1", f"--json={path}"])
+    main(["--mode=check", "--exp=classify.Spirals", "--meshes=1x2x1", "--steps=1", f"--json={path}"])
     report = json.loads(path.read_text())
     assert report["certified"] is True
     assert report["first_difference"] is None
-    assert [mesh["shape"] for mesh in report["meshes"]] == [{"data": 2, "mdl": 1}]
+    assert [mesh["shape"] for mesh in report["meshes"]] == [{"replica": 1, "data": 2, "mdl": 1}]
     assert sum(one["number"] for one in report["comparisons"]) == report["num_comparisons"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("certified: ")
 
@@ -123,7 +124,7 @@ def test_the_command_exits_1_and_names_what_differs(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(image_classification.ClassificationTask, "compute_loss", wrong)
     path = tmp_path / "certificate.json"
     with pytest.raises(SystemExit) as exit_:
-        main(["--mode=check", "--exp=classify.Spirals", "--meshes=2x1", "--steps=1",
+        main(["--mode=check", "--exp=classify.Spirals", "--meshes=1x2x1", "--steps=1",
               f"--json={path}"])
     assert exit_.value.code == 1
     first = json.loads(path.read_text())["first_difference"]

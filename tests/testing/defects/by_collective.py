@@ -76,9 +76,11 @@ CHANGES = {
     "all_gather": {
         "dropped": _dropped_gather,
         "on the other axis": lambda old, x, axis, **named: old(x, OTHER[axis], **named),
-        "in reverse order": lambda old, x, axis, **named: old(x, axis, **named)[::-1],
-        "without a gradient": lambda old, x, axis, **named: jax.lax.stop_gradient(
-            old(x, axis, **named)),
+        "in another order": lambda old, x, axis, along: jnp.roll(
+            old(x, axis, along), x.shape[along], along),
+        "without a gradient": lambda old, x, axis, along: (
+            old(x, axis, along) if jax.lax.axis_size(axis) == 1
+            else jax.lax.stop_gradient(old(x, axis, along))),
     },
     "psum_scatter": {
         "dropped": _dropped_scatter,
