@@ -80,7 +80,7 @@ def _names(words: str) -> list[str]:
 
 # The options that belong to some modes alone, what they say, and what to do in the others.
 _OF_MODES = {
-    "step": (("eval", "decode"), "names the checkpoint to start from"),
+    "step": (("eval", "decode"), "names the checkpoint"),
     "html": (("explain",), "names the page to write"),
     "json": (("check",), "names the certificate to write"),
     "meshes": (("check",), "names the meshes to check on"),
