@@ -43,8 +43,9 @@ def devices_in_turn(num_parts: int) -> type[Partitioner]:
 def _value_and_grad(
     loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree,
     inputs: Mapping[str, jax.Array], key: jax.Array, *, num_micro_batches: int, num_parts: int,
-    is_strided: bool, **_: Any,
+    is_strided: bool, inputs_split_mapping: Any = None, lay_out: Any = None,
 ) -> tuple[Any, PyTree, PyTree]:
+    del inputs_split_mapping, lay_out  # There is one device.
     parts = _parts(inputs, num_parts, is_strided, num_micro_batches)
     total, metric_sums, grad_sums, changes = 0.0, {}, None, None
     state = non_trainable
