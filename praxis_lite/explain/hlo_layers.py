@@ -20,6 +20,7 @@ _STRUCTURE = re.compile(
 _FUNCTIONS = ("jit", "pjit", "pmap")  # Around the name of a function rather than a scope.
 _LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
 # Files below it are this package's.
+GRADIENT_OF = "gradient of "  # Before the path of a layer, in its backward pass.
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -61,7 +62,7 @@ def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
         # The last part is the operation itself.
         scopes, is_gradient = _scopes(_split(name, "/")[:-1])
         layer = "/".join(scopes) or source_line
-        layers.append(f"gradient of {layer}" if layer and is_gradient else layer)
+        layers.append(f"{GRADIENT_OF}{layer}" if layer and is_gradient else layer)
     return layers
 
 
@@ -120,14 +121,13 @@ def together(bytes_of: Mapping[str, int]) -> str:
     layers = [layer for layer, size in bytes_of.items() if 100 * size >= total]
     if len(layers) == 1:
         return layers[0]
-    gradient = "gradient of "
-    all_gradients = all(layer.startswith(gradient) for layer in layers)
-    paths = [layer.removeprefix(gradient).split("/") for layer in layers]
+    all_gradients = all(layer.startswith(GRADIENT_OF) for layer in layers)
+    paths = [layer.removeprefix(GRADIENT_OF).split("/") for layer in layers]
     common = os.path.commonprefix(paths)  # Of lists: of whole names.
     first = [name for name in dict.fromkeys(path[0] for path in paths) if name]
     names = ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
     where = f"several in {'/'.join(common)}" if common and common[0] else f"several ({names})"
-    return gradient + where if all_gradients else where
+    return GRADIENT_OF + where if all_gradients else where
 
 
 def source_line(frames: Sequence[tuple[str, int]]) -> str:

@@ -4,17 +4,23 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.explain.hlo_layers import GRADIENT_OF
+from praxis_lite.partitioner import ShardMapPartitioner
 from praxis_lite.testing.certificate import Comparison, FirstDifference, split_axes
 from praxis_lite.testing.runs.on_mesh import OnMesh, names_of
+from praxis_lite.testing.runs.states import nudged
 
 if TYPE_CHECKING:
     from praxis_lite.testing.check import Check
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
                "variables", "counts", "padding", "initial state")
+# What the partitioner does around the layers.
+_NO_LAYERS = ("inputs", "unpad", "pad")
 
 
 def first_difference(
@@ -80,8 +86,8 @@ def _fewest_axes(
                     check.compare_initial(one) if first.what == "initial state"
                     else check.compare_training(one, (first.step or 0) + 1)
                 )
-            except ConfigError:
-                continue
+            except (ConfigError, jax.errors.JaxRuntimeError):
+                continue  # Not every mesh can be compiled for.
             if any(not x.is_equal and x.what == first.what for x in found):
                 return list(some)
     return list(axes)
@@ -89,29 +95,35 @@ def _fewest_axes(
 
 def _first_layer(check: "Check", mesh: OnMesh, step: int) -> str:
     """Returns the layer whose values differ first in a training step, or "" if none does."""
-    reference = check.reference_of(mesh)
-    state = check.state
+    reference, state = check.reference_of(mesh), check.state
     if step:
         _, state, _ = reference.train(state, check.batches[:step], check.seed)
-    nudged = check.nudged if not step else state
     try:
         wanted, moved, found = (
             one.by_layer(given, check.batches[step], check.seed)
-            for one, given in ((reference, state), (reference, nudged), (mesh, state))
+            for one, given in ((reference, state), (reference, nudged(state)), (mesh, state))
         )
-    except (TypeError, ValueError, NotImplementedError):
-        return ""  # A program that cannot be looked into so.
+    except (TypeError, ValueError, NotImplementedError) as error:
+        check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
+        return ""
+    # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.
+    by_hand = isinstance(mesh.partitioner, ShardMapPartitioner)
+    skipped = (*_NO_LAYERS, GRADIENT_OF) if by_hand else _NO_LAYERS
     there: dict[str, list[np.ndarray]] = {}
     for key, x in found.items():
-        there.setdefault(key.split("|", 1)[1], []).append(x)
+        there.setdefault(_layer_of_key(key), []).append(x)
     for key in sorted(wanted):
-        layer, x = key.split("|", 1)[1], wanted[key]
-        if not layer or layer.startswith(("inputs", "unpad", "pad")):
+        layer, x = _layer_of_key(key), wanted[key]
+        if not layer or layer.startswith(skipped):
             continue
         moved_by = np.max(np.abs(moved[key] - x), initial=0.0)
         atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * moved_by
         candidates = [one for one in there.get(layer, []) if one.shape == x.shape]
         if candidates and not any(np.max(np.abs(one - x)) <= atol for one in candidates):
-            plain = layer.removeprefix("gradient of ")
+            plain = layer.removeprefix(GRADIENT_OF)
             return "" if plain.startswith("learner") else plain
     return ""
+
+
+def _layer_of_key(key: str) -> str:
+    return key.split("|", 1)[1]

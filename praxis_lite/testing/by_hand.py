@@ -11,8 +11,9 @@ from flax import traverse_util
 
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
-from praxis_lite.testing.runs.float64 import in_float64, wide_dtype
+from praxis_lite.testing.runs.float64 import in_float64
 from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh
+from praxis_lite.testing.runs.wide_types import wide_dtype
 
 if TYPE_CHECKING:
     from praxis_lite.learner import Learner

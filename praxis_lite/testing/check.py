@@ -1,10 +1,9 @@
 """The course of a check: one device first, then each mesh, then all that a job does on its own."""
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import fiddle as fdl
 import jax
@@ -35,9 +34,8 @@ from praxis_lite.testing.runs.states import first_state, nudged
 
 # What a check is made of, in its order.
 PARTS = ("data", "initial weights", "training", *own_mesh.PARTS)
-
-
 FEW_STEPS = 3
+T = TypeVar("T")
 
 
 class Differs(Exception):
@@ -62,7 +60,7 @@ class Check:
       state: to train from, NumPy arrays of true shapes in float64.
       nudged: the same, its weights moved by rounding.
       meshes: those that were checked, by their shapes.
-      couplings: what is no sum over rows, in words.
+      couplings: what makes a row's numbers depend on other rows, in words; none as a rule.
     """
 
     def __init__(
@@ -217,6 +215,12 @@ class Check:
                 np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
                 "Nothing can be compared with others: mend the experiment first.",
             )
+            infinite = [
+                name for report in reports for name, x in report.items()
+                if name.startswith("gradients/") and not np.isfinite(x).all()
+            ]
+            if infinite:
+                self.remark(f"On one device {infinite[0]} is not finite, and compared as it is.")
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
@@ -267,13 +271,13 @@ class Check:
             self.found.notes.append(text)
             self._print(f"note: {text}")
 
-    @contextlib.contextmanager
-    def remarking(self, what: str) -> Iterator[None]:
-        """Makes a remark of an error that comes of what the experiment did not ask for."""
+    def tried(self, what: str, make: Callable[[], T]) -> T | None:
+        """Returns `make()`; None, with a remark, if the experiment does not take what it asks."""
         try:
-            yield
+            return make()
         except (ConfigError, TypeError, ValueError) as error:
             self.remark(f"{what}: not checked. {str(error).splitlines()[0]}")
+            return None
 
     def add(self, one: OnMesh | None, comparisons: Iterable[Comparison]) -> None:
         """Takes comparisons into the certificate.

@@ -1,6 +1,7 @@
 """What is compared on the experiment's own mesh alone: all that a job does but training."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,7 @@ def check(check: "Check", one: OnMesh) -> None:
             continue
         check.note(f"mesh {one.name}: {what}")
         for comparisons in compare(check, one):
-            check.add(one, [
-                dataclasses.replace(x, what=x.what.format(what=what)) for x in comparisons
-            ])
+            check.add(one, comparisons)
 
 
 def evaluation(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
@@ -76,13 +75,12 @@ def filler(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
         )
     if not check.couplings and reference is check.plain_one:
         fewer = data.with_rows(same, len(batch["weights"]) - num_filler)
-        with check.remarking("Evaluation of fewer rows"):
-            yield tolerances.in_float64(
-                one.name, "evaluation of fewer rows",
-                reference.evaluate(check.state.mdl_vars, fewer),
-                one.evaluate(check.state.mdl_vars, other),
-                reference.evaluate(check.nudged.mdl_vars, fewer),
-            )
+        what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
+        wanted = check.tried(what, lambda: reference.evaluate(mdl_vars, fewer))
+        if wanted is not None:
+            moved = reference.evaluate(check.nudged.mdl_vars, fewer)
+            found = one.evaluate(mdl_vars, other)
+            yield tolerances.in_float64(one.name, what, wanted, found, moved)
 
 
 def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
@@ -106,11 +104,15 @@ def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
                 return Partitioner(task, mesh, value_and_grad=micro_batches_in_turn(number))
 
             reference = check.on_mesh(whole, in_turn, task)
-        found = None
-        with check.remarking(f"{number} micro-batches"):
-            found, state = check.train_once(check.on_mesh(check.own_shape, None, task), batch)
-        if found is None:
+        trained = check.tried(
+            f"{number} micro-batches",
+            lambda task=task: check.train_once(
+                check.on_mesh(check.own_shape, None, task), batch
+            ),
+        )
+        if trained is None:
             continue
+        found, state = trained
         wanted, right = check.train_once(reference, batch)
         moved, moved_state = check.train_once(reference, batch, nudged=True)
         compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
@@ -131,48 +133,49 @@ def decoding(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
         )
 
 
-def of_logits(
-    check: "Check", one: OnMesh, property_of: Callable[..., Any]
+def two_ways(
+    what: str, property_of: Callable[..., Any], check: "Check", one: OnMesh
 ) -> Iterator[list[Comparison]]:
-    """What one function computes in two ways: the first is the one to trust."""
+    """What one function of `properties` computes in two ways: the first is the one to trust."""
     batch = check.batches[0]
     function = None if check.couplings else property_of(check.task, batch)
     if function is None:
         return
-    found = None
-    with check.remarking(property_of.__name__.replace("_", " ")):
-        found = one.call(function, check.state.mdl_vars, batch)
+    found = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
     if found is None:
         return
     moved = one.call(function, check.nudged.mdl_vars, batch)
     trusted, other = properties.TWO_WAYS[property_of]
     yield tolerances.in_float64(
-        one.name, "{what}", {other: found[trusted]}, {other: found[other]},
-        {other: moved[trusted]},
+        one.name, what, {other: found[trusted]}, {other: found[other]}, {other: moved[trusted]}
     )
 
 
 def variant(
-    check: "Check", one: OnMesh, change: "Callable[[fdl.Config], fdl.Config | None]"
+    what: str, change: "Callable[[fdl.Config], fdl.Config | None]", check: "Check", one: OnMesh
 ) -> Iterator[list[Comparison]]:
     """A step of a config that must compute the same."""
-    config, what = change(check.config), change.__name__.replace("_", " ")
+    config = change(check.config)
     if config is None:
         check.remark(f"{what}: not checked, for no layer's config says that.")
         return
-    reference, state = check.reference_of(one), None
-    with check.remarking(what):
-        task = reporting(build(config).task)
-        other = check.on_mesh(check.own_shape, None, task)
-        state = restacked(check.state, task, other.layout)
+
+    def changed() -> OnMesh:
+        return check.on_mesh(check.own_shape, None, reporting(build(config).task))
+
+    other = check.tried(what, changed)
+    if other is None:
+        return
+    state = restacked(check.state, other.partitioner.task, other.layout)
     if state is None:
         check.remark(f"{what}: not checked, for its weights have other names.")
         return
+    reference = check.reference_of(one)
     (wanted,), _ = check.trained_on_one(reference, 1)
     (moved,), _ = check.trained_on_one(reference, 1, nudged=True)
     (report,), _, _ = other.train(state, check.batches[:1], check.seed)
     found = stacked_like(wanted, report)
-    yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), "{what}")
+    yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), what)
 
 
 PARTS: dict[str, Callable[["Check", OnMesh], Iterator[list[Comparison]]]] = {
@@ -181,10 +184,16 @@ PARTS: dict[str, Callable[["Check", OnMesh], Iterator[list[Comparison]]]] = {
     "rows of filler": filler,
     "micro-batches": micro_batches,
     "decoding": decoding,
-    "token by token": lambda *args: of_logits(*args, properties.token_by_token),
-    "packed segments": lambda *args: of_logits(*args, properties.packed),
-    "remat switched": lambda *args: variant(*args, variants.remat_switched),
-    "unrolled": lambda *args: variant(*args, variants.unrolled),
+    **{
+        what: functools.partial(two_ways, what, property_of) for what, property_of in (
+            ("token by token", properties.token_by_token), ("packed segments", properties.packed),
+        )
+    },
+    **{
+        what: functools.partial(variant, what, change) for what, change in (
+            ("remat switched", variants.remat_switched), ("unrolled", variants.unrolled),
+        )
+    },
     "as trained": as_trained,
     "resumed": resumed,
 }

@@ -16,7 +16,9 @@ DIMS = {
 }
 IDS = {"vocab_size", "num_classes", "num_ids"}
 LENGTHS = {"seq_len", "max_seq_length"}
-LARGEST_DIM, LARGEST_VOCABULARY, MOST_LAYERS, LONGEST = 32, 96, 2, 64
+DECODED = {"num_tokens", "max_decode_steps"}
+LARGEST_DIM, LARGEST_VOCABULARY, LONGEST, MOST_DECODED = 32, 96, 64, 16
+MOST_LAYERS = 2
 FACTORS = (2, 3, 4, 5, 7, 8)
 
 
@@ -30,12 +32,13 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
       ConfigError: no setting of the model has a name that is known.
     """
     config, said = copy.deepcopy(config), []
-    for root, names in (("task", LAYERS | DIMS | IDS | LENGTHS), ("datasets", LENGTHS | IDS)):
+    of_data, layers = IDS | LENGTHS, _fewest_layers(config)
+    for root, names in (("task", of_data | LAYERS | DIMS | DECODED), ("datasets", of_data)):
         for one in buildables(getattr(config, root)):
             for name, value in list(fdl.ordered_arguments(one).items()):
                 if name not in names or not isinstance(value, int) or isinstance(value, bool):
                     continue
-                new = _smaller(name, value)
+                new = min(value, layers) if name in LAYERS else _smaller(name, value)
                 if new != value:
                     setattr(one, name, new)
                     said.append(f"shrunk: {name} {value} to {new}")
@@ -49,11 +52,20 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     return config, list(dict.fromkeys(said))
 
 
+def _fewest_layers(config: "fdl.Config") -> int:
+    """Returns how many layers a stack keeps: two, or as many as its pipeline needs."""
+    repeats = [
+        getattr(one, "num_stages", 1) * getattr(one, "circular_repeat", 1)
+        for one in buildables(config.task) if hasattr(one, "num_stages")
+    ]
+    return math.lcm(MOST_LAYERS, *repeats)
+
+
 def _smaller(name: str, value: int) -> int:
-    if name in LAYERS:
-        return _like(value, MOST_LAYERS)
     if name in IDS:
         return _like(value, LARGEST_VOCABULARY)
+    if name in DECODED:
+        return min(value, MOST_DECODED)
     return _like(value, LONGEST if name in LENGTHS else LARGEST_DIM)
 
 
@@ -61,8 +73,6 @@ def _like(value: int, most: int) -> int:
     """Returns the largest number up to about `most` that the same FACTORS divide."""
     if value <= most:
         return value
-    if most <= MOST_LAYERS:
-        return most
     wanted = {factor: value % factor == 0 for factor in FACTORS}
     for one in range(most, 1, -1):
         if all((one % factor == 0) == divides for factor, divides in wanted.items()):

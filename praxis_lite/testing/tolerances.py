@@ -46,7 +46,8 @@ def in_float64(
 
     def tolerance(leaf: str) -> float:
         if leaf not in wanted or not _is_float(wanted[leaf]):
-            return TIMES_ROUNDING * moved.get(leaf, 0.0) and np.inf
+            # A count, or a token, that rounding changes says nothing.
+            return np.inf if moved.get(leaf, 0.0) else 0.0
         return RELATIVE * largest(wanted[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
 
     return [

@@ -114,14 +114,32 @@ def test_layers_are_told_apart_in_a_scan_and_by_the_users_line():
 
     _, seen = wide(two_layers, X, by_layer=True)
     layers = [name.split("|")[1] for name in sorted(seen)]
-    assert layers[:2] == ["first", "second"]
+    assert layers[:6] == ["first", "second"] * 3
     assert layers[-1].startswith("test_float64.py:")
     x = X.astype(np.float64)
     sums = []
     for _ in range(3):
         sums.append(np.sin(x).sum())
         x = np.cos(np.sin(x))
-    np.testing.assert_allclose(seen["000000|first"][:, 0], sums, rtol=1e-12)
+    found = [seen[f"{2 * turn:06d}|first"][0] for turn in range(3)]
+    np.testing.assert_allclose(found, sums, rtol=1e-12)
+
+
+def test_layers_of_each_device_are_told_apart_in_a_shard_map():
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(4,), axis_names=("data",)))
+
+    def body(x):
+        with jax.named_scope("first"):
+            x = jnp.sin(x)
+        with jax.named_scope("second"):
+            return jax.lax.psum(x.sum(), "data")
+
+    x = np.concatenate([X, X[:1]])
+    function = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P())
+    _, seen = wide(function, x, by_layer=True)
+    sums = np.sin(x.astype(np.float64)).reshape(4, -1).sum(1)
+    found = [one[0] for name, one in sorted(seen.items()) if name.endswith("|first")]
+    np.testing.assert_allclose(found, sums, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["scatter_add", "sort", "cumsum", "conv", "cholesky"])

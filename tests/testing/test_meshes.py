@@ -4,6 +4,7 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.config.build import build
 from praxis_lite.experiment import registry
 from praxis_lite.partitioner.train_state import state_layout
 from praxis_lite.sharding import MeshConfig
@@ -51,6 +52,12 @@ def test_a_smaller_model_divides_where_the_large_one_did():
         assert f"shrunk: {name} {old} to {new}" in said
     assert (model.num_layers, model.num_heads) == (2, 5)
     assert small.datasets["train"].seq_len == 64
+
+
+def test_a_pipeline_keeps_as_many_layers_as_its_stages_need():
+    small, _ = shrunk(registry.get_experiment("pipelined.PyDocs")().config())
+    assert small.task.model.num_layers == 4  # Two stages, each twice.
+    build(small)
 
 
 def test_nothing_to_make_smaller_is_said():

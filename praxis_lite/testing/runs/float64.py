@@ -9,9 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import primitives
+from jax.sharding import PartitionSpec
 
 from praxis_lite.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
+from praxis_lite.testing.runs.wide_types import (
+    SCATTERS,
+    as_dtype,
+    scattered,
+    wide_dtype,
+    wide_param,
+    widened,
+)
 from praxis_lite.trainer.non_finite.jaxprs import (
     CALLS,
     inner_programs,
@@ -21,34 +29,12 @@ from praxis_lite.trainer.non_finite.jaxprs import (
 )
 
 PyTree = Any
-WIDE = {
-    np.dtype(narrow): np.dtype(wide)
-    for narrow, wide in (
-        (jnp.float16, np.float64), (jnp.bfloat16, np.float64), (np.float32, np.float64),
-        (np.complex64, np.complex128),
-    )
-}
+_MOST_TURNS = 128  # Of a scan whose turns are told apart: a stack's, and not a sequence's.
 # What computes in the types it was written for: callbacks, kernels, draws by their bits.
 _KEEPS_TYPES = {
     "bitcast_convert_type", "random_gamma", "pure_callback", "io_callback", "debug_callback",
     "pallas_call", "ffi_call", "custom_partitioning", "custom_linear_solve",
 }
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Returns float64 for a float of up to 32 bits, complex128 for complex64, else `dtype`."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return dtype if is_key else WIDE.get(np.dtype(dtype), np.dtype(dtype))
-
-
-def wide_structs(tree: PyTree) -> PyTree:
-    """Returns a tree of ShapeDtypeStructs with floats in float64; shardings stay."""
-
-    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype), sharding=sharding)
-
-    return jax.tree.map(one, tree)
 
 
 def in_float64(
@@ -66,9 +52,9 @@ def in_float64(
       args: arrays or ShapeDtypeStructs in the types that `function` is written for.
       without_randomness: all random bits are 0, so that dropout keeps everything.
       by_layer: the function returns besides, by "NUMBER|LAYER" in the program's order, what
-        `fingerprint` makes of the last array of each stretch of operations of one layer;
-        [turns, 2] in a scan. Where no layer is named it is the user's line of code. Other loops,
-        branches and shard_map are passed over.
+        `fingerprint` makes of the last array of each stretch of operations of one layer, in each
+        turn of a scan ([turns, 2] of many), on each device in a shard_map. Where no layer is named
+        it is the user's line of code. Other loops and branches are passed over.
     """
     with jax.enable_x64(False):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -106,7 +92,7 @@ class _Run:
     def call(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         inner = opened(jaxpr)
         known = {
-            var: _widened(x)
+            var: widened(x)
             for var, x in zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True)
         }
         known |= dict(zip(inner.invars, args, strict=True))
@@ -130,7 +116,7 @@ class _Run:
     def _look_at(self, one: Any, x: Any) -> None:
         if x is None or not jnp.issubdtype(x.dtype, np.floating):
             return
-        layer = layers_of_name(f"{self._name_stack}/operation")[0] or _users_line(one)
+        layer = layers_of_name(f"{self._name_stack}/operation", _users_line(one))[0]
         if self._last is not None and self._last[0] != layer:
             self._end_stretch()
         self._last = layer, x
@@ -154,31 +140,28 @@ class _Run:
             return rule(one, args)
         if name == "reduce_precision":  # It rounds to what float32 holds.
             return args
-        if one.primitive in _SCATTERS:
-            return [_scattered(one, args)]
+        if one.primitive in SCATTERS:
+            return [scattered(one, args)]
         if name in _KEEPS_TYPES:
-            args = [_as(x, atom.aval.dtype) for x, atom in zip(args, one.invars, strict=True)]
-            return [_widened(x) for x in _bound(one, args, one.params)]
-        results = _bound(one, args, {key: _wide_param(x) for key, x in one.params.items()})
+            args = [as_dtype(x, atom.aval.dtype) for x, atom in zip(args, one.invars, strict=True)]
+            return [widened(x) for x in _bound(one, args, one.params)]
+        results = _bound(one, args, {key: wide_param(x) for key, x in one.params.items()})
         if name == "random_bits" and self._without_randomness:
             results = [lax.bitwise_and(x, lax.full_like(x, 0)) for x in results]
         # What an operation returns in float32 whatever it is given is widened.
-        return [_widened(x) for x in results]
+        return [widened(x) for x in results]
 
     def _scan(self, one: Any, args: list[Any]) -> list[Any]:
         params = one.params
         num_consts, num_carry = scan_counts(params)
         num_fixed = num_consts + num_carry
-
         self._end_stretch()
-        layers = []
+        layers: list[str] = []
 
         def body(carry: tuple, xs: list[Any]) -> tuple:
-            before, self.seen = self.seen, []
-            outs = self.call(params["jaxpr"], [*args[:num_consts], *carry, *xs])
-            self._end_stretch()
-            layers[:], seen = [name for name, _ in self.seen], [x for _, x in self.seen]
-            self.seen = before
+            outs, layers[:], seen = self._apart(
+                params["jaxpr"], [*args[:num_consts], *carry, *xs]
+            )
             return tuple(outs[:num_carry]), (outs[num_carry:], seen)
 
         first = tuple(map(jnp.asarray, args[num_consts:num_fixed]))
@@ -186,8 +169,23 @@ class _Run:
         last, (ys, seen) = lax.scan(
             body, first, xs, params["length"], reverse=params["reverse"], unroll=params["unroll"]
         )
-        self.seen += zip(layers, seen, strict=True)
+        turns = range(params["length"])
+        if len(turns) > _MOST_TURNS:
+            self.seen += zip(layers, seen, strict=True)
+            return [*last, *ys]
+        for turn in reversed(turns) if params["reverse"] else turns:
+            self.seen += [(layer, x[turn]) for layer, x in zip(layers, seen, strict=True)]
         return [*last, *ys]
+
+    def _apart(
+        self, jaxpr: Any, args: Sequence[Any]
+    ) -> tuple[list[Any], list[str], list[jax.Array]]:
+        """Returns the outputs of a program, and the layers and fingerprints seen in it alone."""
+        before, self.seen = self.seen, []
+        outs = self.call(jaxpr, args)
+        self._end_stretch()
+        seen, self.seen = self.seen, before
+        return outs, [name for name, _ in seen], [x for _, x in seen]
 
     def _while(self, one: Any, args: list[Any]) -> list[Any]:
         params = one.params
@@ -211,12 +209,22 @@ class _Run:
 
     def _shard_map(self, one: Any, args: list[Any]) -> list[Any]:
         params = one.params
-        return list(jax.shard_map(
-            lambda *values: tuple(self._inside(params["jaxpr"], values)),
-            mesh=params["mesh"], in_specs=tuple(params["in_specs"]),
-            out_specs=tuple(params["out_specs"]), axis_names=set(params["newly_manual_axes"]),
+        axes = tuple(sorted(params["newly_manual_axes"]))
+        self._end_stretch()
+        layers: list[str] = []
+
+        def body(*values: Any) -> tuple:
+            outs, layers[:], seen = self._apart(params["jaxpr"], values)
+            return tuple(outs), [x[None] for x in seen]
+
+        outs, seen = jax.shard_map(
+            body, mesh=params["mesh"], in_specs=tuple(params["in_specs"]),
+            out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)), axis_names=set(axes),
             check_vma=params["check_vma"],
-        )(*args))
+        )(*args)
+        for layer, x in zip(layers, seen, strict=True):
+            self.seen += [(layer, of_device) for of_device in x]
+        return list(outs)
 
     def _inside(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         # Its values stay in a loop or a branch: they cannot be looked at from outside.
@@ -244,38 +252,3 @@ def _draws(jaxpr: Any) -> bool:
 def _bound(one: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     results = one.primitive.bind(*args, **one.primitive.get_bind_params(params))
     return list(results) if one.primitive.multiple_results else [results]
-
-
-def _wide_param(value: Any) -> Any:
-    if isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
-        return None
-    is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(
-        value, np.generic))
-    return wide_dtype(value) if is_dtype else value
-
-
-def _widened(x: Any) -> Any:
-    return _as(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
-
-
-def _as(x: Any, dtype: Any) -> Any:
-    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return x if is_key or x.dtype == dtype else lax.convert_element_type(x, dtype)
-
-
-_SCATTERS = {
-    primitives.scatter_p: lax.scatter,
-    primitives.scatter_add_p: lax.scatter_add,
-    primitives.scatter_mul_p: lax.scatter_mul,
-    primitives.scatter_min_p: lax.scatter_min,
-    primitives.scatter_max_p: lax.scatter_max,
-}
-
-
-def _scattered(one: Any, args: list[Any]) -> Any:
-    # Its parameters hold a program for float32.
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    dimension_numbers, *others = (one.params[name] for name in names)
-    return _SCATTERS[one.primitive](
-        *args, dimension_numbers, **dict(zip(names[1:], others, strict=True))
-    )

@@ -16,7 +16,8 @@ from praxis_lite.sharding.inputs import GlobalBatch, abstract_global_batch, batc
 from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.task import Task
 from praxis_lite.testing.certificate import mesh_name
-from praxis_lite.testing.runs.float64 import in_float64, wide_dtype, wide_structs
+from praxis_lite.testing.runs.float64 import in_float64
+from praxis_lite.testing.runs.wide_types import wide_dtype, wide_structs
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
@@ -110,7 +111,7 @@ class OnMesh:
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
         """Returns what `in_float64(by_layer=True)` tells of a training step."""
-        run = self._jitted(self.traced("train", inputs, by_layer=True), None)
+        run = self._program("train", inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):
             _, seen = run(self._placed(self.layout, state), self.batch(inputs), key)
@@ -146,11 +147,12 @@ class OnMesh:
         shapes = tuple((name, x.shape) for name, x in inputs.items())
         key = (step, shapes, *settings.items())
         if key not in self._programs:
-            shardings = self.layout.shardings(self.mesh)
             out = self.partitioner.replicated
-            self._programs[key] = self._jitted(
-                self.traced(step, inputs, **settings), (shardings, out) if step == "train" else out
-            )
+            if settings.get("by_layer"):
+                out = None
+            elif step == "train":
+                out = self.layout.shardings(self.mesh), out
+            self._programs[key] = self._jitted(self.traced(step, inputs, **settings), out)
         return self._programs[key]
 
     def _compiled(
@@ -245,8 +247,7 @@ def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
 def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
     """Returns the arrays of a tree by their paths; a key as its bits."""
     found = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         found[prefix + name] = np.asarray(x)

@@ -1,14 +1,15 @@
 """What one device computes of a batch part by part: what a step in parts promises to equal."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.partitioner import Partitioner, accumulation, steps
-from praxis_lite.task import Task
+from praxis_lite.sharding.inputs import num_rows_of
+from praxis_lite.task import Task, WeightedScalars
 
 PyTree = Any
 
@@ -21,8 +22,8 @@ def micro_batches_in_turn(num_parts: int) -> Callable[..., Any]:
     return functools.partial(_value_and_grad, num_parts=num_parts, is_strided=True)
 
 
-def devices_in_turn(num_parts: int) -> type[Partitioner]:
-    """Returns a partitioner for one device that works on the rows of N devices in turn.
+def devices_in_turn(num_parts: int) -> Callable[[Task, Any], Partitioner]:
+    """Returns what makes a partitioner for one device that works on the rows of N devices in turn.
 
     Part d is the d-th block of rows, filled up with copies of the first row of weight 0; its key is
     the step's, folded with d. It is what `ShardMapPartitioner` promises of N devices.
@@ -47,41 +48,53 @@ def _value_and_grad(
 ) -> tuple[Any, PyTree, PyTree]:
     del inputs_split_mapping, lay_out  # There is one device.
     parts = _parts(inputs, num_parts, is_strided, num_micro_batches)
-    total, metric_sums, grad_sums, changes = 0.0, {}, None, None
+    total, by_part, grad_sums, changes = 0.0, [], None, None
     state = non_trainable
     for index, part in enumerate(parts):
         metrics, new, grads = accumulation.value_and_grad(
             loss_fn, fixed, params, state, part, jax.random.fold_in(key, index),
             num_micro_batches=1 if is_strided else num_micro_batches,
         )
-        is_there = jnp.any(part["weights"] != 0) if "weights" in part else jnp.ones((), bool)
-        weight = jnp.where(is_there, metrics["loss"][1], 0.0).astype(jnp.float32)
+        metrics = _counted(metrics, part)
+        by_part.append(metrics)
+        weight = metrics["loss"][1]
         counts = weight != 0
         total = total + weight
         add = lambda x, counts=counts, weight=weight: jnp.where(counts, x * weight, 0.0)  # noqa: E731
         grads = jax.tree.map(add, grads)
         grad_sums = grads if grad_sums is None else jax.tree.map(jnp.add, grad_sums, grads)
-        for name, (value, own) in metrics.items():
-            own = jnp.where(is_there, jnp.asarray(own, jnp.float32), 0.0)
-            before = metric_sums.get(name, (0.0, 0.0))
-            scaled = jnp.where(own != 0, value * own, 0.0)
-            metric_sums[name] = before[0] + scaled, before[1] + own
         if is_strided:  # One micro-batch after the other.
             state = jax.tree.map(lambda n, o, c=counts: jnp.where(c, n, o), new, state)
         else:  # Each device starts from the same.
             change = jax.tree.map(functools.partial(_change, counts, weight), new, non_trainable)
             changes = change if changes is None else jax.tree.map(_added, changes, change)
     divisor = jnp.where(total == 0, 1.0, total)
-    metrics = {
-        name: (value / jnp.where(weight == 0, 1.0, weight), weight)
-        for name, (value, weight) in metric_sums.items()
-    }
     if not is_strided:
         state = jax.tree.map(
             lambda old, change: (old + change / divisor).astype(old.dtype)
             if jnp.issubdtype(old.dtype, jnp.inexact) else change, non_trainable, changes,
         )
-    return metrics, state, jax.tree.map(lambda g: g / divisor, grad_sums)
+    return _means(by_part), state, jax.tree.map(lambda g: g / divisor, grad_sums)
+
+
+def _counted(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> WeightedScalars:
+    """Returns a part's metrics; their weights are 0 if none of its rows has one."""
+    is_there = jnp.any(part["weights"] != 0) if "weights" in part else True
+    return {
+        name: (value, jnp.where(is_there, jnp.asarray(weight, jnp.float32), 0.0))
+        for name, (value, weight) in metrics.items()
+    }
+
+
+def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
+    """Returns the means of metrics by weight, and the sums of the weights."""
+    found = {}
+    for name in by_part[0]:
+        pairs = [one[name] for one in by_part]
+        total = sum(weight for _, weight in pairs)
+        scaled = sum(jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs)
+        found[name] = scaled / jnp.where(total == 0, 1.0, total), total
+    return found
 
 
 def _change(counts: Any, weight: Any, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -98,30 +111,24 @@ def _evaluate(
     task: Task, mdl_vars: PyTree, inputs: Mapping[str, jax.Array], key: jax.Array | None = None, *,
     num_parts: int,
 ) -> tuple[Any, Any]:
-    key, sums, outputs = jax.random.key(0) if key is None else key, {}, []
-    num_rows = accumulation.num_rows_of(inputs)
+    key, by_part, outputs = jax.random.key(0) if key is None else key, [], []
+    num_rows = num_rows_of(inputs)
     for index, part in enumerate(_parts(inputs, num_parts, False, 1)):
         metrics, examples = steps.eval_step(
             task, mdl_vars, part, jax.random.fold_in(key, index)
         )
-        is_there = jnp.any(part["weights"] != 0) if "weights" in part else jnp.ones((), bool)
-        for name, (value, weight) in metrics.items():
-            weight = jnp.where(is_there, jnp.asarray(weight, jnp.float32), 0.0)
-            before = sums.get(name, (0.0, 0.0))
-            scaled = jnp.where(weight != 0, value * weight, 0.0)
-            sums[name] = before[0] + scaled, before[1] + weight
+        by_part.append(_counted(metrics, part))
         outputs.append(examples)
-    metrics = {name: (x / jnp.where(w == 0, 1.0, w), w) for name, (x, w) in sums.items()}
     examples = {
         name: jnp.concatenate([one[name] for one in outputs])[:num_rows] for name in outputs[0]
     }
-    return metrics, examples
+    return _means(by_part), examples
 
 
 def _parts(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
-    num_rows = accumulation.num_rows_of(inputs)
+    num_rows = num_rows_of(inputs)
     if is_strided:
         return [
             jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, dict(inputs))

@@ -10,8 +10,8 @@ import numpy as np
 
 from praxis_lite.partitioner import StateLayout, TrainState
 from praxis_lite.task import Task
-from praxis_lite.testing.runs.float64 import wide_dtype
-from praxis_lite.testing.runs.on_mesh import Leaves, leaves_of
+from praxis_lite.testing.runs.on_mesh import Leaves, leaves_of, names_of
+from praxis_lite.testing.runs.wide_types import wide_dtype
 
 # Weights are moved by this, relatively, to see what rounding does: four units of float64.
 NUDGE = 2.0**-50
@@ -72,8 +72,7 @@ def restacked(state: TrainState, task: Task, layout: StateLayout) -> TrainState 
     params, shapes = state.mdl_vars["params"], layout.shapes.mdl_vars["params"]
     if jax.tree.structure(params) == jax.tree.structure(shapes):
         return state
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    names, treedef = names_of(shapes), jax.tree.structure(shapes)
     ours, non_trainable = leaves_of(params), state.mdl_vars["non_trainable"]
     converted = stacked_like(dict.fromkeys(names), ours)
     same_variables = jax.tree.structure(non_trainable) == jax.tree.structure(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from praxis_lite.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
+from praxis_lite.explain.hlo_layers import GRADIENT_OF, PACKAGE_FOLDER, layers_of_name, own_frames
 from praxis_lite.layers.stacking import pipeline_ticks
 from praxis_lite.partitioner import Partitioner, TrainState, accumulation
 from praxis_lite.trainer.non_finite.jaxprs import Loop, Operation
@@ -167,7 +167,7 @@ def _place(origin: Origin) -> str:
 
 def _scopes(named: Operation | Loop) -> list[str]:
     # The last part would be the operation.
-    layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix("gradient of ")
+    layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
     return layer.split("/") if layer else []
 
 

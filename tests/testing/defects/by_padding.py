@@ -13,63 +13,54 @@ LEAVES = {
     "the vocabulary": r"params/softmax/",
     "attention heads": r"params/.*self_attention/(query|key|value|post)",
     "hidden dims": r"params/.*ff_layer/",
-    "norms": r"params/.*(ln|norm|layer_norm).*scale",
     "first moments": r"opt_states/slots/.*mu/.*softmax",
     "second moments": r"opt_states/slots/.*nu/.*softmax",
     "averages": r"opt_states/ema/softmax",
 }
 
 
-def _path(path):
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _where_padded(pattern, change, true, padded):
+    """Returns `true` with `change(true, padded, where the padding is)` of the padded leaves meant.
+
+    `pattern` is of their paths.
+    """
+    def one(path, x, filled):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if x.shape == filled.shape or not re.search(pattern, name):
+            return x
+        inside = jnp.zeros(filled.shape, bool).at[tuple(map(slice, x.shape))].set(True)
+        return change(x, filled, ~inside)
+
+    return jax.tree_util.tree_map_with_path(one, true, padded)
 
 
 def _leaks(pattern):
-    """Returns what plants that of a leaf the first place has the padding added."""
-    def new(old):
-        @functools.wraps(old)
-        def unpad_tree(tree, shapes, specs):
-            cut = old(tree, shapes, specs)
+    """Returns what plants that the first place of a leaf has the padding added."""
+    def add(x, padded, is_padding):
+        return x.at[(0,) * x.ndim].add(jnp.sum(jnp.where(is_padding, padded, 0.0)))
 
-            def one(path, x, padded):
-                if x.shape == padded.shape or not re.search(pattern, _path(path)):
-                    return x
-                inside = jnp.zeros(padded.shape, bool).at[tuple(map(slice, x.shape))].set(True)
-                leaked = jnp.sum(jnp.where(inside, 0.0, padded))
-                return x.at[(0,) * x.ndim].add(leaked)
-
-            return jax.tree_util.tree_map_with_path(one, cut, tree)
-
-        return unpad_tree
-
-    return replaced("praxis_lite.partitioner.train_state:unpad_tree", new)
+    return after(
+        "praxis_lite.partitioner.train_state:unpad_tree",
+        lambda cut, padded, *_: _where_padded(pattern, add, cut, padded),
+    )
 
 
 def _padded_with_ones(pattern):
-    def new(old):
-        @functools.wraps(old)
-        def pad_tree(tree, specs, axis_sizes):
-            padded = old(tree, specs, axis_sizes)
+    def pad_tree(padded, tree, *_):
+        ones = _where_padded(
+            pattern, lambda x, filled, is_padding: jnp.where(is_padding, 1.0, filled), tree, padded
+        )
+        return jax.tree.map(lambda x, y: x if x.shape == y.shape else y, ones, padded)
 
-            def one(path, x, true):
-                if x.shape == true.shape or not re.search(pattern, _path(path)):
-                    return x
-                inside = jnp.zeros(x.shape, bool).at[tuple(map(slice, true.shape))].set(True)
-                return jnp.where(inside, x, 1.0)
-
-            return jax.tree_util.tree_map_with_path(one, padded, tree)
-
-        return pad_tree
-
-    return replaced("praxis_lite.partitioner.train_state:pad_tree", new)
+    return after("praxis_lite.partitioner.train_state:pad_tree", pad_tree)
 
 
 DEFECTS = [
     Defect(f"padding of {what} leaks", tiny.Lm, _leaks(pattern), (1, 2, 2))
-    for what, pattern in LEAVES.items() if what != "norms"
+    for what, pattern in LEAVES.items()
 ] + [
     Defect(f"padding of {what} is ones", tiny.Lm, _padded_with_ones(pattern), (1, 2, 2))
-    for what, pattern in LEAVES.items() if what != "norms"
+    for what, pattern in LEAVES.items()
 ]
 
 

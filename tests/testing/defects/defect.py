@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from praxis_lite import Experiment
 from praxis_lite.testing import Certificate, check_on_meshes
+from praxis_lite.testing.certificate import FirstDifference
 
 TRAINING = ("training",)
 
@@ -45,6 +46,14 @@ class Defect:
         """Returns what a check finds with the defect in place."""
         with self.planted():
             return check_on_meshes(self.experiment, [self.mesh], steps=self.steps, parts=self.parts)
+
+    def missed(self, first: FirstDifference | None) -> str:
+        """Returns what a check did not tell of this defect, in words; "" if it told all."""
+        if first is None:
+            return "not caught"
+        if self.axis is not None and first.axis != self.axis:
+            return f"axis {first.axis} instead of {self.axis}"
+        return "" if self.layer in first.layer else f"layer {first.layer} instead of {self.layer}"
 
 
 def replaced(target: str, new: Callable[[Any], Any]) -> Callable[[], Any]:
