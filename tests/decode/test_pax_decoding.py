@@ -16,6 +16,7 @@ from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample, pax_outputs
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
 from tests.support.goldens import Arrays, by_kind, golden_arrays, pax_arrays, pax_cases
+from tests.support.marks import slow_but
 
 LONGEST = 12  # Tokens of a row in every case after a forward pass.
 
@@ -108,7 +109,11 @@ def options() -> Arrays:
     return by_kind(golden_arrays("pax_options/decode.npz"))
 
 
-@pytest.mark.parametrize("name", [n for n, c in pax_cases().items() if c["kind"] == "decode"])
+QUICK = {"decode_beam", "decode_sample_topk", "decode_greedy_rotary"}
+GOLDENS = [name for name, case in pax_cases().items() if case["kind"] == "decode"]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, GOLDENS))
 def test_the_goldens_hold(name):
     case, arrays = pax_cases()[name], pax_arrays(name)
     ids, wanted = arrays["in"]["ids"], arrays["out"]

@@ -26,6 +26,7 @@ from praxis_lite.learner.weight_groups import Group
 from praxis_lite.partitioner.train_state import state_layout
 from praxis_lite.sharding import WeightSpec
 from tests.support.goldens import golden, trimmed
+from tests.support.marks import slow_but
 
 P = PartitionSpec
 AXES = ("replica", "data", "mdl")
@@ -188,7 +189,13 @@ OPTIMIZERS = {
 SHAPES = ((7,), (7, 7), (5, 3), (2, 11), (5, 5, 5), (13, 7, 13), (3, 2, 3), (7, 1))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = {
+    "adamw", "adafactor", "muon", "schedule_free", "low_precision", "pax_adafactor float32",
+    "pax_adafactor int8 sorted",
+}
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, OPTIMIZERS))
 def test_a_slot_splits_as_the_dims_that_its_values_follow(name):
     """Independent of shapes: a gradient that varies along one dim changes the slot along it."""
     optimizer = OPTIMIZERS[name](learning_rate=0.1)

@@ -21,8 +21,8 @@ from praxis_lite.sharding import MeshConfig, make_mesh
 # By the number of axes; together they split over every axis.
 MESHES = {1: ((3,), (8,)), 2: ((3, 2), (2, 3)), 3: ((1, 3, 2), (3, 1, 2), (2, 2, 2))}
 MESHES_WITH_STAGES = ((2, 3, 1), (2, 2, 2))
-# On the first of its two meshes, these run in `make test`: one of each partitioner.
-FAST = {"explicit.DigitsFsdp", "lm.Synthetic"}
+# On the first of its two meshes, this runs in `make test`.
+FAST = {"explicit.DigitsFsdp"}
 RUNS = [
     pytest.param(name, place, marks=() if place == 0 and name in FAST else pytest.mark.slow)
     for name in registry.list_experiments()

@@ -19,6 +19,7 @@ from praxis_lite.layers import Dropout
 from praxis_lite.sharding import constrain
 from tests.support.float16 import HAS_FLOAT16
 from tests.support.job_runs import home, lines_of, succeed
+from tests.support.marks import slow_but
 
 NUM_STEPS = 11
 MESHES = [(1, 1, 1), (1, 4, 2), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 3, 2)]
@@ -263,7 +264,7 @@ def lost(job):
     return []
 
 
-@pytest.mark.parametrize("damage", [cut_and_torn, lost])
+@pytest.mark.parametrize("damage", slow_but({cut_and_torn}, [cut_and_torn, lost]))
 def test_each_later_step_stands_once_whatever_became_of_metrics_jsonl(tmp_path, damage):
     job = JobDir(tmp_path / "job")
     shutil.copytree(uninterrupted("numpy").path, job.path)

@@ -16,6 +16,7 @@ from praxis_lite.layers import RgLru, RgLruBlock
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
+from tests.support.marks import slow_but
 
 B, T, D, N, K = 3, 11, 7, 3, 5
 BLOCK = functools.partial(RgLruBlock, D, N, dim_per_head=K)
@@ -283,7 +284,7 @@ def log_probs_of(params, ids):
     return jax.nn.log_softmax(module(ids)[0])
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", slow_but({"greedy_prompt_in_one_pass"}, DECODERS))
 def test_ragged_prompts_go_on_as_the_uncached_model_says(name):
     model = lm()
     params = drawn(model)
