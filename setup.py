@@ -20,7 +20,11 @@ setup(
     # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
     packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
     # The page of --mode=explain --html.
-    package_data={"praxis_lite.explain": ["explain_page.html"]},
+    package_data={
+        "praxis_lite.explain": ["explain_page.html"],
+        # What is what in the models of Hugging Face, a table per family.
+        "praxis_lite.interop.huggingface": ["families/*.toml"],
+    },
     install_requires=[
         # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.
         "jax>=0.10.2,<0.13",
@@ -37,6 +41,10 @@ setup(
         # The digest of every file of a checkpoint, verified before a restore: XXH3, as fast as the
         # disk, where the standard library's hashes would take seconds per GiB.
         "xxhash>=4.1,<5",
+        # The files of Hugging Face's models: their headers are checked, and tensors written.
+        "safetensors>=0.8,<0.9",
+        # From their tensors' forms to ours and back, in words: "(n k) d -> d n k".
+        "einops>=0.8.2,<0.9",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built.
         "tensorflow>=2.21,<3",
         # The loss curve.

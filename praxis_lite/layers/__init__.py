@@ -23,6 +23,12 @@ from praxis_lite.layers.embedding.positional_embeddings import (
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
 )
+from praxis_lite.layers.embedding.rotary_scaling import (
+    LinearScaledRotary,
+    Llama3Rotary,
+    LongRope,
+    YarnRotary,
+)
 from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.layers.linears import Bias, Einsum, FeedForward, Linear, Mlp
@@ -88,6 +94,9 @@ __all__ = [
     "LOGICAL_DIMS",
     "LayerNorm",
     "Linear",
+    "LinearScaledRotary",
+    "Llama3Rotary",
+    "LongRope",
     "Mlp",
     "MultiQueryDotProductAttention",
     "NClassMajorSharedEmbeddingSoftmax",
@@ -123,6 +132,7 @@ __all__ = [
     "VitEntryLayers",
     "VitExitLayers",
     "WeightInit",
+    "YarnRotary",
     "WeightNormL2",
     "adapted",
     "aux_loss",

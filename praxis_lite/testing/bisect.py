@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
                "variables", "counts", "padding", "initial state")
+# What a model, or XLA, raises on a mesh that it was not written for.
+REFUSALS = (ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError)
 # What the partitioner does around the layers.
 _NO_LAYERS = ("inputs", "unpad", "pad")
 
@@ -86,8 +88,8 @@ def _fewest_axes(
                     check.compare_initial(one) if first.what == "initial state"
                     else check.compare_training(one, (first.step or 0) + 1)
                 )
-            except (ConfigError, jax.errors.JaxRuntimeError):
-                continue  # Not every mesh can be compiled for.
+            except REFUSALS:
+                continue
             if any(not x.is_equal and x.what == first.what for x in found):
                 return list(some)
     return list(axes)
@@ -103,7 +105,7 @@ def _first_layer(check: "Check", mesh: OnMesh, step: int) -> str:
             one.by_layer(given, check.batches[step], check.seed)
             for one, given in ((reference, state), (reference, nudged(state)), (mesh, state))
         )
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except REFUSALS as error:
         check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
         return ""
     # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.

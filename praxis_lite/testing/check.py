@@ -17,7 +17,7 @@ from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding.mesh import attached_devices
 from praxis_lite.task import Task
 from praxis_lite.testing import data, own_mesh, properties, tolerances
-from praxis_lite.testing.bisect import first_difference
+from praxis_lite.testing.bisect import REFUSALS, first_difference
 from praxis_lite.testing.certificate import Certificate, Comparison, mesh_name
 from praxis_lite.testing.meshes import Shape, chosen_meshes, reduced
 from praxis_lite.testing.runs.on_mesh import (
@@ -135,7 +135,7 @@ class Check:
                 first += self.compare_initial(one)
             if self.makes("training"):
                 first += self.compare_training(one, 1)
-        except (ConfigError, jax.errors.JaxRuntimeError) as error:
+        except REFUSALS as error:
             said = str(error.args[0]).splitlines()[0]
             if shape == self.own_shape:
                 raise ConfigError(f"The mesh {name} cannot be checked. {said}") from error

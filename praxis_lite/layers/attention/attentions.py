@@ -45,6 +45,7 @@ class DotProductAttention(AttentionHeads):
       right_context: of attention that is not causal: a token sees that many after it; None: all,
         or window - 1.
       use_bias: of the projections.
+      use_output_bias: of the projection of outputs; None: as use_bias.
       internal_gshard_gaussian_init: draw the separate projections as Gaussians of the variances
         1 / (D K) of queries, 1 / D of keys and values, 1 / (N K) of outputs (GShard's).
       combine_qkv: one weight for queries, keys and values.
@@ -57,6 +58,8 @@ class DotProductAttention(AttentionHeads):
       zero_fully_masked: zeros for a query that sees no key, instead of an average.
       use_rotary_position_emb: rotate queries and keys by their positions.
       ln_tpl: norm of queries and keys, after rotation as in Pax, called with (K, rngs=).
+      ln_before_rotary: it comes before the rotation, as in Qwen 3 and Gemma 3.
+      ln_over_heads: it is over all heads at once, called with (N K, rngs=), as in OLMo 2.
       relative_bias_tpl: bias by distance, called with (N, rngs=).
       atten_dropout_prob: of the attention probabilities.
       output_proj_use_nhd_shape: keep the output weight as [N, K, D].

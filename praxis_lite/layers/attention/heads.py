@@ -39,6 +39,7 @@ class AttentionHeads(BaseLayer):
         dim_per_head: int | None = None,
         num_kv_heads: int | None = None,
         use_bias: bool = True,
+        use_output_bias: bool | None = None,
         internal_gshard_gaussian_init: bool = False,
         combine_qkv: bool = False,
         internal_enable_query_scale: bool = True,
@@ -53,6 +54,8 @@ class AttentionHeads(BaseLayer):
         rotary_position_emb_tpl: Callable[..., Any] = RotaryPositionalEmbedding,
         relative_bias_tpl: Callable[..., Any] | None = None,
         ln_tpl: Callable[..., Any] | None = None,
+        ln_before_rotary: bool = False,
+        ln_over_heads: bool = False,
         weight_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
         kv_split_dims_mapping: SplitDims = None,
@@ -68,7 +71,7 @@ class AttentionHeads(BaseLayer):
         def projection(
             template: Callable[..., Any], dim: int, heads: int, *fans: int, **kwargs: Any
         ) -> Any:
-            kwargs |= {"use_bias": use_bias, "rngs": rngs}
+            kwargs = {"use_bias": use_bias, "rngs": rngs, **kwargs}
             if internal_gshard_gaussian_init and fans:
                 kwargs["params_init"] = jax.nn.initializers.normal(math.prod(fans) ** -0.5)
             if heads == 1 < N:  # Pax's multi-query attention has no dim of heads there.
@@ -81,8 +84,9 @@ class AttentionHeads(BaseLayer):
         self.query = None if combine_qkv else projection(proj_tpl, D, N, D, K)
         self.key = None if combine_qkv else projection(proj_tpl, key_D, G, key_D)
         self.value = None if combine_qkv else projection(proj_tpl, value_D, G, value_D)
-        shape = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
-        self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **shape)
+        out = {"use_nhd_shape": True} if output_proj_use_nhd_shape else {}
+        out |= {} if use_output_bias is None else {"use_bias": use_output_bias}
+        self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **out)
         learns_scale = internal_enable_query_scale and internal_enable_per_dim_scale
         self.per_dim_scale = per_dim_scale_tpl(K, rngs=rngs) if learns_scale else None
         self.query_scale = 1.0
@@ -98,8 +102,10 @@ class AttentionHeads(BaseLayer):
             self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
         self.relative_bias = None if relative_bias_tpl is None else relative_bias_tpl(N, rngs=rngs)
-        self.layer_norm_q = None if ln_tpl is None else ln_tpl(K, rngs=rngs)
-        self.layer_norm_k = None if ln_tpl is None else ln_tpl(K, rngs=rngs)
+        q_dims, k_dims = (N * K, G * K) if ln_over_heads else (K, K)
+        self.layer_norm_q = None if ln_tpl is None else ln_tpl(q_dims, rngs=rngs)
+        self.layer_norm_k = None if ln_tpl is None else ln_tpl(k_dims, rngs=rngs)
+        self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, G, K
         self.activation_split_dims_mapping = activation_split_dims_mapping
         if kv_split_dims_mapping is None and activation_split_dims_mapping is not None:
@@ -118,10 +124,17 @@ class AttentionHeads(BaseLayer):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns queries of inputs; and keys and values of `encoded`, or None if there is none."""
 
+        def normed(heads: jax.Array, norm: Any) -> jax.Array:
+            if norm is None or not self.ln_over_heads:
+                return heads if norm is None else norm(heads)
+            return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
+
         def rotated(heads: jax.Array, positions: jax.Array, norm: Any) -> jax.Array:
+            if self.ln_before_rotary:
+                heads = normed(heads, norm)
             if self.rotary_position_emb is not None:
                 heads = self.rotary_position_emb(heads, positions)
-            return heads if norm is None else norm(heads)
+            return heads if self.ln_before_rotary else normed(heads, norm)
 
         if self.combined_qkv is not None:
             q_BTNK, k_BSGK, v_BSGK = checkpoint_name(self.combined_qkv(inputs), "combined_qkv_proj")

@@ -130,10 +130,14 @@ class TrainablePositionalEmbedding(BaseLayer):
 class RotaryPositionalEmbedding(BaseLayer):
     """Returns heads rotated by their position: [B, T, N, K] -> the same (arXiv:2104.09864).
 
-    The first and the second half of K rotate together, as in Pax; in float32.
+    The first and the second half of what rotates turn together, as in Pax; in float32.
 
     Args:
-      embedding_dims: K, even.
+      embedding_dims: K.
+      min_timescale, max_timescale: the number of positions after which the fastest and (nearly)
+        the slowest pair have turned by one radian; max_timescale / min_timescale is what others
+        call theta.
+      rotary_dims: the first so many of K rotate, an even number; None: all.
       cast_as_fprop_dtype: return the inputs' dtype; if not, float32.
     """
 
@@ -143,29 +147,49 @@ class RotaryPositionalEmbedding(BaseLayer):
         *,
         min_timescale: float = 1.0,
         max_timescale: float = 10_000.0,
+        rotary_dims: int | None = None,
         cast_as_fprop_dtype: bool = True,
     ):
         require_positive(self, embedding_dims=embedding_dims)
+        name = type(self).__name__
+        if rotary_dims is None:
+            require(
+                embedding_dims % 2 == 0, f"{name}.embedding_dims", embedding_dims,
+                "an even number, for the halves of a head rotate together",
+                "Change dim_per_head, or use learned positions.",
+            )
+            rotary_dims = embedding_dims
         require(
-            embedding_dims % 2 == 0,
-            "RotaryPositionalEmbedding.embedding_dims",
-            embedding_dims,
-            "an even number, for the halves of a head rotate together",
-            "Change dim_per_head, or use learned positions.",
+            rotary_dims % 2 == 0 and 0 < rotary_dims <= embedding_dims,
+            f"{name}.rotary_dims", rotary_dims,
+            f"an even number up to the {embedding_dims} dims of a head",
         )
         _check_timescales(self, min_timescale, max_timescale)
-        self.embedding_dims = embedding_dims
+        self.embedding_dims, self.rotary_dims = embedding_dims, rotary_dims
         self.min_timescale, self.max_timescale = min_timescale, max_timescale
         self.cast_as_fprop_dtype = cast_as_fprop_dtype
 
     def __call__(self, inputs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Args: inputs [B, T, N, K]; positions int [B or 1, T]; None: 0 to T - 1."""
-        fraction = jnp.arange(0, self.embedding_dims, 2, dtype=jnp.float32) / self.embedding_dims
-        timescale = self.min_timescale * (self.max_timescale / self.min_timescale) ** fraction
-        time_BT = _rows(positions, inputs.shape[1]).astype(jnp.float32)
-        angle = time_BT[:, :, None, None] / timescale[None, None, None, :]
-        sin, cos = jnp.sin(angle), jnp.cos(angle)
-        first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
-        rotated = [first * cos - second * sin, second * cos + first * sin]
-        outputs = jnp.concatenate(rotated, axis=-1)
+        positions = _rows(positions, inputs.shape[1])
+        angle = self._angles(positions)[:, :, None, :]
+        sin, cos = jnp.sin(angle) * self._amplitude, jnp.cos(angle) * self._amplitude
+        turning = inputs[..., : self.rotary_dims].astype(jnp.float32)
+        first, second = jnp.split(turning, 2, axis=-1)
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        if self.rotary_dims < self.embedding_dims:
+            parts.append(inputs[..., self.rotary_dims :].astype(jnp.float32))
+        outputs = jnp.concatenate(parts, axis=-1)
         return outputs.astype(inputs.dtype) if self.cast_as_fprop_dtype else outputs
+
+    # What sines and cosines are multiplied by.
+    _amplitude = 1.0
+
+    def _angles(self, positions_BT: jax.Array) -> jax.Array:
+        """Returns radians [B, T, rotary_dims / 2]."""
+        return positions_BT.astype(jnp.float32)[:, :, None] / self._timescales()[None, None, :]
+
+    def _timescales(self) -> jax.Array:
+        """Returns the positions per radian of each pair, float32 [rotary_dims / 2]."""
+        fraction = jnp.arange(0, self.rotary_dims, 2, dtype=jnp.float32) / self.rotary_dims
+        return self.min_timescale * (self.max_timescale / self.min_timescale) ** fraction

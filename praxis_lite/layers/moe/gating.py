@@ -51,6 +51,7 @@ class Gating:
     expert_capacity_dim: int = 0
     unadjusted_expert_capacity_factor: float = 2.0
     dropless: bool = False
+    normalize_gates: bool = True
     second_expert_policy: str = "all"
     second_expert_threshold: float = 0.0
     gating_logit_cap: float = 0.0
@@ -99,6 +100,12 @@ class Gating:
             self.is_top_k or not self.dropless,
             "dropless",
             f"False with gating_func {gating!r}, whose experts have a number of seats",
+            "Or set gating_func='top2' or 'top_k'.",
+        )
+        check(
+            self.is_top_k or self.normalize_gates,
+            "normalize_gates",
+            f"True with gating_func {gating!r}",
             "Or set gating_func='top2' or 'top_k'.",
         )
         check(
@@ -158,6 +165,7 @@ class Gating:
             self.num_experts_per_token,
             self.second_expert_policy,
             self.second_expert_threshold,
+            self.normalize_gates,
         )
         probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
         balance = routing.load_balance_loss(

@@ -60,6 +60,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
       expert_capacity_dim, unadjusted_expert_capacity_factor: see `routing.expert_capacity`.
       dropless: no capacity: each token reaches all its experts; `dropless` says what memory it
         takes.
+      normalize_gates: the gates of a token add up to 1; False: they are the router's probabilities
+        (of gating_func "top2" and "top_k").
       second_expert_policy: of top2, in a training pass: "all"; "sampling": the second expert is
         drawn; "random": it is used in a share min(1, gate / second_expert_threshold) of cases.
       gating_logit_cap: keeps logits within +-cap by a tanh; 0: no cap.

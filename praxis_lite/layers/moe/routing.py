@@ -36,6 +36,7 @@ def choose_experts(
     num_chosen: int,
     second_expert_policy: str,
     second_expert_threshold: float,
+    normalize_gates: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns experts, gates and is_routed (True if a choice is used), each [G, S, K].
 
@@ -43,12 +44,16 @@ def choose_experts(
       is_token_GS: False for padding, which is not routed.
       key: of a training pass; without one the most probable experts are taken.
       second_expert_policy: Pax's "all", "sampling" or "random".
+      normalize_gates: the gates of a token add up to 1; False: they are the probabilities.
     """
     probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
     if key is not None and second_expert_policy == "sampling":
         experts_GSK, gates_GSK = sampled_second_expert(logits_GSE, probs_GSE, is_token_GS, key)
     else:
         experts_GSK, gates_GSK = top_k_experts(probs_GSE, is_token_GS, num_chosen)
+    if not normalize_gates:
+        gates_GSK = jnp.take_along_axis(probs_GSE, experts_GSK, axis=-1)
+        gates_GSK = jnp.where(is_token_GS[..., None], gates_GSK, 0.0)
     is_routed_GSK = jnp.broadcast_to(is_token_GS[..., None], gates_GSK.shape)
     if key is not None and second_expert_policy == "random":
         is_routed_GSK &= is_second_expert_used(gates_GSK, second_expert_threshold, key)

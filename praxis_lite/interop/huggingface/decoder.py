@@ -1,0 +1,260 @@
+"""The config of a decoder-only language model, of the settings that families' tables name."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax.numpy as jnp
+
+from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.layers import (
+    DotProductAttention,
+    Embedding,
+    FullSoftmax,
+    LayerNorm,
+    LinearScaledRotary,
+    Llama3Rotary,
+    LongRope,
+    RmsNorm,
+    RotaryPositionalEmbedding,
+    SharedEmbeddingSoftmax,
+    Transformer,
+    TransformerFeedForward,
+    TransformerFeedForwardMoe,
+    TransformerLm,
+    YarnRotary,
+)
+from praxis_lite.layers.embedding.rotary_scaling import yarn_factor
+
+# Their names of activations, by ours.
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
+}
+NORMS = {
+    "rms": lambda epsilon: fdl.Partial(RmsNorm, epsilon=epsilon),
+    "rms 1 + w": lambda epsilon: fdl.Partial(RmsNorm, epsilon=epsilon, direct_scale=False),
+    "layer": lambda epsilon: fdl.Partial(LayerNorm, epsilon=epsilon, direct_scale=True),
+}
+# Which layers have the window.
+WINDOWS = ("all", "even", "from max_window_layers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSettings:
+    """A decoder-only model in the words of `families/`.
+
+    Attributes:
+      hidden_dims: None: 4 model_dims.
+      num_kv_heads: None: num_heads.
+      dim_per_head: None: model_dims / num_heads.
+      activation: their name, see ACTIVATIONS.
+      norm: of NORMS; norm_policy: of Transformer.
+      is_tied: one table embeds and predicts.
+      use_bias, use_output_bias, has_bias: of queries, keys and values; of attention's outputs; of
+        the feed-forward part.
+      qk_norm: norm of queries and keys before they rotate: "", "head" or "all heads".
+      query_scalar: queries are multiplied by its -0.5th power; None: dim_per_head.
+      window: a token sees itself and window - 1 before it, in the layers that slide.
+      windows: which slide, of WINDOWS; layer_types says it of each layer instead.
+      max_seq_length: of learned positions; None: positions are rotary.
+      rotary_share: the share of a head's dims that rotates.
+      rope_scaling: as in config.json.
+      num_experts: None: no experts.
+    """
+
+    vocab_size: int
+    model_dims: int
+    num_layers: int
+    num_heads: int
+    hidden_dims: int | None = None
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    activation: str = "silu"
+    norm: str = "rms"
+    norm_policy: str = "pre"
+    epsilon: float = 1e-6
+    is_tied: bool = False
+    use_bias: bool = False
+    use_output_bias: bool = False
+    has_bias: bool = False
+    use_gated_activation: bool = False
+    scale_embeddings: bool = False
+    qk_norm: str = ""
+    query_scalar: float | None = None
+    atten_logit_cap: float = 0.0
+    soft_cap_logits: float = 0.0
+    use_window: bool = True
+    window: int | None = None
+    windows: str = "all"
+    max_window_layers: int = 0
+    layer_types: Sequence[str] | None = None
+    max_seq_length: int | None = None
+    rope_theta: float = 10_000.0
+    rotary_share: float = 1.0
+    rope_scaling: Mapping[str, Any] | None = None
+    original_max_positions: int | None = None
+    num_experts: int | None = None
+    num_experts_per_token: int = 2
+    normalize_gates: bool = True
+
+    @property
+    def head_dims(self) -> int:
+        """Dims of a head."""
+        return self.dim_per_head or self.model_dims // self.num_heads
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the window of a layer, or None if it sees all that is before it."""
+        if self.window is None or not self.use_window:
+            return None
+        if self.layer_types is not None:
+            slides = self.layer_types[layer] == "sliding_attention"
+        else:
+            slides = {
+                "all": True, "even": layer % 2 == 0,
+                "from max_window_layers": layer >= self.max_window_layers,
+            }[self.windows]
+        return self.window if slides else None
+
+
+def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
+    """Returns the config of the model."""
+    require_choice("config.json: activation", settings.activation, tuple(ACTIVATIONS))
+    if settings.layer_types is not None:
+        kinds = set(settings.layer_types) - {"sliding_attention", "full_attention"}
+        require(
+            not kinds and len(settings.layer_types) == settings.num_layers,
+            "config.json: layer_types", settings.layer_types,
+            f"'sliding_attention' or 'full_attention' for each of {settings.num_layers} layers",
+        )
+    norm = NORMS[settings.norm](settings.epsilon)
+    windows = pattern([settings.window_of(i) for i in range(settings.num_layers)])
+    blocks = [_block(settings, norm, window) for window in windows]
+    scales = {"scale_sqrt_depth": True} if settings.scale_embeddings else {}
+    softmax = {"has_bias": False, "soft_cap_logits": settings.soft_cap_logits}
+    if settings.is_tied:
+        embedding, softmax_tpl = None, fdl.Partial(SharedEmbeddingSoftmax, **softmax, **scales)
+    else:
+        embedding = fdl.Partial(Embedding, **scales)
+        softmax_tpl = fdl.Partial(FullSoftmax, **softmax)
+    return fdl.Partial(
+        TransformerLm, vocab_size=settings.vocab_size, model_dims=settings.model_dims,
+        hidden_dims=settings.hidden_dims or 4 * settings.model_dims,
+        num_heads=settings.num_heads, dim_per_head=settings.head_dims,
+        num_layers=settings.num_layers, max_seq_length=settings.max_seq_length,
+        fprop_dtype=jnp.float32, softmax_tpl=softmax_tpl, separate_embedding_tpl=embedding,
+        position_emb_tpl=None, final_ln_tpl=norm,
+        transformer_layer_tpl=blocks[0] if len(blocks) == 1 else tuple(blocks),
+    )
+
+
+def pattern(layers: Sequence[Any]) -> Sequence[Any]:
+    """Returns the shortest pattern that, repeated, gives what each layer is."""
+    for length in range(1, len(layers) + 1):
+        if len(layers) % length == 0 and layers == layers[:length] * (len(layers) // length):
+            return layers[:length]
+    return layers
+
+
+def _block(settings: DecoderSettings, norm: Any, window: int | None) -> "fdl.Partial[Transformer]":
+    scale = settings.query_scalar or settings.head_dims
+    qk_norm = {}
+    if settings.qk_norm:
+        qk_norm = {
+            "ln_tpl": norm, "ln_before_rotary": True,
+            "ln_over_heads": settings.qk_norm == "all heads",
+        }
+    has_rotary = settings.max_seq_length is None
+    attention = fdl.Partial(
+        DotProductAttention, num_kv_heads=settings.num_kv_heads, window=window,
+        use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
+        # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
+        hidden_dim=round(scale * settings.num_heads), internal_enable_per_dim_scale=False,
+        atten_logit_cap=settings.atten_logit_cap, use_rotary_position_emb=has_rotary,
+        **({"rotary_position_emb_tpl": rotary(settings)} if has_rotary else {}), **qk_norm,
+    )
+    feed_forward = {
+        "activation": ACTIVATIONS[settings.activation],
+        "use_gated_activation": settings.use_gated_activation,
+    }
+    if settings.num_experts is None:
+        feed_forward_tpl = fdl.Partial(
+            TransformerFeedForward, has_bias=settings.has_bias, **feed_forward
+        )
+    else:
+        feed_forward_tpl = fdl.Partial(
+            TransformerFeedForwardMoe, num_experts=settings.num_experts, gating_func="top_k",
+            num_experts_per_token=settings.num_experts_per_token, dropless=True,
+            normalize_gates=settings.normalize_gates, moe_load_balance_loss_weight=0.0,
+            **feed_forward,
+        )
+    return fdl.Partial(
+        Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
+        tr_fflayer_tpl=feed_forward_tpl,
+    )
+
+
+def rotary(settings: DecoderSettings) -> "fdl.Partial[RotaryPositionalEmbedding]":
+    """Returns the config of the rotary positions.
+
+    Raises:
+      ConfigError: the kind of scaling, or one of its fields, is not known.
+    """
+    scaling = dict(settings.rope_scaling or {})
+    theta = scaling.pop("rope_theta", settings.rope_theta)
+    share = scaling.pop("partial_rotary_factor", settings.rotary_share)
+    # transformers 4 calls it type, and 4.43 both.
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    shared = {"max_timescale": theta}
+    if share != 1.0:
+        shared["rotary_dims"] = int(settings.head_dims * share)
+    length = scaling.pop("original_max_position_embeddings", settings.original_max_positions)
+    if kind == "default":
+        layer, given = RotaryPositionalEmbedding, {}
+    elif kind == "linear":
+        layer, given = LinearScaledRotary, {"factor": scaling.pop("factor")}
+    elif kind == "llama3":
+        layer, given = Llama3Rotary, {
+            name: scaling.pop(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+        } | {"original_max_positions": length}
+    elif kind == "yarn":
+        layer, given = YarnRotary, _yarn(scaling) | {"original_max_positions": length}
+    elif kind == "longrope":
+        layer, given = LongRope, {
+            name: tuple(scaling.pop(name)) for name in ("short_factor", "long_factor")
+        } | {"original_max_positions": length}
+        given["attention_factor"] = scaling.pop("attention_factor", None) or _long_factor(
+            scaling.pop("factor", None), length
+        )
+    else:
+        raise ConfigError(
+            f"config.json: rope_scaling is of the kind {kind!r}; known are default, linear, "
+            "llama3, yarn and longrope."
+        )
+    require(
+        not scaling, f"config.json: rope_scaling of the kind {kind!r}", sorted(scaling),
+        "no fields besides those that are known",
+    )
+    return fdl.Partial(layer, **shared, **given)
+
+
+def _yarn(scaling: dict[str, Any]) -> dict[str, Any]:
+    factor = scaling.pop("factor")
+    given = {"factor": factor}
+    for name in ("beta_fast", "beta_slow", "truncate"):
+        value = scaling.pop(name, None)
+        given |= {} if value is None else {name: value}
+    mscale, of_all = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
+    attention_factor = scaling.pop("attention_factor", None)
+    if attention_factor is None and mscale and of_all:
+        attention_factor = yarn_factor(factor, mscale) / yarn_factor(factor, of_all)
+    return given | {"attention_factor": attention_factor}
+
+
+def _long_factor(factor: float | None, length: int) -> float:
+    if factor is None or factor <= 1.0:
+        return 1.0
+    return math.sqrt(1.0 + math.log(factor) / math.log(length))

@@ -1,0 +1,150 @@
+"""What a family's table says of a config.json: our settings, or which field is not understood."""
+
+import dataclasses
+import functools
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.errors import ConfigError, did_you_mean, require
+
+VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
+_MERGED = ("settings", "only", *VALUES, "tensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A table of `families/`, merged into what it extends: false takes an entry out.
+
+    Attributes:
+      name: of the file.
+      architectures: the classes of transformers that it describes.
+      settings: by field of config.json, our setting or several, see `decoder.DecoderSettings`.
+      only: by field, the values that are understood, all of which compute the same; any if empty.
+      constants: our settings that the family fixes.
+      defaults: our settings where the config says nothing, or null.
+      tensors: by name in the checkpoint, what it is of our weights, see `weights.Part`.
+      without_effect: fields that change nothing of what is computed.
+      optional_prefix: of tensors' names, which some checkpoints lack.
+      skipped: tensors that are no weights.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    settings: Mapping[str, str | list[str]]
+    only: Mapping[str, list[Any]]
+    constants: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    without_effect: frozenset[str]
+    optional_prefix: str = ""
+    skipped: tuple[str, ...] = ()
+
+    def translated(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns our settings by name, given the fields of a config.json.
+
+        Raises:
+          ConfigError: a field is not known, or has a value that is not understood.
+        """
+        known = {*self.settings, *self.only, *self.without_effect}
+        for field, value in config.items():
+            if field not in known:
+                raise ConfigError(
+                    f"config.json of {self.name} has the field {field!r} = {value!r}, which is not "
+                    f"known here, and might change what is computed.{did_you_mean(field, known)} "
+                    "If it does not, take it out of config.json."
+                )
+            allowed = self.only.get(field)
+            if allowed:
+                require(
+                    value in allowed, f"config.json of {self.name}: {field}", value,
+                    " or ".join(map(repr, allowed)), "Nothing else is understood here.",
+                )
+        found = dict(self.defaults)
+        for field, names in self.settings.items():
+            value = config.get(field)
+            if value is not None:
+                found |= dict.fromkeys([names] if isinstance(names, str) else names, value)
+        return {**found, **self.constants}
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Returns all families by the architectures that they describe."""
+    found = {}
+    for file in resources.files(__package__).joinpath("families").iterdir():
+        name = file.name.removesuffix(".toml")
+        if file.name.endswith(".toml") and name != "common":
+            family = _family(name)
+            found |= dict.fromkeys(family.architectures, family)
+    return found
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Returns the family of a config.json.
+
+    Raises:
+      ConfigError: there is none for its architecture; names those that there are.
+    """
+    named = config.get("architectures")
+    require(
+        isinstance(named, list) and len(named) == 1, "config.json: architectures", named,
+        "a list of one name, such as ['LlamaForCausalLM']",
+    )
+    known = families()
+    if named[0] not in known:
+        raise ConfigError(
+            f"config.json: the architecture {named[0]!r} is not known here; known are "
+            f"{', '.join(sorted(known))}.{did_you_mean(str(named[0]), known)}"
+        )
+    return known[named[0]]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Returns the fields of a directory's config.json.
+
+    Raises:
+      ConfigError: there is none, or it is no JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory} has no config.json. Name the directory of a model of Hugging Face, with "
+            "config.json and model.safetensors in it."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from None
+    require(isinstance(config, dict), str(path), type(config).__name__, "an object of fields")
+    return config
+
+
+def _family(name: str) -> Family:
+    table = _merged(name)
+    common = _table("common")
+    return Family(
+        name, tuple(table["architectures"]), **{part: table.get(part, {}) for part in _MERGED},
+        without_effect=frozenset(common["without_effect"]),
+        optional_prefix=table.get("optional_prefix", ""), skipped=tuple(table.get("skipped", ())),
+    )
+
+
+def _merged(name: str) -> dict[str, Any]:
+    table = _table(name)
+    if "extends" not in table:
+        return table
+    base = _merged(table.pop("extends"))
+    merged = {}
+    for part in _MERGED:
+        entries = {**base.get(part, {}), **table.get(part, {})}
+        merged[part] = {key: x for key, x in entries.items() if x is not False or part in VALUES}
+    return {**base, **table, **merged}
+
+
+def _table(name: str) -> dict[str, Any]:
+    file = resources.files(__package__).joinpath("families", f"{name}.toml")
+    return tomllib.loads(file.read_text("utf-8"))

@@ -1,0 +1,142 @@
+"""A model's weights on a mesh: each device's part is made of its own bytes of the files alone."""
+
+import collections
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from praxis_lite.errors import ConfigError, few
+from praxis_lite.interop.huggingface.family import Family
+from praxis_lite.interop.huggingface.tensor_files import TensorFiles
+from praxis_lite.interop.huggingface.weights import Part
+from praxis_lite.partitioner import StateLayout
+from praxis_lite.partitioner.train_state import LeafLayout
+
+SECONDS_BETWEEN_LINES = 5.0
+HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight")
+
+
+def check_tensors(family: Family, parts: Sequence[Part], files: TensorFiles) -> dict[str, str]:
+    """Returns the names of the tensors in the files, by those in the family's table.
+
+    Raises:
+      ConfigError: a tensor is missing, has another shape, or is not known; nothing was read.
+    """
+    prefix, names = family.optional_prefix, {}
+    for part in parts:
+        stored = [x for x in (part.tensor, prefix + part.tensor) if x in files.file_of]
+        if stored:
+            names[part.tensor] = stored[0]
+    missing = sorted({part.tensor for part in parts} - names.keys())
+    if missing:
+        raise ConfigError(
+            f"{files.directory}: the checkpoint has no {few(missing)}, which config.json asks for."
+        )
+    joined: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        joined[part.tensor].append(part)
+    for name, of_tensor in joined.items():
+        wanted = list(of_tensor[0].shape())
+        if of_tensor[0].theirs:
+            dim = len(of_tensor[0].theirs) - 1
+            wanted[dim] = of_tensor[-1].theirs[dim].stop
+        found = files.shape(names[name])
+        if found != tuple(wanted):
+            raise ConfigError(
+                f"{files.directory}: {names[name]} has the shape {found}; by config.json it is "
+                f"{tuple(wanted)}. The files are of another model, or config.json was changed."
+            )
+    known = set(names.values())
+    skipped = [re.escape(x).replace(r"\{layer\}", r"\d+") for x in family.skipped]
+    is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
+    unknown = [
+        x for x in files.file_of if x not in known and not (skipped and is_skipped(x))
+        and not (x == HEAD and _is_embedding(files, names))
+    ]
+    if unknown:
+        raise ConfigError(
+            f"{files.directory}: the checkpoint has {few(sorted(unknown))}, which the table of "
+            f"{family.name} does not know, and which would be lost."
+        )
+    return names
+
+
+def _is_embedding(files: TensorFiles, names: Mapping[str, str]) -> bool:
+    """Returns True if the head, which a tied model does not have, is the embedding once more."""
+    head = files.tensor(HEAD)
+    return any(
+        files.shape(name) == head.shape and np.array_equal(files.tensor(name), head)
+        for name in names.values() if name.endswith(EMBEDDINGS)
+    )
+
+
+def read_weights(
+    layout: StateLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
+    names: Mapping[str, str], note: Callable[[str], None],
+) -> list[jax.Array]:
+    """Returns the leaves of `layout`, mdl_vars, padded and in their shards, in its order.
+
+    Besides what is returned it holds one shard at a time.
+
+    Args:
+      names: of the tensors in the files, see `check_tensors`.
+      note: told how far it is, a line now and then.
+    """
+    of_weight: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        of_weight[part.path].append(part)
+    leaves = list(layout.leaves())
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    start = last = time.monotonic()
+    arrays, done = [], 0
+    for leaf in leaves:
+        sharding = NamedSharding(mesh, leaf.spec)
+        read = _Shards(leaf, of_weight[leaf.path], files, names)
+        arrays.append(jax.make_array_from_callback(leaf.padded_shape, sharding, read))
+        done += math.prod(leaf.shape) * leaf.dtype.itemsize
+        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            note(f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB, {last - start:.0f} s")
+    seconds = time.monotonic() - start
+    rate = seconds / max(total / 1e9, 1e-9)
+    note(f"read {total / 1e9:.3g} GB in {seconds:.1f} s, {rate:.1f} s per GB")
+    return arrays
+
+
+class _Shards:
+    """Makes the shards of one weight; of devices that hold the same one it is read once."""
+
+    def __init__(
+        self, leaf: LeafLayout, parts: Sequence[Part], files: TensorFiles, names: Mapping[str, str]
+    ):
+        self.leaf, self.parts, self.files, self.names = leaf, parts, files, names
+        self.last: tuple[Any, np.ndarray | None] = None, None
+
+    def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(
+            slice(*x.indices(size)[:2])
+            for x, size in zip(index, self.leaf.padded_shape, strict=True)
+        )
+        if self.last[0] != bounds:
+            self.last = None, None
+            self.last = bounds, self._read(bounds)
+        return self.last[1]
+
+    def _read(self, bounds: tuple[slice, ...]) -> np.ndarray:
+        shard = np.zeros([x.stop - x.start for x in bounds], self.leaf.dtype)
+        for part in self.parts:
+            leading = len(part.index)
+            place = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
+            sizes = [x.stop - x.start for x in bounds[:leading]]
+            if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
+                continue
+            ours = part.as_ours(self.files.tensor(self.names[part.tensor]))[bounds[leading:]]
+            # What lies beyond the true shape is padding, and stays zero.
+            shard[(*place, *map(slice, ours.shape))] = ours
+        return shard

@@ -1,0 +1,114 @@
+"""A model's safetensors files, read where they are needed: a tensor is a view of the file."""
+
+import functools
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from praxis_lite.errors import ConfigError, require
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
+}
+
+
+class TensorFiles:
+    """The tensors of a directory, by name.
+
+    Args:
+      directory: with model.safetensors, or with several files and their index.
+
+    Attributes:
+      file_of: by tensor, the file that has it.
+
+    Raises:
+      ConfigError: there are no such files, only pickled ones, one is damaged, or the index names
+        what is not there.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._headers: dict[str, dict[str, Any]] = {}
+        index = directory / INDEX
+        if index.exists():
+            self.file_of = self._indexed(index)
+        elif (directory / SINGLE).exists():
+            self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
+        else:
+            pickled = sorted(x.name for x in directory.glob("*.bin"))
+            hint = (
+                f"There is {pickled[0]}, a pickle, which can run code as it is read and is not "
+                "read here. Have its owner save it with save_pretrained(safe_serialization=True)."
+                if pickled else "Name the directory of a model of Hugging Face."
+            )
+            raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}. {hint}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns a tensor's shape."""
+        return tuple(self._entry(name)["shape"])
+
+    def dtype(self, name: str) -> np.dtype:
+        """Returns a tensor's dtype."""
+        kind = self._entry(name)["dtype"]
+        if kind not in DTYPES:
+            raise ConfigError(
+                f"{self.directory / self.file_of[name]}: {name} is of the type {kind}; known are "
+                f"{', '.join(DTYPES)}."
+            )
+        return DTYPES[kind]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns a tensor as a view of its file: what is not used of it is not read."""
+        file = self.file_of[name]
+        start, stop = self._entry(name)["data_offsets"]
+        data = self._data(file)[start:stop]
+        return data.view(self.dtype(name)).reshape(self.shape(name))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return self._header(self.file_of[name])[name]
+
+    @functools.cache  # noqa: B019 - as long-lived as the files are used.
+    def _data(self, file: str) -> np.ndarray:
+        path = self.directory / file
+        with path.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+        return np.memmap(path, np.uint8, mode="r", offset=8 + length)
+
+    def _header(self, file: str) -> dict[str, Any]:
+        if file not in self._headers:
+            path = self.directory / file
+            try:
+                with safe_open(path, framework="numpy"):
+                    pass  # It checks lengths, types and that tensors lie side by side.
+                with path.open("rb") as opened:
+                    (length,) = struct.unpack("<Q", opened.read(8))
+                    header = json.loads(opened.read(length))
+            except (OSError, ValueError, SafetensorError) as error:
+                raise ConfigError(f"{path} is no safetensors file: {error}.") from None
+            header.pop("__metadata__", None)
+            self._headers[file] = header
+        return self._headers[file]
+
+    def _indexed(self, path: Path) -> Mapping[str, str]:
+        try:
+            file_of = json.loads(path.read_text("utf-8"))["weight_map"]
+            files = sorted(set(file_of.values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{path} is no index: wanted is an object with weight_map.") from None
+        for file in files:
+            require(
+                Path(file).name == file and (self.directory / file).is_file(),
+                f"{path}: a file of weight_map", file, "the name of a file beside it",
+            )
+        missing = [name for name, file in file_of.items() if name not in self._header(file)]
+        require(not missing, f"{path}: weight_map", missing[:3], "tensors that their files have")
+        return file_of

@@ -1,0 +1,128 @@
+"""Which tensor of theirs is which part of which weight of ours, and back: views, and no copies."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import einops
+import numpy as np
+
+from praxis_lite.errors import ConfigError, few
+from praxis_lite.interop.huggingface.decoder import DecoderSettings
+from praxis_lite.interop.huggingface.family import Family
+
+_HEAD = "params/softmax/logits_ffn/linear/w"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor of theirs as a part of a weight of ours.
+
+    Attributes:
+      tensor: its name.
+      path: of our weight, "params/transformer/blocks/self_attention/query/w".
+      index: of the part in the weight's leading dims: the turn of a scanned stack, the expert.
+      form: "theirs -> ours" in einops' words, such as "(n k) d -> d n k".
+      sizes: of the dims that `form` names.
+      theirs: which part of the tensor it is: all, or a slice along one dim.
+    """
+
+    tensor: str
+    path: str
+    index: tuple[int, ...]
+    form: str
+    sizes: Mapping[str, int]
+    theirs: tuple[slice, ...] = ()
+
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape that the part of the tensor must have."""
+        names = self.form.split(" -> ")[0]
+        groups = re.findall(r"\(([^)]*)\)|(\S+)", names)
+        return tuple(
+            math.prod(self.sizes[name] for name in (group or single).split())
+            for group, single in groups
+        )
+
+    def as_ours(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the part as it lies in our weight: a view of the tensor."""
+        return einops.rearrange(tensor[self.theirs], self.form, **self.sizes)
+
+    def as_theirs(self, weight: np.ndarray) -> np.ndarray:
+        """Returns the part as it lies in the tensor, given our weight: a view, if it can be one."""
+        theirs, ours = self.form.split(" -> ")
+        return einops.rearrange(weight[self.index], f"{ours} -> {theirs}", **self.sizes)
+
+
+def parts(
+    family: Family, settings: DecoderSettings, pattern_length: int,
+    weights: Mapping[str, tuple[int, ...]],
+) -> list[Part]:
+    """Returns the parts of all of our weights.
+
+    Args:
+      pattern_length: how many layers a turn of the stack has.
+      weights: our weights' shapes by path.
+
+    Raises:
+      ConfigError: a weight of ours has no tensor in the family's table.
+    """
+    found = []
+    for name, entry in family.tensors.items():
+        paths = [entry["to"]] if isinstance(entry["to"], str) else entry["to"]
+        for layer in range(settings.num_layers) if "{layer}" in name else [0]:
+            found += _of_tensor(name, entry, paths, layer, settings, pattern_length, weights)
+    missing = sorted(set(weights) - {part.path for part in found})
+    if missing:
+        raise ConfigError(
+            f"The table of {family.name} has no tensor for {few(missing)}: the config asks for "
+            "what the family's table does not describe."
+        )
+    return found
+
+
+def _of_tensor(
+    name: str, entry: Mapping[str, Any], to: Sequence[str], layer: int,
+    settings: DecoderSettings, pattern_length: int, weights: Mapping[str, tuple[int, ...]],
+) -> Iterator[Part]:
+    """Yields the parts that the tensors of a name hold, in one layer."""
+    in_stack, of_experts = "{layer}" in name, "{expert}" in name
+    num_leading = int(in_stack) + int(of_experts)
+    starts: dict[int, int] = {}
+    for target in to:
+        path, form = _place(target, entry["form"], layer if in_stack else None, settings,
+                            pattern_length)
+        if path not in weights:
+            continue  # A bias that this config has not, the head of a tied one.
+        ours = form.split(" -> ")[1].split()
+        sizes = dict(zip(ours, weights[path][num_leading:], strict=True))
+        for expert in range(settings.num_experts or 0) if of_experts else [0]:
+            index = ((layer // pattern_length,) if in_stack else ()) + (
+                (expert,) if of_experts else ()
+            )
+            tensor = name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+            part = Part(tensor, path, index, form, sizes)
+            if (dim := entry.get("joined")) is not None:
+                start = starts.get(expert, 0)
+                stop = starts[expert] = start + part.shape()[dim]
+                theirs = (slice(None),) * dim + (slice(start, stop),)
+                part = dataclasses.replace(part, theirs=theirs)
+            yield part
+
+
+def _place(
+    target: str, form: str, layer: int | None, settings: DecoderSettings, pattern_length: int
+) -> tuple[str, str]:
+    """Returns the path of our weight, and the form with both sides."""
+    form = form if "->" in form else f"{form} -> {form}"
+    if target == "embedding" and settings.is_tied:
+        return _HEAD, "v d -> d v"
+    if target == "embedding":
+        return "params/embedding_lookup/emb_var", form
+    if target == "head":
+        return "" if settings.is_tied else _HEAD, form
+    if layer is None:
+        return f"params/{target}", form
+    within = "" if pattern_length == 1 else f"x_layers_{layer % pattern_length}/"
+    return f"params/transformer/blocks/{within}{target}", form

@@ -1,0 +1,174 @@
+"""Rotary positions of models that were made to read longer texts than they were trained on.
+
+Each slows the pairs that turn slowly, by a rule of its own. The rules are those of Hugging Face's
+`rope_scaling`, of which `rope_type` names one.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.errors import require
+from praxis_lite.layers.base_layer import require_positive
+from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
+
+# B batch, T time.
+
+
+def _check_factor(layer: object, factor: float) -> None:
+    require(factor > 0, f"{type(layer).__name__}.factor", factor, "a number above 0")
+
+
+class LinearScaledRotary(RotaryPositionalEmbedding):
+    """RotaryPositionalEmbedding that turns every pair `factor` times slower (arXiv:2306.15595)."""
+
+    @takes_settings_of(RotaryPositionalEmbedding)
+    def __init__(self, embedding_dims: int, *, factor: float, **settings: Any):
+        super().__init__(embedding_dims, **settings)
+        _check_factor(self, factor)
+        self.factor = factor
+
+    def _timescales(self) -> jax.Array:
+        return super()._timescales() * self.factor
+
+
+class Llama3Rotary(RotaryPositionalEmbedding):
+    """RotaryPositionalEmbedding of Llama 3.1: slow pairs are slowed, fast ones stay.
+
+    Args:
+      factor: how many times slower the slow pairs turn.
+      low_freq_factor: pairs that turn fewer times than this in `original_max_positions` are slow.
+      high_freq_factor: those that turn more often than this are fast; between the two, in part.
+      original_max_positions: the length of text that the model was trained on before.
+    """
+
+    @takes_settings_of(RotaryPositionalEmbedding)
+    def __init__(
+        self,
+        embedding_dims: int,
+        *,
+        factor: float = 8.0,
+        low_freq_factor: float = 1.0,
+        high_freq_factor: float = 4.0,
+        original_max_positions: int = 8192,
+        **settings: Any,
+    ):
+        super().__init__(embedding_dims, **settings)
+        _check_factor(self, factor)
+        require_positive(self, original_max_positions=original_max_positions)
+        require(
+            0 < low_freq_factor < high_freq_factor, "Llama3Rotary.low_freq_factor",
+            low_freq_factor, f"a number above 0 and below high_freq_factor, {high_freq_factor}",
+        )
+        self.factor, self.original_max_positions = factor, original_max_positions
+        self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
+
+    def _timescales(self) -> jax.Array:
+        plain = super()._timescales()
+        num_turns = self.original_max_positions / (2.0 * math.pi * plain)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = jnp.clip((num_turns - low) / (high - low), 0.0, 1.0)
+        return 1.0 / ((1.0 - kept) / (plain * self.factor) + kept / plain)
+
+
+class YarnRotary(RotaryPositionalEmbedding):
+    """RotaryPositionalEmbedding by YaRN (arXiv:2309.00071).
+
+    Args:
+      factor: how many times slower the slow pairs turn.
+      beta_fast, beta_slow: pairs that turn more often than beta_fast in `original_max_positions`
+        stay, those that turn fewer times than beta_slow are slowed, between the two in part.
+      original_max_positions: the length of text that the model was trained on before.
+      truncate: the two bounds are moved outwards to whole pairs.
+      attention_factor: what sines and cosines are multiplied by; None: 0.1 ln(factor) + 1.
+    """
+
+    @takes_settings_of(RotaryPositionalEmbedding)
+    def __init__(
+        self,
+        embedding_dims: int,
+        *,
+        factor: float,
+        original_max_positions: int,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        truncate: bool = True,
+        attention_factor: float | None = None,
+        **settings: Any,
+    ):
+        super().__init__(embedding_dims, **settings)
+        _check_factor(self, factor)
+        require_positive(self, original_max_positions=original_max_positions)
+        require(
+            0 < beta_slow < beta_fast, "YarnRotary.beta_slow", beta_slow,
+            f"a number above 0 and below beta_fast, {beta_fast}",
+        )
+        self.factor, self.original_max_positions = factor, original_max_positions
+        self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
+        self._amplitude = yarn_factor(factor) if attention_factor is None else attention_factor
+
+    def _timescales(self) -> jax.Array:
+        plain, num_pairs = super()._timescales(), self.rotary_dims // 2
+        first, last = self._pair(self.beta_fast), self._pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.rotary_dims - 1)
+        last = last + 0.001 if first == last else last
+        slowed = jnp.clip((jnp.arange(num_pairs) - first) / (last - first), 0.0, 1.0)
+        return 1.0 / (slowed / (plain * self.factor) + (1.0 - slowed) / plain)
+
+    def _pair(self, num_turns: float) -> float:
+        """Returns the pair, as a fraction, that turns so often in `original_max_positions`."""
+        timescale = self.original_max_positions / (2.0 * math.pi * num_turns)
+        theta = self.max_timescale / self.min_timescale
+        return self.rotary_dims / 2 * math.log(timescale / self.min_timescale) / math.log(theta)
+
+
+def yarn_factor(factor: float, mscale: float = 1.0) -> float:
+    """Returns YaRN's 0.1 mscale ln(factor) + 1, or 1.0 for a factor of at most 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+class LongRope(RotaryPositionalEmbedding):
+    """RotaryPositionalEmbedding by LongRoPE: a factor for each pair (arXiv:2402.13753).
+
+    A call any of whose positions lies behind `original_max_positions` takes `long_factor`, another
+    `short_factor`: so a text that grows beyond it while it is decoded has keys of both, as in
+    Hugging Face's models.
+
+    Args:
+      short_factor, long_factor: how many times slower each pair turns, [rotary_dims / 2].
+      original_max_positions: the length of text that the model was trained on before.
+      attention_factor: what sines and cosines are multiplied by.
+    """
+
+    @takes_settings_of(RotaryPositionalEmbedding)
+    def __init__(
+        self,
+        embedding_dims: int,
+        *,
+        short_factor: Sequence[float],
+        long_factor: Sequence[float],
+        original_max_positions: int,
+        attention_factor: float = 1.0,
+        **settings: Any,
+    ):
+        super().__init__(embedding_dims, **settings)
+        require_positive(self, original_max_positions=original_max_positions)
+        for name, factors in (("short_factor", short_factor), ("long_factor", long_factor)):
+            require(
+                len(factors) == self.rotary_dims // 2, f"LongRope.{name}", len(factors),
+                f"a number for each of the {self.rotary_dims // 2} pairs",
+            )
+        self.short_factor, self.long_factor = tuple(short_factor), tuple(long_factor)
+        self.original_max_positions, self._amplitude = original_max_positions, attention_factor
+
+    def _angles(self, positions_BT: jax.Array) -> jax.Array:
+        is_long = jnp.max(positions_BT) >= self.original_max_positions
+        factors = [jnp.asarray(x, jnp.float32) for x in (self.long_factor, self.short_factor)]
+        timescales = self._timescales() * jnp.where(is_long, *factors)
+        return positions_BT.astype(jnp.float32)[:, :, None] / timescales[None, None, :]
