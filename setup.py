@@ -23,7 +23,7 @@ setup(
     package_data={
         "praxis_lite.explain": ["explain_page.html"],
         # What is what in the models of Hugging Face, a table per family.
-        "praxis_lite.interop.huggingface": ["families/*.toml"],
+        "praxis_lite.checkpoints.huggingface": ["families/*.toml"],
     },
     install_requires=[
         # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.

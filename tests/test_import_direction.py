@@ -51,7 +51,7 @@ ORDERS = {
         {"launch"},
     ),
     "praxis_lite/checkpoints": (
-        {"steps"},
+        {"huggingface", "steps"},
         {"files"},
         {"orbax_write", "save_checks", "sharded_reading", "tools"},
         {"background_save"},

@@ -52,6 +52,8 @@ class RunConfig:
         best_checkpoints: keeps those best by a metric besides the newest.
         init_from_checkpoint_rules: by the directory of a job, for weights that do not start at
             random; of two rules that name a weight, the first wins.
+        init_from_huggingface: a directory with a model of Hugging Face, which has all weights but
+            those of adapters.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -82,6 +84,7 @@ class RunConfig:
     init_from_checkpoint_rules: Mapping[str, CheckpointLoadingRules] = dataclasses.field(
         default_factory=dict
     )
+    init_from_huggingface: str | None = None
 
     def __post_init__(self) -> None:
         change = "Change it in the experiment's run(), or with --set."
@@ -108,6 +111,11 @@ class RunConfig:
         require(
             self.on_loss_spike == "report" or factor is not None, "run.loss_spike_factor", factor,
             "a number, such as 3.0, where run.on_loss_spike is 'roll_back'", change,
+        )
+        require(
+            self.init_from_huggingface is None or not self.init_from_checkpoint_rules,
+            "run.init_from_huggingface", self.init_from_huggingface,
+            "None beside run.init_from_checkpoint_rules", change,
         )
         require(
             not isinstance(self.accept_changed_data, str), "run.accept_changed_data",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import fiddle as fdl
 import jax
-import jax.numpy as jnp
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init.init_from_checkpoint import completed
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import check_required
@@ -25,8 +25,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.job.job_dir import JobDir, open_for_training
-from praxis_lite.models.model import MdlVars
-from praxis_lite.partitioner import Partitioner, TrainState
+from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh, simulate_devices
 from praxis_lite.trainer.memory import check_fits
 
@@ -78,21 +77,15 @@ def begin_job(
                 "new directory."
             )
         data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
-        saved.save(0, _first_state(partitioner, mdl_vars), partitioner.layout, data)
+        layout = partitioner.layout.select("mdl_vars")
+        place = jax.jit(layout.pad, out_shardings=layout.shardings(partitioner.mesh))
+        weights = zip(layout.leaves(), jax.tree.leaves(place(mdl_vars)), strict=True)
+        arrays = {f"mdl_vars/{leaf.path}": x for leaf, x in weights}
+        state = completed(partitioner, key, arrays)
+        saved.save(0, state, partitioner.layout, data)
     text = dump_config(config, name, settings, packages=packages)
     job_dir.write_config(text, config_lines(config))
     return job_dir
-
-
-def _first_state(partitioner: Partitioner, mdl_vars: MdlVars) -> TrainState:
-    """Returns the state of step 0, each array in its shards."""
-    learner, layout = partitioner.task.learner, partitioner.layout
-
-    def state_of(mdl_vars: MdlVars) -> TrainState:
-        slots = learner.init(mdl_vars["params"], layout.groups)
-        return layout.pad(TrainState(jnp.zeros((), jnp.int32), mdl_vars, slots))
-
-    return jax.jit(state_of, out_shardings=layout.shardings(partitioner.mesh))(mdl_vars)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
+import jax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.init.init_from_checkpoint import init_from_checkpoints
+from praxis_lite.checkpoints.huggingface.pretrained import Pretrained
+from praxis_lite.checkpoints.init.init_from_checkpoint import completed, init_from_checkpoints
 from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few
 from praxis_lite.explain.layout_table import layout_table, layout_warnings
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN
@@ -22,7 +24,7 @@ from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.processes.stopping import StopRequest
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.trainer import trainer
 from praxis_lite.trainer.decoding import PromptDecoder
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line
@@ -194,6 +196,8 @@ def _new_start(job: JobOnMesh) -> StartingPoint:
     """Returns what a job begins with: a state that is drawn, or from others' checkpoints."""
     partitioner, rules = job.partitioner, job.run.init_from_checkpoint_rules
     key = partitioner.key(job.run.seed)
+    if job.run.init_from_huggingface is not None:
+        return StartingPoint(0, _from_huggingface(job, key))
     if not rules:
         print("initialising the state", flush=True)
         return StartingPoint(0, partitioner.init(key))
@@ -205,6 +209,17 @@ def _new_start(job: JobOnMesh) -> StartingPoint:
     print("initialising the state. See init_from_checkpoint.txt.", flush=True)
     state = init_from_checkpoints(partitioner, key, plan)
     return StartingPoint(int(state.step), state)
+
+
+def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:
+    """Returns a new state with the weights in a directory of Hugging Face; adapters' are drawn."""
+    partitioner, directory = job.partitioner, job.run.init_from_huggingface
+    layout = partitioner.layout.select("mdl_vars")
+    arrays = Pretrained(directory, layout).read(partitioner.mesh, _say)
+    drawn = [leaf.path for leaf in layout.leaves() if leaf.path not in arrays]
+    print(f"{len(arrays)} weights from {directory}" + (f"; new: {few(drawn)}" if drawn else ""))
+    arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
+    return completed(partitioner, key, arrays)
 
 
 def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:

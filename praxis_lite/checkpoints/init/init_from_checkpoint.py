@@ -1,7 +1,7 @@
 """A new state that starts from other checkpoints, each array read into its shards."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,12 +19,26 @@ PyTree = Any
 def init_from_checkpoints(partitioner: Partitioner, key: jax.Array, plan: InitPlan) -> TrainState:
     """Returns a new state, each array in its shards; in place of `partitioner.init(key)`.
 
-    What is not loaded is drawn as `init` draws it; what is loaded is not drawn at all. New slots
-    and averages are made from the loaded weights, as in Pax.
+    See `completed` for what the plan does not load.
     """
-    task, layout = partitioner.task, partitioner.layout
-    arrays = _loaded(plan, partitioner.mesh)
-    arrays |= _made(partitioner, "mdl_vars", plan, task.model.init, key)
+    step = plan.step[0] if plan.step else 0
+    return completed(partitioner, key, _loaded(plan, partitioner.mesh), step)
+
+
+def completed(
+    partitioner: Partitioner, key: jax.Array, arrays: Mapping[str, jax.Array], step: int = 0
+) -> TrainState:
+    """Returns a new state with these arrays in it.
+
+    What is not among them is drawn as `init` draws it; what is among them is not drawn at all. New
+    slots and averages are made from the weights, as in Pax.
+
+    Args:
+      arrays: padded, in their shards, by path in a TrainState: "mdl_vars/params/...".
+      step: that the state has.
+    """
+    task, layout, arrays = partitioner.task, partitioner.layout, dict(arrays)
+    arrays |= _made(partitioner, "mdl_vars", arrays, task.model.init, key)
     mdl_layout = layout.select("mdl_vars")
     mdl_vars = jax.tree.unflatten(
         jax.tree.structure(mdl_layout.shapes),
@@ -35,8 +49,7 @@ def init_from_checkpoints(partitioner: Partitioner, key: jax.Array, plan: InitPl
         params = mdl_layout.unpad(mdl_vars)["params"]
         return task.learner.init(params, layout.groups)
 
-    arrays |= _made(partitioner, "opt_states", plan, opt_states, mdl_vars)
-    step = plan.step[0] if plan.step else 0
+    arrays |= _made(partitioner, "opt_states", arrays, opt_states, mdl_vars)
     arrays["step"] = jax.device_put(jnp.int32(step), partitioner.replicated)
     leaves = [arrays[leaf.path] for leaf in layout.leaves()]
     return jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
@@ -71,15 +84,15 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
 def _made(
     partitioner: Partitioner,
     item: str,
-    plan: InitPlan,
+    arrays: Mapping[str, jax.Array],
     make: Callable[[Any], PyTree],
     argument: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the leaves that `make` makes and the plan does not load; XLA leaves the rest out."""
+    """Returns the leaves that `make` makes and there are not yet; XLA leaves the rest out."""
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {
         f"{item}/{leaf.path}": NamedSharding(mesh, leaf.spec)
-        for leaf in layout.leaves() if f"{item}/{leaf.path}" not in plan.sources
+        for leaf in layout.leaves() if f"{item}/{leaf.path}" not in arrays
     }
 
     def missing(argument: Any) -> dict[str, jax.Array]:

@@ -1,44 +1,35 @@
 """A model of Hugging Face on a mesh: its logits, what it continues, and a config to train it."""
 
-import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
+from praxis_lite.checkpoints.huggingface.pretrained import Pretrained
+from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES
+from praxis_lite.config.class_attributes import configured
 from praxis_lite.decode import Greedy
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.errors import require
+from praxis_lite.experiment import registry
+from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import TokenIds
-from praxis_lite.interop.huggingface.decoder import DecoderSettings, lm_config, pattern
-from praxis_lite.interop.huggingface.family import Family, family_of, read_config
-from praxis_lite.interop.huggingface.reading import check_tensors, read_weights
-from praxis_lite.interop.huggingface.tensor_files import TensorFiles
-from praxis_lite.interop.huggingface.weights import Part, parts
-from praxis_lite.layers import set_sharding_params
-from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.trainer.forward_pass import forward_pass
 
+EXPERIMENT = "huggingface.CausalLm"
 AXIS_NAMES = ("replica", "data", "mdl")
-BATCH_OVER_DATA = {
-    "map_1d": (("replica", "data"),),
-    "map_2d": (("replica", "data"), None),
-}
 
 
 def load(
     directory: str | os.PathLike[str],
     mesh: Mesh | None = None,
     *,
-    preset: str = "fsdp+tensor",
+    settings: Sequence[str] = (),
     note: Callable[[str], None] = lambda line: None,
 ) -> "HuggingFaceModel":
     """Returns a model of Hugging Face, its weights in float32 on a mesh.
@@ -46,72 +37,28 @@ def load(
     Args:
       directory: with config.json and safetensors files.
       mesh: of the axes replica, data and mdl; None: one device.
-      preset: how weights and activations split, of SHARDING_PRESETS.
-      note: told how far the reading is.
+      settings: "path=value" each, of the experiment huggingface.CausalLm, as for --set; such as
+        "SHARDING_PRESET=fsdp".
+      note: told how far the reading is, a line now and then.
 
     Raises:
-      ConfigError: the architecture, a field or a tensor is not known, files are missing, damaged
-        or pickled, or the mesh has other axes.
+      ConfigError: the architecture, a field or a tensor is not known; files are missing, damaged
+        or pickled; the mesh has other axes.
     """
-    path = Path(directory)
-    config = read_config(path)
-    family = family_of(config)
-    settings = settings_of(family, config)
     if mesh is None:
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
     require(
         tuple(mesh.axis_names) == AXIS_NAMES, "load: the axes of the mesh", mesh.axis_names,
         f"{AXIS_NAMES}",
     )
-    task = task_config(settings, preset)
-    partitioner = Partitioner(fdl.build(task), mesh)
-    files = TensorFiles(path)
-    layout = partitioner.layout.select("mdl_vars")
-    found = parts_of(family, settings, partitioner)
-    names = check_tensors(family, found, files)
-    leaves = read_weights(layout, mesh, found, files, names, note)
-    mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
-    return HuggingFaceModel(partitioner, mdl_vars, task)
-
-
-def settings_of(family: Family, config: dict[str, Any]) -> DecoderSettings:
-    """Returns the settings that a config.json amounts to.
-
-    Raises:
-      ConfigError: a field is missing, or not known.
-    """
-    translated = family.translated(config)
-    fields = {field.name: field for field in dataclasses.fields(DecoderSettings)}
-    missing = [
-        name for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in translated
-    ]
-    if missing:
-        raise ConfigError(f"config.json of {family.name} says nothing of {', '.join(missing)}.")
-    return DecoderSettings(**translated)
-
-
-def parts_of(
-    family: Family, settings: DecoderSettings, partitioner: Partitioner
-) -> list[Part]:
-    """Returns which tensors make which weights of a partitioner's task."""
-    weights = {
-        leaf.path: leaf.shape for leaf in partitioner.layout.select("mdl_vars").leaves()
-    }
-    windows = [settings.window_of(i) for i in range(settings.num_layers)]
-    return parts(family, settings, len(pattern(windows)), weights)
-
-
-def task_config(settings: DecoderSettings, preset: str) -> "fdl.Config[LanguageModelTask]":
-    """Returns the config of the task that trains such a model."""
-    learner = fdl.Config(
-        Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
-        learning_rate=1e-5, clip_gradient_norm_to_value=1.0,
+    experiment = configured(
+        registry.get_experiment(EXPERIMENT), [f"HF_DIR={os.fspath(directory)}", *settings]
     )
-    return fdl.Config(
-        LanguageModelTask, model=set_sharding_params(lm_config(settings), preset),
-        learner=learner, inputs_split_mapping=BATCH_OVER_DATA, tokenizer=fdl.Config(TokenIds),
-    )
+    task, make = fdl.build(experiment.task), experiment.partitioner
+    partitioner = Partitioner(task, mesh) if make is None else fdl.build(make)(task, mesh)
+    pretrained = Pretrained(directory, partitioner.layout.select("mdl_vars"))
+    arrays = pretrained.read(mesh, note)
+    return HuggingFaceModel(partitioner, arrays, experiment, pretrained)
 
 
 class HuggingFaceModel:
@@ -121,14 +68,23 @@ class HuggingFaceModel:
 
     Attributes:
       partitioner: the task on its mesh.
-      mdl_vars: the weights as the compiled steps take them: padded and split.
-      task: the config of the task.
+      arrays: the weights by path, padded and split.
+      mdl_vars: the same as the compiled steps take them.
+      experiment: a config to train it, of the experiment huggingface.CausalLm.
+      pretrained: the files that it was read from.
     """
 
-    def __init__(self, partitioner: Partitioner, mdl_vars: Any, task: fdl.Config):
-        self.partitioner, self.mdl_vars, self.task = partitioner, mdl_vars, task
+    def __init__(
+        self, partitioner: Partitioner, arrays: Mapping[str, jax.Array],
+        experiment: "fdl.Config[Job]", pretrained: Pretrained,
+    ):
+        self.partitioner, self.arrays, self.experiment = partitioner, arrays, experiment
+        self.pretrained = pretrained
+        layout = partitioner.layout.select("mdl_vars")
+        leaves = [arrays[leaf.path] for leaf in layout.leaves()]
+        self.mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
         self._forward = forward_pass(partitioner)
-        self._decoding: dict[int, Partitioner] = {}
+        self._decoding: dict[tuple[int, int], Partitioner] = {}
 
     def logits(
         self,
@@ -192,10 +148,32 @@ class HuggingFaceModel:
             for row, length in zip(found["output_ids"], found["decode_lengths"], strict=True)
         ]
 
+    def export(
+        self, directory: str | os.PathLike[str], dtype: str | None = None, *,
+        max_file_bytes: int = MAX_FILE_BYTES, note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Writes the model as Hugging Face keeps it: config.json and safetensors files.
+
+        What was read and not trained comes out bit for bit.
+
+        Args:
+          directory: a new or an empty one.
+          dtype: "float32", "bfloat16" or "float16"; None: of each tensor that of the files read.
+          max_file_bytes: of each file.
+          note: told how far it is.
+
+        Raises:
+          ConfigError: there are files in the directory, or the dtype is another.
+        """
+        self.pretrained.write(
+            directory, self.arrays, self.partitioner.mesh, dtype, max_file_bytes=max_file_bytes,
+            note=note,
+        )
+
     def _greedy(self, max_decode_steps: int, eos_id: int) -> Partitioner:
         key = max_decode_steps, eos_id
         if key not in self._decoding:
             decoder = fdl.Config(Greedy, max_decode_steps=max_decode_steps, eos_id=eos_id)
-            task = fdl.build(fdl.copy_with(self.task, decoder=decoder))
+            task = fdl.build(fdl.copy_with(self.experiment.task, decoder=decoder))
             self._decoding[key] = Partitioner(task, self.partitioner.mesh)
         return self._decoding[key]

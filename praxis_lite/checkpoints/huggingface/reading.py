@@ -1,6 +1,7 @@
 """A model's weights on a mesh: each device's part is made of its own bytes of the files alone."""
 
 import collections
+import dataclasses
 import math
 import re
 import time
@@ -11,19 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from praxis_lite.checkpoints.huggingface.family import Family
+from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
+from praxis_lite.checkpoints.huggingface.weights import Part
 from praxis_lite.errors import ConfigError, few
-from praxis_lite.interop.huggingface.family import Family
-from praxis_lite.interop.huggingface.tensor_files import TensorFiles
-from praxis_lite.interop.huggingface.weights import Part
-from praxis_lite.partitioner import StateLayout
 from praxis_lite.partitioner.train_state import LeafLayout
 
 SECONDS_BETWEEN_LINES = 5.0
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight")
 
 
-def check_tensors(family: Family, parts: Sequence[Part], files: TensorFiles) -> dict[str, str]:
-    """Returns the names of the tensors in the files, by those in the family's table.
+def stored(family: Family, parts: Sequence[Part], files: TensorFiles) -> list[Part]:
+    """Returns the parts with their tensors' names in these files, which may have a prefix.
 
     Raises:
       ConfigError: a tensor is missing, has another shape, or is not known; nothing was read.
@@ -64,7 +64,7 @@ def check_tensors(family: Family, parts: Sequence[Part], files: TensorFiles) -> 
             f"{files.directory}: the checkpoint has {few(sorted(unknown))}, which the table of "
             f"{family.name} does not know, and which would be lost."
         )
-    return names
+    return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
 
 
 def _is_embedding(files: TensorFiles, names: Mapping[str, str]) -> bool:
@@ -77,28 +77,27 @@ def _is_embedding(files: TensorFiles, names: Mapping[str, str]) -> bool:
 
 
 def read_weights(
-    layout: StateLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
-    names: Mapping[str, str], note: Callable[[str], None],
-) -> list[jax.Array]:
-    """Returns the leaves of `layout`, mdl_vars, padded and in their shards, in its order.
+    leaves: Sequence[LeafLayout], mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
+    note: Callable[[str], None],
+) -> dict[str, jax.Array]:
+    """Returns weights by path, padded and in their shards.
 
     Besides what is returned it holds one shard at a time.
 
     Args:
-      names: of the tensors in the files, see `check_tensors`.
+      parts: of all weights, see `stored`.
       note: told how far it is, a line now and then.
     """
     of_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
         of_weight[part.path].append(part)
-    leaves = list(layout.leaves())
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     start = last = time.monotonic()
-    arrays, done = [], 0
+    arrays, done = {}, 0
     for leaf in leaves:
         sharding = NamedSharding(mesh, leaf.spec)
-        read = _Shards(leaf, of_weight[leaf.path], files, names)
-        arrays.append(jax.make_array_from_callback(leaf.padded_shape, sharding, read))
+        read = _Shards(leaf, of_weight[leaf.path], files)
+        arrays[leaf.path] = jax.make_array_from_callback(leaf.padded_shape, sharding, read)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -112,10 +111,8 @@ def read_weights(
 class _Shards:
     """Makes the shards of one weight; of devices that hold the same one it is read once."""
 
-    def __init__(
-        self, leaf: LeafLayout, parts: Sequence[Part], files: TensorFiles, names: Mapping[str, str]
-    ):
-        self.leaf, self.parts, self.files, self.names = leaf, parts, files, names
+    def __init__(self, leaf: LeafLayout, parts: Sequence[Part], files: TensorFiles):
+        self.leaf, self.parts, self.files = leaf, parts, files
         self.last: tuple[Any, np.ndarray | None] = None, None
 
     def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -136,7 +133,7 @@ class _Shards:
             sizes = [x.stop - x.start for x in bounds[:leading]]
             if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
                 continue
-            ours = part.as_ours(self.files.tensor(self.names[part.tensor]))[bounds[leading:]]
+            ours = part.as_ours(self.files.tensor(part.tensor))[bounds[leading:]]
             # What lies beyond the true shape is padding, and stays zero.
             shard[(*place, *map(slice, ours.shape))] = ours
         return shard

@@ -19,6 +19,8 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
 }
+# By their names in config.json.
+FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 
 class TensorFiles:

@@ -9,9 +9,9 @@ from typing import Any
 import einops
 import numpy as np
 
+from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings
+from praxis_lite.checkpoints.huggingface.family import Family
 from praxis_lite.errors import ConfigError, few
-from praxis_lite.interop.huggingface.decoder import DecoderSettings
-from praxis_lite.interop.huggingface.family import Family
 
 _HEAD = "params/softmax/logits_ffn/linear/w"
 
@@ -49,26 +49,24 @@ class Part:
         """Returns the part as it lies in our weight: a view of the tensor."""
         return einops.rearrange(tensor[self.theirs], self.form, **self.sizes)
 
-    def as_theirs(self, weight: np.ndarray) -> np.ndarray:
-        """Returns the part as it lies in the tensor, given our weight: a view, if it can be one."""
+    def as_theirs(self, piece: np.ndarray) -> np.ndarray:
+        """Returns the part as it lies in the tensor, given what is at `index` of our weight."""
         theirs, ours = self.form.split(" -> ")
-        return einops.rearrange(weight[self.index], f"{ours} -> {theirs}", **self.sizes)
+        return einops.rearrange(piece, f"{ours} -> {theirs}", **self.sizes)
 
 
 def parts(
-    family: Family, settings: DecoderSettings, pattern_length: int,
-    weights: Mapping[str, tuple[int, ...]],
+    family: Family, settings: DecoderSettings, weights: Mapping[str, tuple[int, ...]]
 ) -> list[Part]:
     """Returns the parts of all of our weights.
 
     Args:
-      pattern_length: how many layers a turn of the stack has.
       weights: our weights' shapes by path.
 
     Raises:
       ConfigError: a weight of ours has no tensor in the family's table.
     """
-    found = []
+    found, pattern_length = [], len(settings.pattern)
     for name, entry in family.tensors.items():
         paths = [entry["to"]] if isinstance(entry["to"], str) else entry["to"]
         for layer in range(settings.num_layers) if "{layer}" in name else [0]:

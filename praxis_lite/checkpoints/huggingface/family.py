@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings
 from praxis_lite.errors import ConfigError, did_you_mean, require
 
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
@@ -69,6 +71,31 @@ class Family:
             if value is not None:
                 found |= dict.fromkeys([names] if isinstance(names, str) else names, value)
         return {**found, **self.constants}
+
+    def decoder_settings(self, config: Mapping[str, Any]) -> DecoderSettings:
+        """Returns the settings that a config.json amounts to.
+
+        Raises:
+          ConfigError: a field is missing, not known, or has a value that is not understood.
+        """
+        translated = self.translated(config)
+        required = [
+            field.name for field in dataclasses.fields(DecoderSettings)
+            if field.default is dataclasses.MISSING
+        ]
+        if missing := [name for name in required if name not in translated]:
+            raise ConfigError(f"config.json of {self.name} says nothing of {', '.join(missing)}.")
+        return DecoderSettings(**translated)
+
+
+def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
+    """Returns the settings of the model in a directory.
+
+    Raises:
+      ConfigError: there is no config.json, or it has what is not known here.
+    """
+    config = read_config(Path(directory))
+    return family_of(config).decoder_settings(config)
 
 
 @functools.cache

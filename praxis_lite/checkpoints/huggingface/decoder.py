@@ -105,6 +105,16 @@ class DecoderSettings:
         """Dims of a head."""
         return self.dim_per_head or self.model_dims // self.num_heads
 
+    @property
+    def pattern(self) -> Sequence[int | None]:
+        """The windows of the layers of one turn of the stack."""
+        windows = [self.window_of(i) for i in range(self.num_layers)]
+        for length in range(1, self.num_layers):
+            repeats, rest = divmod(self.num_layers, length)
+            if not rest and windows == windows[:length] * repeats:
+                return windows[:length]
+        return windows
+
     def window_of(self, layer: int) -> int | None:
         """Returns the window of a layer, or None if it sees all that is before it."""
         if self.window is None or not self.use_window:
@@ -130,8 +140,7 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
             f"'sliding_attention' or 'full_attention' for each of {settings.num_layers} layers",
         )
     norm = NORMS[settings.norm](settings.epsilon)
-    windows = pattern([settings.window_of(i) for i in range(settings.num_layers)])
-    blocks = [_block(settings, norm, window) for window in windows]
+    blocks = [_block(settings, norm, window) for window in settings.pattern]
     scales = {"scale_sqrt_depth": True} if settings.scale_embeddings else {}
     softmax = {"has_bias": False, "soft_cap_logits": settings.soft_cap_logits}
     if settings.is_tied:
@@ -148,14 +157,6 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
         position_emb_tpl=None, final_ln_tpl=norm,
         transformer_layer_tpl=blocks[0] if len(blocks) == 1 else tuple(blocks),
     )
-
-
-def pattern(layers: Sequence[Any]) -> Sequence[Any]:
-    """Returns the shortest pattern that, repeated, gives what each layer is."""
-    for length in range(1, len(layers) + 1):
-        if len(layers) % length == 0 and layers == layers[:length] * (len(layers) // length):
-            return layers[:length]
-    return layers
 
 
 def _block(settings: DecoderSettings, norm: Any, window: int | None) -> "fdl.Partial[Transformer]":

@@ -1,0 +1,94 @@
+"""A directory of Hugging Face as what a model's weights are read from, and how it is written."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.checkpoints.huggingface.family import family_of, read_config
+from praxis_lite.checkpoints.huggingface.reading import read_weights, stored
+from praxis_lite.checkpoints.huggingface.tensor_files import FLOATS, TensorFiles
+from praxis_lite.checkpoints.huggingface.weights import parts
+from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
+from praxis_lite.errors import few, require, require_choice
+from praxis_lite.partitioner import StateLayout
+
+# The last names of weights that adapters add to a model: no checkpoint of the model has them.
+ADAPTERS = ("lora_a", "lora_b")
+
+
+class Pretrained:
+    """The model in a directory, and the parts of it that a layout's weights are.
+
+    Args:
+      directory: with config.json and safetensors files.
+      layout: of mdl_vars. Weights of adapters are left out: they have no tensors.
+
+    Attributes:
+      config: the fields of config.json.
+      files: the tensors.
+      parts: of all weights, with the names of these files.
+
+    Raises:
+      ConfigError: the architecture, a field or a tensor is not known; files are missing, damaged
+        or pickled; the weights are not those of the model in the directory.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], layout: StateLayout):
+        path = Path(directory)
+        self.config = read_config(path)
+        family = family_of(self.config)
+        self.layout, self.files = layout, TensorFiles(path)
+        shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
+        found = parts(family, family.decoder_settings(self.config), shapes)
+        self.parts = stored(family, found, self.files)
+
+    def read(
+        self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
+    ) -> dict[str, jax.Array]:
+        """Returns the weights by path, padded and in their shards; `note` is told how far it is."""
+        return read_weights(self._leaves(), mesh, self.parts, self.files, note)
+
+    def write(
+        self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], mesh: Mesh,
+        dtype: str | None = None, *, max_file_bytes: int = MAX_FILE_BYTES,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Writes weights as Hugging Face keeps them: config.json and safetensors files.
+
+        Args:
+          directory: a new or an empty one.
+          arrays: as `read` returns them.
+          dtype: "float32", "bfloat16" or "float16"; None: of each tensor that of the files read.
+          max_file_bytes: of each file.
+          note: told how far it is.
+
+        Raises:
+          ConfigError: there are files in the directory, or the dtype is another.
+        """
+        if dtype is not None:
+            require_choice("export: dtype", dtype, tuple(FLOATS))
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        there = sorted(one.name for one in target.iterdir())
+        require(
+            not there, "export: the files in the directory", few(there), "none",
+            "Name a new directory.",
+        )
+        config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
+        dtypes = {name: self.files.dtype(name) for name in names}
+        if dtype is not None:
+            config["torch_dtype"], dtypes = dtype, dict.fromkeys(names, FLOATS[dtype])
+        write_tensors(
+            target, self.parts, arrays, mesh, dtypes, max_file_bytes=max_file_bytes, note=note
+        )
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _leaves(self) -> list[Any]:
+        return [
+            leaf for leaf in self.layout.leaves() if leaf.path.rpartition("/")[2] not in ADAPTERS
+        ]
