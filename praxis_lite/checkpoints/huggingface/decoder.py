@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import fiddle as fdl
 import jax.numpy as jnp
@@ -38,8 +38,21 @@ NORMS = {
     "rms 1 + w": lambda epsilon: fdl.Partial(RmsNorm, epsilon=epsilon, direct_scale=False),
     "layer": lambda epsilon: fdl.Partial(LayerNorm, epsilon=epsilon, direct_scale=True),
 }
-# Which layers have the window.
-WINDOWS = ("all", "even", "from max_window_layers")
+SLIDING, FULL = "sliding_attention", "full_attention"  # As in their `layer_types`.
+# Which layers slide, where there are no `layer_types`.
+WINDOWS = ("all", "even", "from max_window_layers", "all but each window_period-th")
+
+
+class LayerKind(NamedTuple):
+    """What differs between the layers of a model.
+
+    Attributes:
+      slides: its attention has the window, and local rotary positions if there are any.
+      has_experts: its feed-forward part is a mixture of experts.
+    """
+
+    slides: bool
+    has_experts: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +74,13 @@ class DecoderSettings:
       windows: which slide, of WINDOWS; layer_types says it of each layer instead.
       max_seq_length: of learned positions; None: positions are rotary.
       rotary_share: the share of a head's dims that rotates.
+      rope_theta: local_rope_theta is that of layers that slide, which rope_scaling leaves as they
+        are; None: they are as the others.
       rope_scaling: as in config.json.
-      num_experts: None: no experts.
+      num_experts: None: no experts. Of each sparse_step layers the last has them, but for
+        dense_layers.
+      expert_hidden_dims: None: hidden_dims.
+      is_parallel: attention and feed-forward part read the same, and both are added.
     """
 
     vocab_size: int
@@ -90,15 +108,21 @@ class DecoderSettings:
     window: int | None = None
     windows: str = "all"
     max_window_layers: int = 0
+    window_period: int | None = None
     layer_types: Sequence[str] | None = None
     max_seq_length: int | None = None
     rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
     rotary_share: float = 1.0
     rope_scaling: Mapping[str, Any] | None = None
     original_max_positions: int | None = None
     num_experts: int | None = None
     num_experts_per_token: int = 2
     normalize_gates: bool = True
+    expert_hidden_dims: int | None = None
+    sparse_step: int = 1
+    dense_layers: Sequence[int] = ()
+    is_parallel: bool = False
 
     @property
     def head_dims(self) -> int:
@@ -106,41 +130,41 @@ class DecoderSettings:
         return self.dim_per_head or self.model_dims // self.num_heads
 
     @property
-    def pattern(self) -> Sequence[int | None]:
-        """The windows of the layers of one turn of the stack."""
-        windows = [self.window_of(i) for i in range(self.num_layers)]
+    def pattern(self) -> Sequence[LayerKind]:
+        """The kinds of the layers of one turn of the stack."""
+        kinds = [self._kind_of(i) for i in range(self.num_layers)]
         for length in range(1, self.num_layers):
             repeats, rest = divmod(self.num_layers, length)
-            if not rest and windows == windows[:length] * repeats:
-                return windows[:length]
-        return windows
+            if not rest and kinds == kinds[:length] * repeats:
+                return kinds[:length]
+        return kinds
 
-    def window_of(self, layer: int) -> int | None:
-        """Returns the window of a layer, or None if it sees all that is before it."""
+    def _kind_of(self, layer: int) -> LayerKind:
         if self.window is None or not self.use_window:
-            return None
-        if self.layer_types is not None:
-            slides = self.layer_types[layer] == "sliding_attention"
+            slides = False
+        elif self.layer_types is not None:
+            slides = self.layer_types[layer] == SLIDING
         else:
-            slides = {
-                "all": True, "even": layer % 2 == 0,
-                "from max_window_layers": layer >= self.max_window_layers,
-            }[self.windows]
-        return self.window if slides else None
+            slides = (
+                True, layer % 2 == 0, layer >= self.max_window_layers,
+                (layer + 1) % (self.window_period or 1) != 0,
+            )[WINDOWS.index(self.windows)]
+        is_sparse = (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
+        return LayerKind(slides, self.num_experts is not None and is_sparse)
 
 
 def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
     """Returns the config of the model."""
     require_choice("config.json: activation", settings.activation, tuple(ACTIVATIONS))
     if settings.layer_types is not None:
-        kinds = set(settings.layer_types) - {"sliding_attention", "full_attention"}
+        kinds = set(settings.layer_types) - {SLIDING, FULL}
         require(
             not kinds and len(settings.layer_types) == settings.num_layers,
             "config.json: layer_types", settings.layer_types,
-            f"'sliding_attention' or 'full_attention' for each of {settings.num_layers} layers",
+            f"{SLIDING!r} or {FULL!r} for each of {settings.num_layers} layers",
         )
     norm = NORMS[settings.norm](settings.epsilon)
-    blocks = [_block(settings, norm, window) for window in settings.pattern]
+    blocks = [_block(settings, norm, kind) for kind in settings.pattern]
     scales = {"scale_sqrt_depth": True} if settings.scale_embeddings else {}
     softmax = {"has_bias": False, "soft_cap_logits": settings.soft_cap_logits}
     if settings.is_tied:
@@ -159,7 +183,7 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
     )
 
 
-def _block(settings: DecoderSettings, norm: Any, window: int | None) -> "fdl.Partial[Transformer]":
+def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partial[Transformer]":
     scale = settings.query_scalar or settings.head_dims
     qk_norm = {}
     if settings.qk_norm:
@@ -169,18 +193,19 @@ def _block(settings: DecoderSettings, norm: Any, window: int | None) -> "fdl.Par
         }
     has_rotary = settings.max_seq_length is None
     attention = fdl.Partial(
-        DotProductAttention, num_kv_heads=settings.num_kv_heads, window=window,
+        DotProductAttention, num_kv_heads=settings.num_kv_heads,
+        window=settings.window if kind.slides else None,
         use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
         # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
         hidden_dim=round(scale * settings.num_heads), internal_enable_per_dim_scale=False,
         atten_logit_cap=settings.atten_logit_cap, use_rotary_position_emb=has_rotary,
-        **({"rotary_position_emb_tpl": rotary(settings)} if has_rotary else {}), **qk_norm,
+        **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}), **qk_norm,
     )
     feed_forward = {
         "activation": ACTIVATIONS[settings.activation],
         "use_gated_activation": settings.use_gated_activation,
     }
-    if settings.num_experts is None:
+    if not kind.has_experts:
         feed_forward_tpl = fdl.Partial(
             TransformerFeedForward, has_bias=settings.has_bias, **feed_forward
         )
@@ -188,23 +213,31 @@ def _block(settings: DecoderSettings, norm: Any, window: int | None) -> "fdl.Par
         feed_forward_tpl = fdl.Partial(
             TransformerFeedForwardMoe, num_experts=settings.num_experts, gating_func="top_k",
             num_experts_per_token=settings.num_experts_per_token, dropless=True,
+            expert_hidden_dims=settings.expert_hidden_dims,
             normalize_gates=settings.normalize_gates, moe_load_balance_loss_weight=0.0,
             **feed_forward,
         )
+    parallel = {"is_parallel": True} if settings.is_parallel else {}
     return fdl.Partial(
         Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
-        tr_fflayer_tpl=feed_forward_tpl,
+        tr_fflayer_tpl=feed_forward_tpl, **parallel,
     )
 
 
-def rotary(settings: DecoderSettings) -> "fdl.Partial[RotaryPositionalEmbedding]":
-    """Returns the config of the rotary positions.
+def rotary(
+    settings: DecoderSettings, kind: LayerKind
+) -> "fdl.Partial[RotaryPositionalEmbedding]":
+    """Returns the config of a layer's rotary positions.
 
     Raises:
       ConfigError: the kind of scaling, or one of its fields, is not known.
     """
-    scaling = dict(settings.rope_scaling or {})
-    theta = scaling.pop("rope_theta", settings.rope_theta)
+    scaling, theta = dict(settings.rope_scaling or {}), settings.rope_theta
+    if SLIDING in scaling or FULL in scaling:  # Of each kind its own, as transformers 5 has it.
+        scaling = dict(scaling[SLIDING if kind.slides else FULL])
+    elif kind.slides and settings.local_rope_theta is not None:
+        scaling, theta = {}, settings.local_rope_theta
+    theta = scaling.pop("rope_theta", theta)
     share = scaling.pop("partial_rotary_factor", settings.rotary_share)
     # transformers 4 calls it type, and 4.43 both.
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))

@@ -60,7 +60,7 @@ class Family:
                     "If it does not, take it out of config.json."
                 )
             allowed = self.only.get(field)
-            if allowed:
+            if allowed and value is not None:
                 require(
                     value in allowed, f"config.json of {self.name}: {field}", value,
                     " or ".join(map(repr, allowed)), "Nothing else is understood here.",

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.checkpoints.huggingface.family import Family
 from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
-from praxis_lite.checkpoints.huggingface.weights import Part
+from praxis_lite.checkpoints.huggingface.weights import Part, tensor_shape
 from praxis_lite.errors import ConfigError, few
 from praxis_lite.partitioner.train_state import LeafLayout
 
@@ -42,15 +42,12 @@ def stored(family: Family, parts: Sequence[Part], files: TensorFiles) -> list[Pa
     for part in parts:
         joined[part.tensor].append(part)
     for name, of_tensor in joined.items():
-        wanted = list(of_tensor[0].shape())
-        if of_tensor[0].theirs:
-            dim = len(of_tensor[0].theirs) - 1
-            wanted[dim] = of_tensor[-1].theirs[dim].stop
+        wanted = tensor_shape(of_tensor)
         found = files.shape(names[name])
-        if found != tuple(wanted):
+        if found != wanted:
             raise ConfigError(
                 f"{files.directory}: {names[name]} has the shape {found}; by config.json it is "
-                f"{tuple(wanted)}. The files are of another model, or config.json was changed."
+                f"{wanted}. The files are of another model, or config.json was changed."
             )
     known = set(names.values())
     skipped = [re.escape(x).replace(r"\{layer\}", r"\d+") for x in family.skipped]

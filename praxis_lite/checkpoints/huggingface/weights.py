@@ -26,7 +26,10 @@ class Part:
       index: of the part in the weight's leading dims: the turn of a scanned stack, the expert.
       form: "theirs -> ours" in einops' words, such as "(n k) d -> d n k".
       sizes: of the dims that `form` names.
-      theirs: which part of the tensor it is: all, or a slice along one dim.
+      dim: along which several parts make up the tensor, one behind the other; None: this is all.
+      start: of this part along `dim`.
+      of_heads: (i, number): of each head's dims k it is the i-th of as many blocks; `form` then has
+        a dim c of these blocks between n and k, and comes with c first.
     """
 
     tensor: str
@@ -34,25 +37,56 @@ class Part:
     index: tuple[int, ...]
     form: str
     sizes: Mapping[str, int]
-    theirs: tuple[slice, ...] = ()
+    dim: int | None = None
+    start: int = 0
+    of_heads: tuple[int, int] | None = None
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape that the part of the tensor must have."""
-        names = self.form.split(" -> ")[0]
-        groups = re.findall(r"\(([^)]*)\)|(\S+)", names)
+        """Returns the shape of the part in the tensor; with `of_heads` that of all parts."""
+        groups = re.findall(r"\(([^)]*)\)|(\S+)", self.form.split(" -> ")[0])
         return tuple(
             math.prod(self.sizes[name] for name in (group or single).split())
             for group, single in groups
         )
 
+    def piece_shape(self) -> tuple[int, ...]:
+        """Returns the shape of what is at `index` of our weight."""
+        return tuple(self.sizes[name] for name in self._ours())
+
     def as_ours(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the part as it lies in our weight: a view of the tensor."""
-        return einops.rearrange(tensor[self.theirs], self.form, **self.sizes)
+        if self.of_heads is not None:
+            return einops.rearrange(tensor, self.form, **self.sizes)[self.of_heads[0]]
+        if self.dim is not None:
+            stop = self.start + self.shape()[self.dim]
+            tensor = tensor[(slice(None),) * self.dim + (slice(self.start, stop),)]
+        return einops.rearrange(tensor, self.form, **self.sizes)
 
-    def as_theirs(self, piece: np.ndarray) -> np.ndarray:
-        """Returns the part as it lies in the tensor, given what is at `index` of our weight."""
-        theirs, ours = self.form.split(" -> ")
-        return einops.rearrange(piece, f"{ours} -> {theirs}", **self.sizes)
+    def _ours(self) -> list[str]:
+        names = self.form.split(" -> ")[1].split()
+        return names if self.of_heads is None else names[1:]
+
+
+def tensor_shape(of_tensor: Sequence[Part]) -> tuple[int, ...]:
+    """Returns the shape of a tensor, given all parts that it has."""
+    last, shape = of_tensor[-1], list(of_tensor[-1].shape())
+    if last.dim is not None:
+        shape[last.dim] += last.start
+    return tuple(shape)
+
+
+def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns a tensor, given all its parts and what is at the index of each in our weights."""
+    first = of_tensor[0]
+    theirs, ours = first.form.split(" -> ")
+    back = f"{ours} -> {theirs}"
+    if first.of_heads is not None:
+        return einops.rearrange(np.stack(pieces), back, **first.sizes)
+    found = [
+        einops.rearrange(piece, back, **part.sizes)
+        for part, piece in zip(of_tensor, pieces, strict=True)
+    ]
+    return found[0] if first.dim is None else np.concatenate(found, axis=first.dim)
 
 
 def parts(
@@ -87,25 +121,28 @@ def _of_tensor(
     """Yields the parts that the tensors of a name hold, in one layer."""
     in_stack, of_experts = "{layer}" in name, "{expert}" in name
     num_leading = int(in_stack) + int(of_experts)
-    starts: dict[int, int] = {}
-    for target in to:
+    joined, starts = entry.get("joined"), {}
+    for number, target in enumerate(to):
         path, form = _place(target, entry["form"], layer if in_stack else None, settings,
                             pattern_length)
         if path not in weights:
             continue  # A bias that this config has not, the head of a tied one.
         ours = form.split(" -> ")[1].split()
         sizes = dict(zip(ours, weights[path][num_leading:], strict=True))
+        place: dict[str, Any] = {}
+        if joined == "heads":
+            theirs, after = form.split(" -> ")
+            form = f"{theirs.replace('n k', 'n c k')} -> c {after}"
+            sizes, place = sizes | {"c": len(to)}, {"of_heads": (number, len(to))}
         for expert in range(settings.num_experts or 0) if of_experts else [0]:
             index = ((layer // pattern_length,) if in_stack else ()) + (
                 (expert,) if of_experts else ()
             )
             tensor = name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-            part = Part(tensor, path, index, form, sizes)
-            if (dim := entry.get("joined")) is not None:
-                start = starts.get(expert, 0)
-                stop = starts[expert] = start + part.shape()[dim]
-                theirs = (slice(None),) * dim + (slice(start, stop),)
-                part = dataclasses.replace(part, theirs=theirs)
+            part = Part(tensor, path, index, form, sizes, **place)
+            if isinstance(joined, int):
+                part = dataclasses.replace(part, dim=joined, start=starts.get(expert, 0))
+                starts[expert] = part.start + part.shape()[joined]
             yield part
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from praxis_lite.checkpoints.huggingface.tensor_files import INDEX, SINGLE
-from praxis_lite.checkpoints.huggingface.weights import Part
+from praxis_lite.checkpoints.huggingface.weights import Part, as_tensor, tensor_shape
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -51,11 +51,8 @@ def write_tensors(
         )
         tensors = {}
         for name in names:
-            pieces = [part.as_theirs(whole(part)) for part in of_tensor[name]]
-            joined = pieces[0] if len(pieces) == 1 else np.concatenate(
-                pieces, axis=len(of_tensor[name][0].theirs) - 1
-            )
-            tensors[name] = np.ascontiguousarray(joined.astype(dtypes[name]))
+            tensor = as_tensor(of_tensor[name], [whole(part) for part in of_tensor[name]])
+            tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
         if jax.process_index() == 0:
             save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
@@ -72,7 +69,7 @@ def _files(
     """Yields the names of the tensors of each file."""
     names, size = [], 0
     for name, parts in of_tensor.items():
-        num_bytes = dtypes[name].itemsize * sum(math.prod(part.shape()) for part in parts)
+        num_bytes = dtypes[name].itemsize * math.prod(tensor_shape(parts))
         if names and size + num_bytes > max_bytes:
             yield names
             names, size = [], 0
@@ -88,9 +85,7 @@ class _Pieces:
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
 
     def __call__(self, part: Part) -> np.ndarray:
-        ours = part.form.split(" -> ")[1].split()
-        shape = tuple(part.sizes[name] for name in ours)
-        take = self._take(shape, len(part.index))
+        take = self._take(part.piece_shape(), len(part.index))
         return np.asarray(take(self.arrays[part.path], np.array(part.index, np.int32)))
 
     @functools.cache  # noqa: B019 - as long-lived as the writing.

@@ -50,6 +50,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
     first is repeated where the forward pass is (remat).
 
     Args:
+      expert_hidden_dims: F, if it is not hidden_dims, which a model hands to all its layers.
       num_experts: E.
       num_experts_per_token: K of gating_func "top_k".
       gating_func: "top2"; "top_k"; "expert_choice" and "expert_choice_v2" (experts choose tokens,
@@ -96,6 +97,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         input_dims: int,
         hidden_dims: int,
         *,
+        expert_hidden_dims: int | None = None,
         moe_gating_embedding_level: str = "token",
         activation: str | ActivationFn = "relu",
         use_gated_activation: bool = False,
@@ -111,6 +113,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         rngs: nnx.Rngs,
         **settings: Any,
     ):
+        hidden_dims = expert_hidden_dims or hidden_dims
         require_positive(self, input_dims=input_dims, hidden_dims=hidden_dims)
         names = {field.name for field in dataclasses.fields(Gating)} & settings.keys()
         self.gating = Gating(**{name: settings.pop(name) for name in names})

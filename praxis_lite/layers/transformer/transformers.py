@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.masks import HIDE_LATER
 from praxis_lite.layers.base_layer import BaseLayer
@@ -59,6 +59,8 @@ class Transformer(BaseLayer):
       fold_padding_with_segment_mask: padded tokens are a segment of their own, and attend to each
         other, as in Pax's TransformerLm; otherwise they get the mean of all tokens. Other tokens
         never see them.
+      is_parallel: the feed-forward part reads what attention reads, and both are added (GPT-J's,
+        arXiv:2204.06745).
       ln_tpl: the norms, of the feed-forward too, called with (input_dims, rngs=).
       tr_atten_tpl: called with (input_dims, num_heads, dim_per_head=, rngs=).
       cross_atten_tpl: called with is_cross_attention=True besides; None: tr_atten_tpl.
@@ -81,6 +83,7 @@ class Transformer(BaseLayer):
         use_cross_attention: bool = False,
         allow_skip_cross_attention: bool = False,
         fold_padding_with_segment_mask: bool = False,
+        is_parallel: bool = False,
         ln_tpl: Callable[..., Any] = LayerNorm,
         tr_atten_tpl: Callable[..., Any] = DotProductAttention,
         cross_atten_tpl: Callable[..., Any] | None = None,
@@ -88,6 +91,15 @@ class Transformer(BaseLayer):
         rngs: nnx.Rngs,
     ):
         check_norm_policy(norm_policy, self)
+        require(
+            not is_parallel or norm_policy in ("pre", "post", "primer_hybrid"),
+            "Transformer.is_parallel", is_parallel, "False with norm_policy 'post_skip'",
+        )
+        require(
+            not is_parallel or not use_cross_attention, "Transformer.is_parallel", is_parallel,
+            "False with use_cross_attention",
+        )
+        self.is_parallel = is_parallel
 
         def norm(is_there: bool) -> Any:
             return ln_tpl(input_dims, rngs=rngs) if is_there else None
@@ -115,6 +127,7 @@ class Transformer(BaseLayer):
             hidden_dims,
             ln_tpl=ln_tpl,
             **({} if norm_policy == "pre" else {"norm_policy": norm_policy}),
+            **({"add_skip_connection": False} if is_parallel else {}),
             **_given(
                 relu_dropout_prob=relu_dropout_prob,
                 residual_dropout_prob=residual_dropout_prob,
@@ -231,9 +244,11 @@ class Transformer(BaseLayer):
                 functools.partial(join, name="cross_attention"),
                 key,
             )
-        outputs = self.ff_layer(
-            outputs, paddings=paddings, segment_ids=segment_ids, key=keys["ff_layer"]
+        fed = self.ff_layer(
+            inputs if self.is_parallel else outputs, paddings=paddings, segment_ids=segment_ids,
+            key=keys["ff_layer"],
         )
+        outputs = outputs + fed if self.is_parallel else fed
         if cache is None:
             return outputs, None
         return outputs, caches if has_both else caches["self_attention"]

@@ -1,0 +1,243 @@
+"""Makes goldens of families of Hugging Face with the real transformers, as those of `hf/` were.
+
+    pip install torch transformers
+    python tests/support/hf_goldens.py DIRECTORY [FAMILY ...]
+
+It needs nothing of praxis_lite, and writes a folder per family: config.json (in the spelling of the
+installed transformers), model.safetensors, goldens.npz and goldens.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+SHARED = {
+    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 109, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {
+        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+        "tie_word_embeddings": False,
+    }),
+    "gemma": ("Gemma", {"head_dim": 14}),
+    "gemma3": ("Gemma3Text", {
+        "head_dim": 14, "num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention",
+                        "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+        },
+    }),
+    "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "head_dim": 14, "moe_intermediate_size": 37, "num_experts": 5, "num_experts_per_tok": 3,
+        "norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    }),
+    "gpt_neox": ("GPTNeoX", {
+        "hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": None,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+        },
+        "use_parallel_residual": True, "tie_word_embeddings": False, "hidden_act": "gelu",
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }),
+}
+LENGTHS, T, PROMPTS, NEW = (29, 17, 23), 29, (11, 4, 7), 16
+
+
+def made(family: str) -> Any:
+    """Returns a model whose random weights give logits of a deviation of about two."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(sum(map(ord, family)))
+    given = {key: x for key, x in {**SHARED, **settings}.items() if x is not None}
+    config = getattr(transformers, f"{name}Config")(**given)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            is_norm = "norm" in path and weight.ndim == 1
+            noise = torch.randn_like(weight)
+            if is_norm:
+                weight.add_(0.2 * noise)
+            elif weight.ndim == 1:
+                weight.copy_(0.3 * noise)
+            else:
+                weight.copy_(noise * (1.2 / weight.shape[-1] ** 0.5))
+        ids = torch.randint(3, 101, (4, T))
+        scale = 2.0 / model(ids).logits.std()
+        head = model.get_output_embeddings().weight
+        if head is not model.get_input_embeddings().weight:
+            head.mul_(scale)
+    return model.eval()
+
+
+def goldens(model: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of tests/goldens/README.md."""
+    found: dict[str, Any] = {}
+    rows = [torch.randint(3, 101, (n,)) for n in LENGTHS]
+    pad = torch.zeros(len(rows), T, dtype=torch.long)
+
+    def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = pad.clone(), pad.clone()
+        for i, row in enumerate(rows):
+            place = slice(0, len(row)) if side == "right" else slice(T - len(row), T)
+            ids[i, place], mask[i, place] = row, 1
+        return ids, mask
+
+    ids, mask = padded("right")
+    outputs = model(ids, attention_mask=mask, output_hidden_states=True)
+    found |= {"right_ids": ids, "right_mask": mask, "right_logits": outputs.logits,
+              "right_hidden_states": torch.stack(outputs.hidden_states),
+              "right_last_hidden_state": outputs.hidden_states[-1]}
+    left_ids, left_mask = padded("left")
+    positions = (left_mask.cumsum(1) - 1).clamp(min=0)
+    left = model(left_ids, attention_mask=left_mask, position_ids=positions)
+    found |= {"left_ids": left_ids, "left_mask": left_mask, "left_position_ids": positions,
+              "left_logits": left.logits}
+    found |= packed(model)
+    shifted = torch.randint(3, 101, (1, T))
+    position_ids = torch.arange(7, 7 + T)[None]
+    logits = model(shifted, position_ids=position_ids).logits
+    found |= {"shifted_ids": shifted, "shifted_position_ids": position_ids,
+              "shifted_logits": logits}
+    found |= greedy(model)
+    loss = next_token_loss(model, ids, mask)
+    loss.backward()
+    found["right_loss"] = loss
+    grads: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters():
+        grads |= in_the_file(name, weight.grad)
+    found["tensor_names"] = np.array(list(grads))
+    found["gradient_norms"] = np.array([x.double().norm().item() for x in grads.values()])
+    return {k: x.detach().numpy() if isinstance(x, torch.Tensor) else x for k, x in found.items()}
+
+
+def packed(model: Any) -> dict[str, torch.Tensor]:
+    """Returns packed rows; the logits of a segment are those that it has alone."""
+    ids = torch.randint(3, 101, (2, T))
+    segments, positions = torch.zeros_like(ids), torch.zeros_like(ids)
+    logits = torch.zeros(2, T, 101)
+    for row, lengths in enumerate(((11, 13, 5), (6, 19, 4))):
+        start = 0
+        for number, length in enumerate(lengths, 1):
+            place = slice(start, start + length)
+            segments[row, place], positions[row, place] = number, torch.arange(length)
+            logits[row, place] = model(ids[row : row + 1, place]).logits[0]
+            start += length
+    return {"packed_ids": ids, "packed_position_ids": positions, "packed_segment_ids": segments,
+            "packed_logits": logits}
+
+
+def greedy(model: Any) -> dict[str, Any]:
+    """Returns ragged prompts, padded on the left, and their greedy continuations, each alone."""
+    longest = max(PROMPTS)
+    ids = torch.zeros(len(PROMPTS), longest, dtype=torch.long)
+    mask, tokens, margin = torch.zeros_like(ids), [], np.inf
+    for i, length in enumerate(PROMPTS):
+        row = torch.randint(3, 101, (length,))
+        ids[i, longest - length :], mask[i, longest - length :] = row, 1
+        for _ in range(NEW):
+            best = model(row[None]).logits[0, -1].topk(2)
+            margin = min(margin, (best.values[0] - best.values[1]).item())
+            row = torch.cat([row, best.indices[:1]])
+        tokens.append(row[length:])
+    return {"greedy_prompts": ids, "greedy_mask": mask, "greedy_lengths": np.array(PROMPTS),
+            "greedy_tokens": torch.stack(tokens), "greedy_margin": np.array(margin)}
+
+
+def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the mean cross entropy over all targets that are no padding."""
+    logits = model(ids, attention_mask=mask).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1), reduction="none"
+    )
+    weights = mask[:, 1:].reshape(-1).float()
+    return (losses * weights).sum() / weights.sum()
+
+
+def trained(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, np.ndarray]:
+    """Returns the losses of ten steps of AdamW, and the sums and norms of the tensors after."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = next_token_loss(model, ids, mask)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = [weight.detach().double() for weight in model.parameters()]
+    return {
+        "train_losses": np.array(losses),
+        "train_sums": np.array([x.sum().item() for x in weights]),
+        "train_norms": np.array([x.norm().item() for x in weights]),
+    }
+
+
+def read(kind: type, folder: Path) -> Any:
+    """Returns the model in a folder, computed without fused kernels."""
+    return kind.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def in_the_file(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns a tensor under the names of the file: transformers 5 joins those of experts."""
+    if name.endswith("experts.gate_up_proj"):
+        parts = {"gate_proj": x.chunk(2, 1)[0], "up_proj": x.chunk(2, 1)[1]}
+    elif name.endswith("experts.down_proj"):
+        parts = {"down_proj": x}
+    else:
+        return {name: x}
+    around = name.rpartition(".")[0]
+    return {
+        f"{around}.{expert}.{part}.weight": tensor[expert]
+        for part, tensor in parts.items() for expert in range(len(x))
+    }
+
+
+def main(directory: str, *families: str) -> None:
+    """Writes the goldens of these families, or of all."""
+    for family in families or FAMILIES:
+        folder = Path(directory) / family
+        model = made(family)
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        model = read(type(model), folder)
+        found = goldens(model)
+        if not hasattr(model.config, "num_experts"):
+            ids, mask = (torch.tensor(found[f"right_{x}"]) for x in ("ids", "mask"))
+            runs = [found_run := trained(model, ids, mask)]
+            # How far rounding of the initial weights takes sums and norms, in the same ten steps.
+            nudged = read(type(model), folder)
+            with torch.no_grad():
+                for weight in nudged.parameters():
+                    weight.mul_(1 + 2.0**-23 * torch.sign(torch.randn_like(weight)))
+            runs.append(trained(nudged, ids, mask))
+            found |= found_run
+            for name in ("sums", "norms"):
+                moved = np.abs(runs[0][f"train_{name}"] - runs[1][f"train_{name}"])
+                least = 1e-5 * runs[0]["train_norms"] + 1e-5
+                found[f"train_{name}_tolerance"] = np.maximum(10 * moved, least)
+        np.savez_compressed(folder / "goldens.npz", **found)
+        about = {
+            "case": family, "logits_std": float(found["right_logits"].std()),
+            "smallest_greedy_margin": float(found["greedy_margin"]),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+        (folder / "goldens.json").write_text(json.dumps(about, indent=1) + "\n")
+        print(about)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
