@@ -10,24 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import fiddle as fdl
 import jax
 
-from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.init.init_from_checkpoint import completed
-from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.config.class_attributes import configured
-from praxis_lite.config.overrides import check_required
-from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.errors import ConfigError
-from praxis_lite.experiment import registry
-from praxis_lite.inputs.base import TRAIN
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.interop.begin_job import begin_job_with
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
-from praxis_lite.job.job_dir import JobDir, open_for_training
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import make_mesh, simulate_devices
-from praxis_lite.trainer.memory import check_fits
 
 
 def begin_job(
@@ -57,35 +48,16 @@ def begin_job(
     Raises:
       ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
     """
-    experiment_class = registry.get_experiment(experiment, packages)
-    allowed = registry.allowed_packages(packages)
-    config = configured(experiment_class, settings, allowed)
-    check_required(config)
-    job = fdl.build(config)
-    name = registry.full_name(experiment_class)
-    job_dir = open_for_training(job_log_dir, name)
-    simulate_devices(job.mesh.num_devices)
-    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
-    check_fits(partitioner.layout, partitioner.mesh, "train")
-    weights = read_pax_checkpoint(pax_directory, step)
-    key = jax.random.key(job.run.seed)
-    mdl_vars = mdl_vars_from_pax(job.task.model, weights, ignore=ignore, new=new, key=key)
-    with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
-        if saved.latest_step() is not None:
-            raise ConfigError(
-                f"{job_dir.path} has a checkpoint of step {saved.latest_step()} already. Name a "
-                "new directory."
-            )
-        data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
+    def weights(partitioner: Partitioner, job: Job) -> dict[str, jax.Array]:
+        found = read_pax_checkpoint(pax_directory, step)
+        key = jax.random.key(job.run.seed)
+        mdl_vars = mdl_vars_from_pax(job.task.model, found, ignore=ignore, new=new, key=key)
         layout = partitioner.layout.select("mdl_vars")
         place = jax.jit(layout.pad, out_shardings=layout.shardings(partitioner.mesh))
-        weights = zip(layout.leaves(), jax.tree.leaves(place(mdl_vars)), strict=True)
-        arrays = {f"mdl_vars/{leaf.path}": x for leaf, x in weights}
-        state = completed(partitioner, key, arrays)
-        saved.save(0, state, partitioner.layout, data)
-    text = dump_config(config, name, settings, packages=packages)
-    job_dir.write_config(text, config_lines(config))
-    return job_dir
+        paths = [leaf.path for leaf in layout.leaves()]
+        return dict(zip(paths, jax.tree.leaves(place(mdl_vars)), strict=True))
+
+    return begin_job_with(weights, experiment, job_log_dir, settings, packages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,6 +34,8 @@ class JobDir:
         again.
       stacks_txt: what every thread was doing, each time that no step ended for long.
       traceback_txt: the traceback of the exception that ended the last launch, if one did.
+      huggingface: the folder with config.json and tokenizer of the model of Hugging Face that the
+        job began with, if it did.
       tensorboard: the folder of TensorBoard's summaries.
       checkpoints: the folder of checkpoints by step.
     """
@@ -50,6 +52,7 @@ class JobDir:
     non_finite_txt = _below("non_finite.txt")
     stacks_txt = _below("stacks.txt")
     traceback_txt = _below("traceback.txt")
+    huggingface = _below("huggingface")
     tensorboard = _below("tensorboard")
     checkpoints = _below("checkpoints")
 

@@ -215,7 +215,10 @@ def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:
     """Returns a new state with the weights in a directory of Hugging Face; adapters' are drawn."""
     partitioner, directory = job.partitioner, job.run.init_from_huggingface
     layout = partitioner.layout.select("mdl_vars")
-    arrays = Pretrained(directory, layout).read(partitioner.mesh, _say)
+    pretrained = Pretrained(directory, layout)
+    if jax.process_index() == 0:
+        pretrained.keep(job.files.huggingface)
+    arrays = pretrained.read(partitioner.mesh, _say)
     drawn = [leaf.path for leaf in layout.leaves() if leaf.path not in arrays]
     print(f"{len(arrays)} weights from {directory}" + (f"; new: {few(drawn)}" if drawn else ""))
     arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ from jax.sharding import Mesh
 
 from praxis_lite.checkpoints.huggingface.family import family_of, read_config
 from praxis_lite.checkpoints.huggingface.reading import read_weights, stored
-from praxis_lite.checkpoints.huggingface.tensor_files import FLOATS, TensorFiles
+from praxis_lite.checkpoints.huggingface.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.checkpoints.huggingface.weights import parts
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
 from praxis_lite.errors import few, require, require_choice
 from praxis_lite.partitioner import StateLayout
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "generation_config.json",
+)
 # The last names of weights that adapters add to a model: no checkpoint of the model has them.
 ADAPTERS = ("lora_a", "lora_b")
 
@@ -58,7 +64,7 @@ class Pretrained:
         dtype: str | None = None, *, max_file_bytes: int = MAX_FILE_BYTES,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Writes weights as Hugging Face keeps them: config.json and safetensors files.
+        """Writes weights as Hugging Face keeps them: config.json, safetensors, the tokenizer.
 
         Args:
           directory: a new or an empty one.
@@ -86,7 +92,21 @@ class Pretrained:
         write_tensors(
             target, self.parts, arrays, mesh, dtypes, max_file_bytes=max_file_bytes, note=note
         )
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        if jax.process_index() == 0:
+            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            self._copy_to(target, TOKENIZER_FILES)
+
+    def keep(self, directory: Path) -> None:
+        """Writes what an export needs besides weights: config.json, the tokenizer, `DESCRIBED`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        described = json.dumps(self.files.described(), indent=1)
+        (directory / DESCRIBED).write_text(f"{described}\n", "utf-8")
+        self._copy_to(directory, ("config.json", *TOKENIZER_FILES))
+
+    def _copy_to(self, directory: Path, names: Iterable[str]) -> None:
+        for name in names:
+            if (self.files.directory / name).is_file():
+                shutil.copyfile(self.files.directory / name, directory / name)
 
     def _leaves(self) -> list[Any]:
         return [

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from praxis_lite.errors import ConfigError, require
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# In a job's directory: what the files had that the job began with, without the tensors.
+DESCRIBED = "tensors.json"
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "U8": np.dtype(np.uint8),
@@ -27,7 +29,8 @@ class TensorFiles:
     """The tensors of a directory, by name.
 
     Args:
-      directory: with model.safetensors, or with several files and their index.
+      directory: with model.safetensors, or with several files and their index; or with what
+        `described` returns as tensors.json, for their names and dtypes alone.
 
     Attributes:
       file_of: by tensor, the file that has it.
@@ -43,6 +46,9 @@ class TensorFiles:
         index = directory / INDEX
         if index.exists():
             self.file_of = self._indexed(index)
+        elif (directory / DESCRIBED).exists():
+            self._headers[DESCRIBED] = json.loads((directory / DESCRIBED).read_text("utf-8"))
+            self.file_of = dict.fromkeys(self._headers[DESCRIBED], DESCRIBED)
         elif (directory / SINGLE).exists():
             self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         else:
@@ -74,6 +80,13 @@ class TensorFiles:
         start, stop = self._entry(name)["data_offsets"]
         data = self._data(file)[start:stop]
         return data.view(self.dtype(name)).reshape(self.shape(name))
+
+    def described(self) -> dict[str, Any]:
+        """Returns each tensor's dtype and shape, for JSON."""
+        return {
+            name: {key: self._entry(name)[key] for key in ("dtype", "shape")}
+            for name in self.file_of
+        }
 
     def _entry(self, name: str) -> dict[str, Any]:
         return self._header(self.file_of[name])[name]

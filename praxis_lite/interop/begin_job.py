@@ -1,0 +1,71 @@
+"""A new job whose checkpoint of step 0 has weights that another system has trained."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init.init_from_checkpoint import completed
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.config.overrides import check_required
+from praxis_lite.config.text import config_lines, dump_config
+from praxis_lite.errors import require
+from praxis_lite.experiment import registry
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.job.job_dir import JobDir, open_for_training
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh, simulate_devices
+from praxis_lite.trainer.job_checks import check_parts
+from praxis_lite.trainer.memory import check_fits
+
+
+def begin_job_with(
+    weights: Callable[[Partitioner, Job], Mapping[str, jax.Array]],
+    experiment: str,
+    job_log_dir: str | os.PathLike[str],
+    settings: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> JobDir:
+    """Returns the job; it is as one whose step 0 was saved, to be trained or evaluated.
+
+    The optimizer's slots are new, made from the weights, and the training data starts at its first
+    batch.
+
+    Args:
+      weights: returns the weights by path in mdl_vars, padded and in their shards; what it leaves
+        out is drawn with the run's seed.
+      experiment: its name, as for `--exp`.
+      job_log_dir: a new or an empty directory.
+      settings: "path=value", as for `--set`.
+      packages: as for `--packages`.
+
+    Raises:
+      ConfigError: the experiment is refused as in training, or the directory has a checkpoint.
+    """
+    experiment_class = registry.get_experiment(experiment, packages)
+    config = configured(experiment_class, settings, registry.allowed_packages(packages))
+    check_required(config)
+    job = fdl.build(config)
+    check_parts(job)
+    name = registry.full_name(experiment_class)
+    job_dir = open_for_training(job_log_dir, name)
+    simulate_devices(job.mesh.num_devices)
+    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
+    check_fits(partitioner.layout, partitioner.mesh, "train")
+    with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
+        latest = saved.latest_step()
+        require(
+            latest is None, f"{job_dir.path}: the newest checkpoint", f"of step {latest}",
+            "no checkpoint", "Name a new directory.",
+        )
+        arrays = {f"mdl_vars/{path}": x for path, x in weights(partitioner, job).items()}
+        state = completed(partitioner, partitioner.key(job.run.seed), arrays)
+        data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
+        saved.save(0, state, partitioner.layout, data)
+    text = dump_config(config, name, settings, packages=packages)
+    job_dir.write_config(text, config_lines(config))
+    return job_dir

@@ -1,0 +1,48 @@
+"""Models of Hugging Face as jobs, and jobs as models of Hugging Face.
+
+    python -m praxis_lite.interop.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
+    python -m praxis_lite.interop.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.interop.huggingface.jobs import begin_job, export_job
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Begins a job with a model of Hugging Face, or writes a job's model as one of these."""
+    parser = argparse.ArgumentParser(prog="python -m praxis_lite.interop.huggingface")
+    commands = parser.add_subparsers(dest="command", required=True)
+    taking = commands.add_parser("import", help="begin a job with the model in a directory")
+    taking.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors files")
+    taking.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a new directory")
+    taking.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
+                        action="extend", default=[], help="as of main.py")
+    giving = commands.add_parser("export", help="write a job's model as Hugging Face keeps it")
+    giving.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a job that began with one")
+    giving.add_argument("out_dir", metavar="OUT_DIR", help="a new directory")
+    giving.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    giving.add_argument("--dtype", help="float32, bfloat16 or float16; default: as it was")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "import":
+            job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_say)
+            print(f"began {job.path}: go on with main.py --exp=huggingface.CausalLm "
+                  f"--job_log_dir={job.path}")
+        else:
+            export_job(args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype, note=_say)
+            print(f"wrote {args.out_dir}")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
