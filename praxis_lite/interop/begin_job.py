@@ -12,7 +12,7 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import config_lines, dump_config
-from praxis_lite.errors import require
+from praxis_lite.errors import few, require
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
@@ -56,15 +56,15 @@ def begin_job_with(
     simulate_devices(job.mesh.num_devices)
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
     check_fits(partitioner.layout, partitioner.mesh, "train")
+    saved_before = [one.name for one in job_dir.checkpoints.glob("*")]
+    require(
+        not saved_before, f"{job_dir.path}: the checkpoints", few(sorted(saved_before)),
+        "none", "Name a new directory.",
+    )
+    arrays = {f"mdl_vars/{path}": x for path, x in weights(partitioner, job).items()}
+    state = completed(partitioner, partitioner.key(job.run.seed), arrays)
+    data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
     with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
-        latest = saved.latest_step()
-        require(
-            latest is None, f"{job_dir.path}: the newest checkpoint", f"of step {latest}",
-            "no checkpoint", "Name a new directory.",
-        )
-        arrays = {f"mdl_vars/{path}": x for path, x in weights(partitioner, job).items()}
-        state = completed(partitioner, partitioner.key(job.run.seed), arrays)
-        data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
         saved.save(0, state, partitioner.layout, data)
     text = dump_config(config, name, settings, packages=packages)
     job_dir.write_config(text, config_lines(config))
