@@ -7,6 +7,8 @@ from tests.support.goldens import GOLDENS, pax_cases
 TESTS = Path(__file__).parent
 # A test takes its cases of these kinds from cases.json, all of them.
 TESTED_BY_KIND = {"decode", "language_model", "layer", "learner"}
+# Tests take all that lies in these folders.
+TESTED_WHOLE = {"configs", "hf"}
 TESTED_BY_NAME = {"function": "masks", "init": "weight_init", "schedules": "schedules_"}
 
 
@@ -22,7 +24,7 @@ def test_every_other_file_is_read_by_a_test():
     for path in GOLDENS.rglob("*.*"):
         folder = path.relative_to(GOLDENS).parts[0]
         is_case = folder == "pax" and path.suffix == ".npz"
-        if not is_case and folder != "configs" and path.suffix != ".md":
+        if not is_case and folder not in TESTED_WHOLE and path.suffix != ".md":
             stem = path.stem.removeprefix("pax_optimizers_")
             assert f'"{stem}"' in sources or f"/{path.name}" in sources, path
 

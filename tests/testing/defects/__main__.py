@@ -44,9 +44,11 @@ def main() -> int:
                 rows.append(f"| {' | '.join(cells)} |")
                 jax.clear_caches()
     seconds = time.monotonic() - began
-    print(f"{len(rows) - num_missed} of {len(rows)} defects caught, {seconds:.0f} s")
+    caught = f"{len(rows) - num_missed} of {len(rows)} defects caught"
+    print(f"{caught}, {seconds:.0f} s")
     if args.report:
-        head = ["| family | defect | what differs first | layer | axis |", "|" + " --- |" * 5]
+        title = [f"# Planted defects: {caught}", "", "Written by `make check-defects`.", ""]
+        head = [*title, "| family | defect | what differs first | layer | axis |", "|" + " --- |" * 5]
         args.report.write_text("\n".join([*head, *rows]) + "\n", "utf-8")
     return int(num_missed > 0)
 
