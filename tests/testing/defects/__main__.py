@@ -48,8 +48,8 @@ def main() -> int:
     print(f"{caught}, {seconds:.0f} s")
     if args.report:
         title = [f"# Planted defects: {caught}", "", "Written by `make check-defects`.", ""]
-        head = [*title, "| family | defect | what differs first | layer | axis |", "|" + " --- |" * 5]
-        args.report.write_text("\n".join([*head, *rows]) + "\n", "utf-8")
+        head = ["| family | defect | what differs first | layer | axis |", "|" + " --- |" * 5]
+        args.report.write_text("\n".join([*title, *head, *rows]) + "\n", "utf-8")
     return int(num_missed > 0)
 
 
