@@ -160,6 +160,7 @@ def test_a_state_is_loaded_whole(source):
     assert not any(" new" in line for line in plan.summary())
 
 
+@pytest.mark.slow
 def test_slots_are_loaded_where_they_agree(source):
     """The slots of a renamed weight too; where a group's are, the group's counts with them."""
     job, true_state = source

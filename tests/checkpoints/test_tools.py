@@ -77,6 +77,7 @@ def flip_a_bit(step_dir):
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_values_are_the_true_ones_and_padding_is_zero_on_every_mesh(on_meshes):
     wanted = by_path(true_state())
     for shape, step_dir in on_meshes.items():

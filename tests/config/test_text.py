@@ -23,6 +23,7 @@ from praxis_lite.experiment import registry
 from praxis_lite.experiments.classify import Spirals
 from praxis_lite.experiments.lm import PyDocs
 from tests.support import callables as zoo
+from tests.support.marks import slow_but
 
 NAME = "tests.support.callables.Mine"
 
@@ -239,7 +240,10 @@ def test_every_line_can_be_pasted_behind_set():
     _check_lines(config)
 
 
-@pytest.mark.parametrize("name", registry.list_experiments())
+QUICK = {"lm.PyDocs", "seq2seq.Reverse", "moe.Synthetic", "linen.PyDocs", "vision.DigitsResNet"}
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, registry.list_experiments()))
 def test_every_line_of_every_experiment_can_be_pasted_behind_set(name):
     _check_lines(registry.get_experiment(name)().config())
 

@@ -9,6 +9,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Greedy
 from tests.decode.toy_models import Recurrent, logprobs_after, row_keys
+from tests.support.marks import slow_but
 
 V, M, EOS = 5, 3, 2
 MODEL = Recurrent(V, seed=3, scale=1.3)
@@ -51,7 +52,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", slow_but({"alpha 0.8"}, WIDE))
 def test_a_beam_as_wide_as_all_there_is_finds_what_enumeration_finds(name):
     settings = WIDE[name]
     # Hypotheses that go on: at most 4 x 4; the beam holds them all.
@@ -83,6 +84,7 @@ def test_two_ends_of_text_keep_the_likelier_of_each_hypothesis():
         assert [tuple(tokens[:length]) for tokens, length in ids] == wanted[:10]
 
 
+@pytest.mark.slow
 def test_the_empty_row_is_empty_and_the_others_need_no_company():
     found = search(beam_size=3)
     empty = list(LENGTHS).index(0)

@@ -232,6 +232,7 @@ def test_a_stop_sequence_ends_a_row_once_its_new_tokens_end_in_it():
     assert found["decode_lengths"][3, 0] > 1
 
 
+@pytest.mark.slow
 def test_samples_differ_are_sorted_and_each_is_a_function_of_its_key_alone():
     settings = {"max_decode_steps": M, "eos_id": 3, "k": 0, "temperature": 1.5}
     found = decoded(Sample(num_samples=7, **settings))

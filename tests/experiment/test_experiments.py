@@ -17,8 +17,9 @@ DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by
 
 # Their models differ from those of others in one layer or in size.
 SLOW = {
-    "explicit.DigitsDp", "explicit.PyDocs", "finetune.PyDocsFull", "linen.DigitsViT",
-    "linen.PyDocs", "moe.PyDocs", "pipelined.PyDocs", "pipelined.Synthetic", "vision.DigitsViT",
+    "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
+    "finetune.PyDocsFull", "finetune.PyDocsLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
+    "pipelined.PyDocs", "pipelined.Synthetic", "vision.DigitsViT",
 }
 
 

@@ -158,6 +158,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent_however_it_ends(tmp_path):
     """All ways at once: most of a process's time here is imports."""
     processes = []

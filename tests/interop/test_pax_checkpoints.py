@@ -21,6 +21,7 @@ from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.models import NnxModel
 from tests.support.goldens import GOLDENS, golden_arrays
+from tests.support.marks import slow_but
 
 STEPS = {"scanned_gda": 10, "unrolled_ocdbt": 20, "scanned_flax": 30}
 MADE_BY_PAX = GOLDENS / "pax_checkpoints"
@@ -62,7 +63,7 @@ def test_every_variable_is_read_without_its_padding(jobs, name):
         np.testing.assert_array_equal(found[path], array)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", slow_but({"scanned_flax"}, STEPS))
 def test_our_model_gives_paxs_logits_scanned_and_unrolled(jobs, name):
     numbers = made_by_pax(name)
     for unroll in (False, True):

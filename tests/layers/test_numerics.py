@@ -50,6 +50,7 @@ def logits_of(model, mdl_vars, ids):
     return jax.jit(lambda v, ids: model.module(v)(ids)[0])(mdl_vars, ids)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32_and_keeps_float32_weights_and_logits(mdl_vars):
     half = lm(jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(half.init, jax.random.key(0)))} == {

@@ -18,6 +18,7 @@ from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
 from tests.support.goldens import golden, trimmed
+from tests.support.marks import slow_but
 
 FILE = "reference/nnx_guide.json"
 EXPERIMENTS = {"losses": nnx_guide.DotReluDot, "logical_losses": nnx_guide.LogicalDotReluDot}
@@ -51,7 +52,7 @@ def trained(experiment, num_steps, **settings):
     return partitioner, state, losses
 
 
-@pytest.mark.parametrize("losses", EXPERIMENTS)
+@pytest.mark.parametrize("losses", slow_but({"logical_losses"}, EXPERIMENTS))
 def test_the_losses_and_splits_are_those_of_the_guide(losses):
     expected = golden(FILE)
     partitioner, state, found = trained(EXPERIMENTS[losses], 5)

@@ -164,6 +164,7 @@ def plain_decodes():
     return [decoder.greedy(ids[:length], NUM_NEW_TOKENS) for ids, length in rows]
 
 
+@pytest.mark.slow
 @some_meshes
 def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     run, inputs = trained("uneven", "adamw", shape), prompts()

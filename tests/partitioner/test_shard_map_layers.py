@@ -122,7 +122,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", slow_but({"beam"}, DECODERS))
 def test_each_device_decodes_its_rows_until_the_last_device_has_ended(mesh_of, name):
     decoder, model = DECODERS[name], Recurrent(5, seed=3, scale=3.0)
     prompts, lengths = np.arange(24, dtype=np.int32).reshape(8, 3) % 5, np.arange(8) % 3 + 1

@@ -120,6 +120,7 @@ def losses_where_data_is(axis_type):
     return losses
 
 
+@pytest.mark.slow
 def test_an_uneven_language_model_has_the_same_losses_where_data_is_explicit_and_mdl_auto():
     wanted = losses_where_data_is(AxisType.Auto)
     assert wanted[2] < wanted[0] - 0.1

@@ -157,9 +157,7 @@ def test_the_layout_is_that_of_the_reference(run_name):
 
 
 # Every model, mesh and way to split at least once.
-QUICK_RUNS = {
-    "uneven_257_12_30|replica2_data2_mdl2|1d|pad", "tiny_dims_below_mesh|data1_mdl8|1d|pad",
-}
+QUICK_RUNS = {"uneven_257_12_30|replica2_data2_mdl2|1d|pad"}
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def mean_loss(module, inputs, key):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, inputs["labels"]))
 
 
+@pytest.mark.slow
 def test_a_foreign_embedding_has_the_gradient_of_one_device_for_rows_that_do_not_divide(mesh_of):
     rng = np.random.default_rng(4)
     batch = {

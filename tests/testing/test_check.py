@@ -56,6 +56,7 @@ def places(name):
     return first.what, first.layer, first.leaf, first.step, first.axis
 
 
+@pytest.mark.slow
 def test_the_layer_and_the_axis_of_a_sum_between_devices_are_named():
     what, layer, leaf, step, axis = places("psum doubled")
     assert (what, leaf, step, axis) == ("loss", "metrics/loss/value", 0, "mdl")

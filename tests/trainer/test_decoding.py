@@ -87,6 +87,7 @@ def test_decode_runs_from_another_directory_on_the_jobs_mesh_with_the_same_token
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_sampling_is_set_on_the_command_line(decoded, sampled):
     job, greedy = decoded
     assert [line["prompt"] for line in sampled[::3]] == [line["prompt"] for line in greedy]

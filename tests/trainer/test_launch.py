@@ -16,6 +16,7 @@ from praxis_lite.sharding import make_mesh
 from praxis_lite.trainer.metrics import WeightedMean, read_json_lines
 from tests.support.job_runs import home, launch, lines_of, loaded, succeed
 from tests.support.line_jobs import LINE
+from tests.support.marks import slow_but
 
 AVERAGED, TINY = "--exp=jobzoo.experiments.Averaged", "--exp=jobzoo.experiments.Tiny"
 
@@ -111,6 +112,7 @@ def test_the_averages_evaluated_are_those_of_the_checkpoint():
     assert not np.allclose(some, params["softmax"]["logits_ffn"]["linear"]["w"])
 
 
+@pytest.mark.slow
 def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tmp_path):
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7")
@@ -159,7 +161,7 @@ UNSOUND = {
 }
 
 
-@pytest.mark.parametrize("case", UNSOUND)
+@pytest.mark.parametrize("case", slow_but({"a skipped step"}, UNSOUND))
 def test_a_run_whose_last_step_was_skipped_is_kept_and_ends_with_status_3(case, tmp_path):
     settings, words, step = UNSOUND[case]
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set", *settings)

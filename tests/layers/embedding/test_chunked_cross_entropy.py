@@ -16,6 +16,7 @@ from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, make_mesh
+from tests.support.marks import slow_but
 
 # B batch, T time, D input dims, V classes, C classes of a chunk.
 BATCH = ("replica", "data")
@@ -124,6 +125,7 @@ SIZES = {"even": (8, 8, 40), "uneven": (7, 5, 37)}  # B, D, V; V = 37 on 8 shard
 CHUNK = 3  # shard has 2 classes, and 3 are not divided by a shard's 5, 19 or 20 classes.
 LAYERS = (layers.FullSoftmax, layers.NClassMajorSharedEmbeddingSoftmax)
 CASES = [(LAYERS[0], sizes, splits) for sizes in SIZES for splits in SPLITS]
+OF_SHARED_TABLE = (LAYERS[1], "uneven", "data_mdl")
 
 
 def compiled_and_arguments(layer, sizes, splits, mesh, **options):
@@ -167,8 +169,11 @@ def result_of(layer, sizes, splits, mesh_shape, chunk_size):
         return jax.device_get(run(*arguments))
 
 
-@pytest.mark.parametrize("layer, sizes, splits", [*CASES, (LAYERS[1], "uneven", "data_mdl")])
-def test_split_over_a_mesh_equals_the_whole_softmax_on_one_device(layer, sizes, splits):
+@pytest.mark.parametrize(
+    "case", slow_but({CASES[-1], OF_SHARED_TABLE}, [*CASES, OF_SHARED_TABLE]), ids=str
+)
+def test_split_over_a_mesh_equals_the_whole_softmax_on_one_device(case):
+    layer, sizes, splits = case
     found = result_of(layer, sizes, splits, (1, 4, 2), CHUNK)
     wanted = result_of(layer, sizes, "mdl", None, None)
     paths = jax.tree_util.tree_leaves_with_path(found)

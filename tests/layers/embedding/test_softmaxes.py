@@ -87,6 +87,7 @@ def test_option_values_equal_pax(name, chunk_size):
     np.testing.assert_allclose(x_grad, golden["gin"]["x"], rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_logits_are_float32_and_those_of_compute_loss_in_bfloat16():
     model = model_of(SHARED, soft_cap_logits=2.0)
     module = model.module(model.init(jax.random.key(0)))

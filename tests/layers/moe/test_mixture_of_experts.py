@@ -330,6 +330,7 @@ def test_the_second_expert_is_drawn_in_training_only():
     np.testing.assert_array_equal(without, outputs_of(greedy)[0])
 
 
+@pytest.mark.slow
 def test_it_stands_in_a_transformer_block_and_its_losses_are_found():
     block = functools.partial(
         layers.Transformer, D + 1, F, 2, tr_fflayer_tpl=functools.partial(

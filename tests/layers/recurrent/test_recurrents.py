@@ -284,6 +284,7 @@ def log_probs_of(params, ids):
     return jax.nn.log_softmax(module(ids)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"greedy_prompt_in_one_pass"}, DECODERS))
 def test_ragged_prompts_go_on_as_the_uncached_model_says(name):
     model = lm()

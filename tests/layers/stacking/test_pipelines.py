@@ -176,7 +176,7 @@ def assert_trees_close(found, wanted, **tolerance):
         )
 
 
-@pytest.mark.parametrize("case", IN_TICKS)
+@pytest.mark.parametrize("case", slow_but({"circular_uneven"}, IN_TICKS))
 def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
     assert_trees_close(pipelined(case), repeated(case)[1], rtol=1e-4, atol=1e-5)
 
@@ -233,14 +233,16 @@ ON_MESH = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but({"gpipe_uneven", "circular_waiting"}, ON_MESH))
+@pytest.mark.parametrize("name", slow_but({"gpipe_uneven"}, ON_MESH))
 def test_on_a_mesh_it_gives_the_same(name):
     case = name.split()[0]
     found, _ = on_mesh(case, **ON_MESH[name])
     assert_trees_close(found, repeated(case)[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in ON_MESH if "uneven" not in name])
+@pytest.mark.parametrize(
+    "name", slow_but({"circular_waiting"}, [name for name in ON_MESH if "uneven" not in name])
+)
 def test_stages_hand_on_by_one_collective_permute_per_tick_and_direction(name):
     case = name.split()[0]
     repeats, stages, _, microbatches, *_ = CASES[case]
@@ -463,6 +465,7 @@ def test_the_same_key_draws_the_layers_of_a_repeat_and_they_lie_on_their_stages(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [pytest.param("row", marks=pytest.mark.slow), "mesh"])
 def test_cached_decoding_equals_the_uncached_forward_pass(where):
     num_rows, length, dims = 3, 5, 6

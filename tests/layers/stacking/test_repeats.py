@@ -130,6 +130,7 @@ def test_scanned_equals_unrolled_in_outputs_and_gradients(programs):
     assert_trees_close({**scanned, "params": params}, unrolled, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
     "policy", [p for p in CHECKPOINT_POLICIES if p not in (*SAVED_NAMES, "save_everything")]

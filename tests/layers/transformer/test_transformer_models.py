@@ -146,6 +146,7 @@ def test_every_case_of_the_real_pax_is_compared():
     assert set(PAX) == set(pax_options("language_models")) - {""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"plain", "packed_rotary", "prefix"}, PAX))
 def test_losses_and_gradients_equal_pax(name):
     numbers, (build, names) = pax_options("language_models"), PAX[name]
@@ -168,6 +169,7 @@ def test_losses_and_gradients_equal_pax(name):
     assert_near(flat(grads), case["grad"], tolerance=5e-6)
 
 
+@pytest.mark.slow
 def test_a_packed_row_gives_what_its_sequences_give_alone():
     build = partial(
         layers.TransformerLm, 17, 6, 11, 3, 2, position_emb_tpl=None, transformer_layer_tpl=ROTARY

@@ -153,6 +153,7 @@ def test_only_the_named_layers_are_adapted():
     assert hasattr(module.second.linear, "lora_a") and not hasattr(module.first.linear, "lora_a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, only, adapted_layers",
     [

@@ -163,6 +163,7 @@ def test_a_mesh_rounds_as_one_device_does(mesh_of):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.slow
 def test_a_stack_is_rounded_layer_by_layer():
     optimizer = low_precision_slots(0.1, optimizer=ADAMW)
     params, grads = tree_of(PARAMS, 0, (3,)), tree_of(PARAMS, 1, (3,))
