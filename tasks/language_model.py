@@ -15,7 +15,7 @@ from praxis_lite import Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
-from praxis_lite.inputs.text import ByteTokenizer
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars

@@ -13,7 +13,7 @@ from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import for_tokenizer
 from praxis_lite.errors import require
-from praxis_lite.inputs.text import ByteTokenizer
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars

@@ -10,7 +10,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
-from praxis_lite.inputs.text import ByteTokenizer
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from tests.decode.toy_models import Recurrent, logprobs_after, row_keys
 
 V = 13

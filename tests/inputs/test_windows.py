@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.inputs.shuffle import shuffled
-from praxis_lite.inputs.windows import EvaluationWindows, TrainingWindows, filler_position
+from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows, filler_position
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 5, 7])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.errors import ConfigError, did_you_mean, require
-from praxis_lite.inputs.text_files import BLOCK_BYTES, matching_files, read_documents
+from praxis_lite.inputs.text.files import BLOCK_BYTES, matching_files, read_documents
 
 SPLITS = ("train", "heldout")
 

@@ -9,7 +9,7 @@ import numpy as np
 from praxis_lite.errors import require
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.shuffle import epoch_order, random_bits
-from praxis_lite.inputs.text import ByteTokenizer, TextCorpus
+from praxis_lite.inputs.text.corpus import TextCorpus
 
 if TYPE_CHECKING:
     import jax

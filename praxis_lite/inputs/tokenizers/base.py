@@ -1,0 +1,101 @@
+"""What every tokenizer has: ids of a text, the text of ids, and the ids that stand for no text."""
+
+import abc
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError
+
+
+class Tokenizer(abc.ABC):
+    """Text into ids and back. All that a text corpus, prompts and a language model's task ask for.
+
+    Attributes:
+      token_unit: what one id stands for, "byte" or "token"; names the metric bits_per_<unit>.
+      vocab_size: ids are below it, special ones included; None: any number is an id.
+      eos_id: ends a text; None if there is none.
+      bos_id, pad_id: of the beginning of a text and of padding; None if there is none.
+      begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
+      run_ids: ids of single bytes of which a run is decoded as a whole, so that the text of a run
+        is final only when another id follows; empty for most tokenizers.
+    """
+
+    token_unit: str = "token"
+    vocab_size: int | None = None
+    eos_id: int | None = None
+    bos_id: int | None = None
+    pad_id: int | None = None
+    begin_ids: Sequence[int] = ()
+    end_ids: Sequence[int] = ()
+    run_ids: frozenset[int] = frozenset()
+
+    @abc.abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """Returns int32[num_tokens], between `begin_ids` and `end_ids` unless told otherwise."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Returns the text of the ids; special tokens stand in it as text unless skipped."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what decides the ids of a text, as JSON: equal for tokenizers that are equal."""
+
+    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids of each text without special tokens.
+
+        Bytes that are no UTF-8, as where a file was cut within a character, become U+FFFD.
+        """
+        return [self.encode(one.decode(errors="replace"), False) for one in texts]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Returns the ids of a text to continue, begun as documents begin in training.
+
+        That is with `begin_ids`, or without any with the end of the text before it.
+        """
+        return np.array([*self.document_start, *self.encode(text, False)], np.int32)
+
+    @property
+    def document_start(self) -> tuple[int, ...]:
+        """The ids before the first token of a document; empty if the tokenizer has none."""
+        end_before = () if self.eos_id is None else (self.eos_id,)
+        return tuple(self.begin_ids) or end_before
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        *,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """Returns a conversation as the model was taught to read it: int32[num_tokens], or text.
+
+        Args:
+          messages: each with a "role" and a "content".
+          add_generation_prompt: True: the answer of the model is to come next.
+          tokenize: False: the text.
+          variables: further ones of the template: `tools`, `enable_thinking`.
+
+        Raises:
+          ConfigError: there is no template, or it refuses the conversation; says what it said.
+        """
+        if self.chat is None:
+            raise ConfigError(
+                f"{self} has no chat template. Put one beside its files, as chat_template.jinja or "
+                "as chat_template in tokenizer_config.json, or give texts instead of messages."
+            )
+        text = self.chat.render(messages, add_generation_prompt, **variables)
+        return self.encode(text, False) if tokenize else text
+
+    @functools.cached_property
+    def chat(self) -> Any:
+        """The ChatTemplate, or None."""
+        return None
+
+    def __str__(self) -> str:
+        path = getattr(self, "path", None)
+        return type(self).__name__ + ("" if path is None else f"({str(path)!r})")

@@ -1,0 +1,58 @@
+"""Tokenizers that need no file: bytes, and numbers that stand for no text."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+
+
+class ByteTokenizer(Tokenizer):
+    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next one."""
+
+    token_unit = "byte"
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
+        """Returns int32[num_bytes], without an EOS; a str is taken as UTF-8."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the bytes of each text as they are."""
+        return [self.encode(one) for one in texts]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Returns the text before the first EOS.
+
+        So a prompt that begins with EOS decodes from its second id on. Invalid UTF-8, and ids above
+        256, which a model's vocabulary may have, show as U+FFFD.
+        """
+        data = bytearray()
+        for token in ids:
+            if token == self.eos_id:
+                break
+            data.append(token if 0 <= token < 256 else 0xFF)  # UTF-8 has no byte 0xFF.
+        return data.decode(errors="replace")
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"tokenizer": "ByteTokenizer"}
+
+
+class TokenIds(Tokenizer):
+    """Tokens that stand for no text, such as made-up ones; as text they are numbers with blanks."""
+
+    eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text.
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """Returns int32[num_tokens] of '3 17 5'."""
+        return np.array([int(word) for word in text.split()], np.int32)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Returns '3 17 5'."""
+        return " ".join(map(str, ids))
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"tokenizer": "TokenIds"}
