@@ -29,6 +29,8 @@ from praxis_lite.options import check_goes_with_mode, file_path, parser
 if TYPE_CHECKING:
     import fiddle as fdl
 
+    from praxis_lite.trainer.decoding.user_prompts import Prompt
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend.
@@ -131,10 +133,16 @@ def _run(args: argparse.Namespace) -> None:
         return
     _check_same_command(args, experiment, config)
     job = build(config)
+    prompts = _prompts(args)
+    is_conversation = args.chat and not prompts
+    if prompts:
+        from praxis_lite.trainer.decoding.user_prompts import with_prompts
+
+        job = with_prompts(job, prompts)
 
     from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_of
 
-    partitioner = partitioner_of(job, args.mode)
+    partitioner = partitioner_of(job, "load" if is_conversation else args.mode)
     from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
     from praxis_lite.trainer.memory import saying_what_is_large
 
@@ -149,6 +157,7 @@ def _run(args: argparse.Namespace) -> None:
             return
 
         from praxis_lite.trainer import launch
+        from praxis_lite.trainer.decoding import decode
 
         on_mesh = JobOnMesh(partitioner, job.datasets, job.decode_datasets, job.run, job_dir)
         if args.mode == "train":
@@ -158,8 +167,22 @@ def _run(args: argparse.Namespace) -> None:
             )
         elif args.mode == "eval":
             launch.evaluate(on_mesh, args.step)
+        elif is_conversation:
+            decode.chat(on_mesh, args.step, sys.stdin)
         else:
-            launch.decode(on_mesh, args.step)
+            decode.decode(on_mesh, args.step, prompts or None)
+
+
+def _prompts(args: argparse.Namespace) -> "list[Prompt]":
+    """Returns the prompts of --prompt and --prompts; none if neither is given."""
+    if not args.prompt and args.prompts is None:
+        return []
+    from praxis_lite.trainer.decoding.user_prompts import as_conversations, read_prompts
+
+    prompts = list(args.prompt or ())
+    if args.prompts is not None:
+        prompts += read_prompts(Path(args.prompts).expanduser())
+    return as_conversations(prompts) if args.chat else prompts
 
 
 def _job_log_dir(args: argparse.Namespace) -> str:

@@ -32,6 +32,21 @@ def parser() -> argparse.ArgumentParser:
         "of the experiment's class",
     )
     found.add_argument(
+        "--prompt", dest="prompt", metavar="TEXT", nargs="+", action="extend", default=None,
+        help="with --mode=decode: texts to continue, printed as they come, instead of the "
+        "experiment's decode datasets",
+    )
+    found.add_argument(
+        "--prompts", metavar="FILE",
+        help='the same from a file: a text in each line, or of FILE.jsonl {"prompt": TEXT} or '
+        '{"messages": [...]} in each',
+    )
+    found.add_argument(
+        "--chat", action="store_true",
+        help="with --mode=decode: the prompts are what a user says, by the tokenizer's chat "
+        "template; without prompts: read from the terminal, one after the other",
+    )
+    found.add_argument(
         "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
     )
     found.add_argument(
@@ -81,6 +96,9 @@ def _names(words: str) -> list[str]:
 # The options that belong to some modes alone, what they say, and what to do in the others.
 _OF_MODES = {
     "step": (("eval", "decode"), "names the checkpoint"),
+    "prompt": (("decode",), "gives texts to continue"),
+    "prompts": (("decode",), "names a file of prompts"),
+    "chat": (("decode",), "says how prompts are read"),
     "html": (("explain",), "names the page to write"),
     "json": (("check",), "names the certificate to write"),
     "meshes": (("check",), "names the meshes to check on"),

@@ -44,9 +44,12 @@ ORDERS = {
         {"learner"},
     ),
     "praxis_lite/trainer": (
-        {"forward_pass", "job_checks", "loss_spikes", "memory", "metrics", "non_finite"},
-        {"decoding", "evaluation", "job_history", "job_on_mesh", "summary"},
-        {"step_reports"},
+        {
+            "forward_pass", "job_checks", "loss_spikes", "memory", "metrics", "non_finite",
+            "restored_weights",
+        },
+        {"evaluation", "job_history", "job_on_mesh", "summary"},
+        {"decoding", "step_reports"},
         {"trainer"},
         {"launch"},
     ),

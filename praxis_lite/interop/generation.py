@@ -1,63 +1,15 @@
-"""What `TrainedModel.generate` takes: prompts in Python, and another decoder or its settings."""
+"""The task with another decoder, or with other settings of its own."""
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import fiddle as fdl
-import numpy as np
 
 from praxis_lite.decode import Decoder
 from praxis_lite.errors import ConfigError, did_you_mean
-from praxis_lite.inputs import InMemory
 from praxis_lite.task import Task
-
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
-
-
-def prompt_batch(task: Task, prompts: Prompts) -> InMemory:
-    """Returns a pipeline of one batch: texts with the end of text before each, or token ids.
-
-    Raises:
-      ConfigError: the task continues no prompts, or a prompt is empty.
-    """
-    wanted = {"ids", "prefix_lengths", "weights"}
-    tokenizer = getattr(task, "tokenizer", None)
-    if set(task.required_decode_inputs) != wanted or tokenizer is None:
-        raise ConfigError(
-            f"{type(task).__name__} continues no prompts. generate is for language models; "
-            "decode(NAME) gives what --mode=decode writes, predict(ARRAYS) the model's outputs."
-        )
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
-    rows = [_ids(one, tokenizer) for one in given]
-    if not rows or not all(map(len, rows)):
-        raise ConfigError(
-            f"generate was given {prompts!a:.100}; give a prompt, or a list of prompts "
-            "with a token each at least."
-        )
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for row, prompt in zip(ids, rows, strict=True):
-        row[: len(prompt)] = prompt
-    arrays = {
-        "ids": ids,
-        "prefix_lengths": np.array([len(one) for one in rows], np.int32),
-        "weights": np.ones(len(rows), np.float32),
-    }
-    return InMemory(arrays, batch_size=len(rows), shuffle=False)
-
-
-def _ids(prompt: str | Sequence[int], tokenizer: Any) -> np.ndarray:
-    if isinstance(prompt, str):
-        start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        return np.array([*start, *tokenizer.encode(prompt)], np.int32)
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"generate was given a prompt of {ids.dtype}{list(ids.shape)}; give a text, or the "
-            "token ids of one prompt, int[length]."
-        )
-    return ids
 
 
 def with_decoder(

@@ -18,16 +18,17 @@ from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import InMemory, InputPipeline
 from praxis_lite.inputs.batches import checked_spec
-from praxis_lite.interop.generation import Prompts, prompt_batch, with_decoder
+from praxis_lite.interop.generation import with_decoder
 from praxis_lite.job.job_dir import JobDir, open_for_reading
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, attached_mesh
-from praxis_lite.trainer.decoding import PromptDecoder
+from praxis_lite.trainer.decoding.prompt_decoder import PromptDecoder
+from praxis_lite.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.trainer.evaluation import Evaluator
 from praxis_lite.trainer.forward_pass import forward_pass
 from praxis_lite.trainer.job_checks import check_parts
 from praxis_lite.trainer.job_on_mesh import check_reads, partitioner_of
-from praxis_lite.trainer.launch import restored_weights
+from praxis_lite.trainer.restored_weights import restored_weights
 
 Batch = Mapping[str, np.ndarray]
 Record = dict[str, Any]
@@ -205,8 +206,9 @@ class TrainedModel:
         Records are those of --mode=decode: "prompt", "continuation", "output_ids", "log_prob", ...
 
         Args:
-          prompts: a text or several, before which the tokenizer's end of text goes, as before each
-            document in training; or token ids, taken as they are.
+          prompts: a text or several, begun as documents are in training: with the tokenizer's
+            beginning or, without one, its end of text; conversations, lists of {"role", "content"},
+            by the tokenizer's chat template; or token ids, taken as they are.
           decoder, seed, settings: as `decode`: `generate("The ", temperature=0.7)`.
 
         Raises:

@@ -127,6 +127,21 @@ def check_reads(
     partitioner.check_batch(spec, step)
 
 
+def compile_together(
+    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], step: str
+) -> None:
+    """Lets several processes compile, each at its pace, before they meet in a step.
+
+    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
+    collective.
+    """
+    if processes.count() > 1:
+        for name, pipeline in datasets.items():
+            which = "train" if (name, step) == (TRAIN, "eval") else step
+            partitioner.lower(which, pipeline.element_spec()).compile()  # The call finds it.
+        processes.exchange("the steps are compiled", "", 3600)
+
+
 def use_compilation_cache() -> None:
     """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
     if jax.config.jax_compilation_cache_dir is None:

@@ -1,9 +1,9 @@
-"""What train, eval and decode do with a job, once it is built, checked and on its mesh."""
+"""What train and eval do with a job, once it is built, checked and on its mesh."""
 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -18,7 +18,6 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
 from praxis_lite.errors import ConfigError, few
 from praxis_lite.explain.layout_table import layout_table, layout_warnings
-from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
@@ -26,7 +25,6 @@ from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.processes.stopping import StopRequest
 from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.trainer import trainer
-from praxis_lite.trainer.decoding import PromptDecoder
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.trainer.job_checks import (
     check_batches_left,
@@ -36,10 +34,11 @@ from praxis_lite.trainer.job_checks import (
     nondeterministic_data,
 )
 from praxis_lite.trainer.job_history import check_last_step, lacks_evaluation, watched_history
-from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.trainer.metrics import JsonLinesWriter
 from praxis_lite.trainer.metrics.records import write_records
+from praxis_lite.trainer.restored_weights import restored_weights
 from praxis_lite.trainer.trainer import StartingPoint
 
 
@@ -107,7 +106,7 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
             print(line)
         stop.training_begins(saved.latest_step())
         print("compiling the first step", flush=True)
-        _compile_together(job.partitioner, job.datasets, "eval")
+        compile_together(job.partitioner, job.datasets, "eval")
         roll_backs, skipped = RollBacks(), start.skipped_batches
         while True:
             check_batches_left(job.datasets[TRAIN], run, skipped)
@@ -143,7 +142,7 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
             "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
             'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
-    _compile_together(partitioner, job.eval_sets, "eval_examples")
+    compile_together(partitioner, job.eval_sets, "eval_examples")
     step, mdl_vars = restored_weights(partitioner, job.files, step, run.eval_use_ema_states)
     with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(
@@ -158,38 +157,6 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
         print(
             f"evaluated {len(records)} examples of {name} with the weights of step {step}: {path}"
         )
-
-
-def decode(job: JobOnMesh, step: int | str | None) -> None:
-    """Decodes every decode dataset with the weights of a checkpoint; `step` as `evaluate`."""
-    if not job.decode_datasets:
-        raise ConfigError(
-            "The experiment has no decode datasets. Add the method decode_datasets(), for "
-            'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
-        )
-    _compile_together(job.partitioner, job.decode_datasets, "decode")
-    step, mdl_vars = restored_weights(
-        job.partitioner, job.files, step, job.run.decode_use_ema_states
-    )
-    decoder = PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
-    for name, pipeline in job.decode_datasets.items():
-        records = decoder.records(name, pipeline)
-        path = job.files.decode_jsonl(name, step)
-        write_records(path, records, print)
-        print(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
-
-
-def restored_weights(
-    partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
-) -> tuple[int, Any]:
-    """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
-    layout = partitioner.layout
-    read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
-    with Checkpoints(job_dir.checkpoints, note=_say) as saved:
-        restored = saved.restore(layout, partitioner.mesh, step=step, opt_states_keys=tuple(read))
-    averages = ", averaged over the steps before it" if read else ""
-    print(f"restored the weights of step {restored.step}{averages}", flush=True)
-    return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)
 
 
 def _new_start(job: JobOnMesh) -> StartingPoint:
@@ -243,21 +210,6 @@ def _rolled_back(
     saved.abandon_after(spike.step - 1)
     start = _new_start(job) if saved.latest_step() is None else _resumed(job, saved)
     return dataclasses.replace(start, skipped_batches=skipped)
-
-
-def _compile_together(
-    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], step: str
-) -> None:
-    """Lets several processes compile, each at its pace, before they meet in a step.
-
-    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
-    collective.
-    """
-    if processes.count() > 1:
-        for name, pipeline in datasets.items():
-            which = "train" if (name, step) == (TRAIN, "eval") else step
-            partitioner.lower(which, pipeline.element_spec()).compile()  # The call finds it.
-        processes.exchange("the steps are compiled", "", 3600)
 
 
 def _say(line: str) -> None:

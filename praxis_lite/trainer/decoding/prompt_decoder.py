@@ -1,6 +1,7 @@
 """The decode loop over a dataset of prompts: restored weights in, records out."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from praxis_lite.decode import Greedy
-from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
+from praxis_lite.decode.continuous_batching import ContinuousBatching, NewTokens, Prompt
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import require
@@ -18,6 +19,10 @@ from praxis_lite.partitioner import Partitioner
 
 # A look at the tokens waits for the devices. Until the next one, rows that should end go on.
 STEPS_BETWEEN_LOOKS = 8
+# Most rows that are decoded at a time for a watcher.
+MOST_WATCHED_ROWS = 8
+
+Watch = Callable[[NewTokens], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +40,30 @@ class PromptDecoder:
     step: int
     seed: int
     note: Callable[[str], None] = print
+    _batchings: dict[tuple[int, int], ContinuousBatching] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
-    def records(self, name: str, pipeline: InputPipeline) -> list[dict[str, Any]]:
+    def records(
+        self, name: str, pipeline: InputPipeline, watch: Watch | None = None
+    ) -> list[dict[str, Any]]:
         """Returns the task's records of all prompts of a dataset, in their order.
+
+        `watch` is told new tokens as they come, if the decoder makes them one after the other and
+        there is one process. Their index counts true rows x hypotheses.
 
         Raises ConfigError if a batch has ids that the model has no row for, or if the decoder needs
         all prompts in one process and there are several.
         """
         task = self.partitioner.task
         decoder = getattr(task, "decoder", None)
-        is_continuous = isinstance(decoder, Greedy) and decoder.num_cache_slots > 0
-        decoded = self._continuously if is_continuous else self._batch_by_batch
+        is_continuous = is_watched = False
+        if isinstance(decoder, Greedy):
+            is_watched = watch is not None and jax.process_count() == 1
+            is_continuous = decoder.num_cache_slots > 0 or is_watched
+        decoded = self._batch_by_batch
+        if is_continuous:
+            decoded = functools.partial(self._continuously, watch=watch if is_watched else None)
         return [
             record
             for inputs, outputs in decoded(name, pipeline)
@@ -71,7 +89,9 @@ class PromptDecoder:
             batch = self.partitioner.global_batch(own_rows, num_rows)
             yield inputs, self.partitioner.decode_step(self.mdl_vars, batch, key)
 
-    def _continuously(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, Any]]:
+    def _continuously(
+        self, name: str, pipeline: InputPipeline, watch: Watch | None
+    ) -> Iterator[tuple[Any, Any]]:
         """Yields inputs and outputs of each batch, with the tokens that batches would give."""
         require(
             jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
@@ -80,10 +100,9 @@ class PromptDecoder:
         )
         task, prompt_length = self.partitioner.task, pipeline.element_spec()["ids"].shape[1]
         decoder = task.decoder
-        batching = ContinuousBatching(
-            decoder, task.module, decoder.num_cache_slots, prompt_length,
-            wrap=self.partitioner.with_mdl_vars,
-        )
+        most_watched = min(pipeline.batch_size * decoder.num_hyps, MOST_WATCHED_ROWS)
+        num_slots = decoder.num_cache_slots or most_watched
+        batching = self._batching(num_slots, prompt_length)
         batches: list[tuple[Any, dict[str, np.ndarray]]] = []
         places: list[tuple[int, int]] = []  # Of each prompt: its batch, and its row in the outputs.
 
@@ -108,21 +127,34 @@ class PromptDecoder:
                             **{setting: x[row] for setting, x in settings.items()},
                         )
 
-        looks: dict[str, Any] = {}
+        looks: dict[str, Any] = {} if watch is None else {"num_steps": 1}
         if decoder.stop_strings:
             # Other tokens than the encoded ones may make up a stop string; only the text tells.
             should_stop = stops_in_text(task.tokenizer, decoder.stop_strings)
-            looks = {"num_steps": STEPS_BETWEEN_LOOKS, "should_stop": should_stop}
+            looks = {"num_steps": STEPS_BETWEEN_LOOKS, "should_stop": should_stop} | looks
         for new in batching.stream(self.mdl_vars, prompts(), **looks):
+            if watch is not None:
+                watch(new)
             index, hyp = places[new.index]
             outputs = batches[index][1]
             start = outputs["decode_lengths"][hyp]
             outputs["output_ids"][hyp, start : start + len(new.ids)] = new.ids
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
-        self.note(
-            f"{batching.num_prefills} rows of {name} took {batching.num_steps} model steps, "
-            f"{decoder.num_cache_slots} rows at a time"
-        )
+        if watch is None:
+            self.note(
+                f"{batching.num_prefills} rows of {name} took {batching.num_steps} model steps, "
+                f"{num_slots} rows at a time"
+            )
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)
+
+    def _batching(self, num_rows: int, prompt_length: int) -> ContinuousBatching:
+        """Returns what decodes prompts of this length, compiled once."""
+        if (num_rows, prompt_length) not in self._batchings:
+            task = self.partitioner.task
+            self._batchings[num_rows, prompt_length] = ContinuousBatching(
+                task.decoder, task.module, num_rows, prompt_length,
+                wrap=self.partitioner.with_mdl_vars,
+            )
+        return self._batchings[num_rows, prompt_length]

@@ -1,0 +1,1 @@
+"""Prompts in, continuations out: on the terminal as they come, and in files."""
