@@ -8,6 +8,7 @@ import optax
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.decode import Sample
 from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, TokenIds, tf_data
+from praxis_lite.inputs.tokenizers import as_tokenizer
 from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
@@ -35,6 +36,8 @@ class PyDocs(Experiment):
     four data-parallel ones, 47 held-out windows a batch over all eight, the last batch with fewer
     true rows than there are devices. To train on other text:
     --set datasets.train.corpus.files=GLOB (the held-out text and the prompts come from the same).
+    Of other tokens than bytes: --set corpus.tokenizer=DIRECTORY, of a tokenizer.json or a
+    tokenizer.model.
     """
 
     corpus = fdl.Config(TextCorpus)
@@ -42,9 +45,13 @@ class PyDocs(Experiment):
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
+    @property
+    def vocab_size(self):
+        return as_tokenizer(self.corpus.tokenizer).vocab_size
+
     def task(self):
         lm = rotary_lm(
-            vocab_size=257, model_dims=145, hidden_dims=435, num_heads=5,
+            vocab_size=self.vocab_size, model_dims=145, hidden_dims=435, num_heads=5,
             dim_per_head=30, num_layers=4,
             # Small enough to keep every activation, a quarter faster than computing them twice.
             stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
@@ -60,7 +67,7 @@ class PyDocs(Experiment):
         )
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm), learner=learner,
-            inputs_split_mapping=BATCH_OVER_DATA,
+            inputs_split_mapping=BATCH_OVER_DATA, tokenizer=self.corpus.tokenizer,
             decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.7),
         )
 
@@ -93,8 +100,8 @@ class Llama(PyDocs):
 
     def task(self):
         lm = rotary_lm(
-            vocab_size=257, model_dims=120, hidden_dims=320, num_heads=6, dim_per_head=20,
-            num_layers=4, attention={"num_kv_heads": 2},
+            vocab_size=self.vocab_size, model_dims=120, hidden_dims=320, num_heads=6,
+            dim_per_head=20, num_layers=4, attention={"num_kv_heads": 2},
             tr_fflayer_tpl=fdl.Partial(
                 TransformerFeedForward, activation="silu", use_gated_activation=True,
                 has_bias=False,

@@ -15,7 +15,7 @@ from praxis_lite import Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
-from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
+from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars
@@ -41,7 +41,8 @@ class LanguageModelTask(Task):
 
     Args:
       model, learner, inputs_split_mapping, fprop_dtype: see Task.
-      tokenizer: for the text of what is decoded; its `token_unit` names the metric bits_per_...
+      tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
+        `token_unit` names the metric bits_per_..., and it is the one of the datasets.
       decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens
         of this tokenizer.
     """
@@ -57,13 +58,13 @@ class LanguageModelTask(Task):
         *,
         inputs_split_mapping: Mapping[str, Any] | None = None,
         fprop_dtype: jnp.dtype | None = None,
-        tokenizer: ByteTokenizer | None = None,
+        tokenizer: Tokenizer | str | None = None,
         decoder: Decoder | None = None,
     ):
         super().__init__(
             model, learner, inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype
         )
-        self.tokenizer = tokenizer or ByteTokenizer()
+        self.tokenizer = as_tokenizer(tokenizer)
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
@@ -134,11 +135,13 @@ class LanguageModelTask(Task):
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
             prompt = inputs["ids"][row, : inputs["prefix_lengths"][row]]
-            text = prompt[prompt != self.tokenizer.eos_id]  # It also marks the beginning.
+            text = self.tokenizer.without_start(prompt)
             for hyp in range(num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
                 stop_strings = getattr(self.decoder, "stop_strings", ())
-                continuation, stopped = cut_at_stop(self.tokenizer.decode(new_ids), stop_strings)
+                continuation, stopped = cut_at_stop(
+                    self.tokenizer.decode(new_ids, skip_special_tokens=True), stop_strings
+                )
                 record = {
                     "prompt": self.tokenizer.decode(text),
                     "continuation": continuation,

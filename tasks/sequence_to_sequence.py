@@ -13,7 +13,7 @@ from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import for_tokenizer
 from praxis_lite.errors import require
-from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
+from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars
@@ -42,7 +42,8 @@ class SequenceToSequenceTask(Task):
 
     Args:
       model, learner, inputs_split_mapping: see Task.
-      tokenizer: for the text of what is decoded; None: records have tokens alone.
+      tokenizer: for the text of what is decoded, or the directory of one; None: records have
+        tokens alone.
       decoder: how targets are found; None: greedily.
 
     Raises:
@@ -59,18 +60,20 @@ class SequenceToSequenceTask(Task):
         learner: Learner,
         *,
         inputs_split_mapping: Mapping[str, Any] | None = None,
-        tokenizer: ByteTokenizer | None = None,
+        tokenizer: Tokenizer | str | None = None,
         decoder: Decoder | None = None,
     ):
         super().__init__(model, learner, inputs_split_mapping=inputs_split_mapping)
-        self.tokenizer = tokenizer
+        self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         decoder = decoder or Greedy()
         num_slots = getattr(decoder, "num_cache_slots", 0)
         require(
             not num_slots, "SequenceToSequenceTask.decoder.num_cache_slots", num_slots,
             "0, for the rows of a batch have sources of their own",
         )
-        self.decoder = decoder if tokenizer is None else for_tokenizer(decoder, tokenizer)
+        self.decoder = decoder
+        if self.tokenizer is not None:
+            self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that the model has a position for each token that is decoded."""

@@ -2,24 +2,27 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.sampling import Greedy
+from praxis_lite.inputs.tokenizers import Tokenizer
 
 
-def for_tokenizer(decoder: Decoder, tokenizer: Any) -> Decoder:
+def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
     """Returns the decoder with its end of text and stop strings as this tokenizer's tokens.
 
     Args:
-      tokenizer: has `eos_id`, which an eos_id of None stands for, and `encode(text) -> ids`.
+      tokenizer: its `eos_ids` are what an eos_id of None stands for.
     """
-    if decoder.eos_id is None:
-        decoder = dataclasses.replace(decoder, eos_id=tokenizer.eos_id)
+    if decoder.eos_id is None and tokenizer.eos_ids:
+        first, *others = tokenizer.eos_ids
+        decoder = dataclasses.replace(decoder, eos_id=(first, *others) if others else first)
     if isinstance(decoder, Greedy) and decoder.stop_strings:
-        encoded = tuple(tuple(map(int, tokenizer.encode(text))) for text in decoder.stop_strings)
+        encoded = tuple(
+            tuple(map(int, tokenizer.encode(text, False))) for text in decoder.stop_strings
+        )
         sequences = tuple(dict.fromkeys((*decoder.stop_sequences, *encoded)))
         decoder = dataclasses.replace(decoder, stop_sequences=sequences)
     return decoder
@@ -32,11 +35,7 @@ def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
 
 
 def stops_in_text(
-    tokenizer: Any, stop_strings: Sequence[str]
+    tokenizer: Tokenizer, stop_strings: Sequence[str]
 ) -> Callable[[int, np.ndarray], bool]:
-    """Returns `should_stop` of `ContinuousBatching.stream`: True once the text has a stop string.
-
-    Args:
-      tokenizer: has `decode(ids) -> text`.
-    """
+    """Returns `should_stop` of `ContinuousBatching.stream`: True once a text has a stop string."""
     return lambda index, ids: cut_at_stop(tokenizer.decode(ids), stop_strings)[1]

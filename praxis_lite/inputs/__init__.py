@@ -10,12 +10,12 @@ from typing import Any
 _HOMES = {
     "InputPipeline": "base",
     "IndexedPipeline": "base",
-    "ByteTokenizer": "text",
-    "TokenIds": "text",
-    "TextCorpus": "text",
+    "ByteTokenizer": "tokenizers",
+    "TokenIds": "tokenizers",
+    "TextCorpus": "text.corpus",
     "InMemory": "numpy_data",
     "SyntheticLm": "numpy_data",
-    "TextPrompts": "prompts",
+    "TextPrompts": "text.prompts",
     "WithWorkers": "workers",
     "FromDataset": "from_dataset",
 }

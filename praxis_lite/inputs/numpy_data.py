@@ -14,6 +14,7 @@ from praxis_lite.inputs.leaves import narrow, with_weights
 from praxis_lite.inputs.shuffle import random_bits, shuffled
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows
+from praxis_lite.inputs.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     import jax
@@ -80,8 +81,21 @@ class TextWindows(IndexedPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return lm_spec(self.batch_size, self.seq_len)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The corpus' own."""
+        return self.corpus.tokenizer
+
+    def largest_id(self) -> int:
+        """Returns the largest id of any batch."""
+        return int(self.stream.max())
+
     def baselines(self) -> dict[str, float]:
-        return {"gzip_bits_per_byte": self.corpus.gzip_bits_per_byte(self.split)}
+        """Returns what gzip needs, and what bits per token are times to be bits per byte."""
+        gzip = {"gzip_bits_per_byte": self.corpus.gzip_bits_per_byte(self.split)}
+        if self.tokenizer.token_unit == "byte":
+            return gzip
+        return {"tokens_per_byte": self.corpus.tokens_per_byte(self.split), **gzip}
 
     def window_rows(self, index: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """Returns the positions in `stream` and the weights of rows of batch `index`."""

@@ -74,6 +74,31 @@ def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequenc
         )
 
 
+def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
+    """Raises ConfigError unless a dataset of text has the tokens of the task and of its model.
+
+    Args:
+      name: of the dataset, "datasets.train".
+    """
+    pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
+    found, own = getattr(pipeline, "tokenizer", None), getattr(task, "tokenizer", None)
+    if found is None or own is None:
+        return
+    if found.fingerprint() != own.fingerprint():
+        raise ConfigError(
+            f"{name} has tokens of {found}, but the task's tokenizer is {own}. Name one for both; "
+            "in the library's experiments on text by --set corpus.tokenizer=DIRECTORY."
+        )
+    size = task.num_ids().get("ids")
+    if size is not None and hasattr(pipeline, "largest_id"):
+        largest = pipeline.largest_id()
+        require(
+            largest < size, f"{name}: the largest id of {found}", largest,
+            f"{size - 1} at most, for the model's vocab_size is {size}",
+            f"Give the model vocab_size={found.vocab_size}, or another tokenizer.",
+        )
+
+
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
 ) -> list[str]:

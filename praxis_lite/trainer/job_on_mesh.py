@@ -22,6 +22,7 @@ from praxis_lite.trainer.job_checks import (
     check_averages,
     check_num_batches,
     check_parts,
+    check_tokens,
     check_watched_metrics,
     flat,
 )
@@ -102,6 +103,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 first = next(batches)[1] if rows.start < rows.stop else {}
                 num_ids = job.task.num_ids()
                 check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
+            if mode != "explain":
+                check_tokens(job.task, pipeline, f"{root}.{name}")
             # A layer refuses some settings only when it is called, as here. The step stays traced.
             # Training evaluates, too.
             if mode == step or (mode == "train" and step == "eval"):

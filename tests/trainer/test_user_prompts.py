@@ -54,7 +54,7 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
 )
 def test_what_cannot_be_continued_is_refused_in_words(job, options, said):
     done = launch("--mode=decode", f"--job_log_dir={job.path}", *options)
-    assert done.status == 2 and said in " ".join(done.err.split()), done.err
+    assert done.code == 2 and said in " ".join(done.err.split()), done.err
 
 
 def test_a_file_of_prompts(tmp_path):
@@ -122,7 +122,7 @@ def test_pieces_never_split_a_character_and_add_up_to_the_texts_in_order(seed):
 
 
 def test_a_single_continuation_has_no_heading_and_comes_as_it_is_made():
-    pieces = [(0, list("ab".encode()), False), (0, list("c".encode()), False), (0, [256], True)]
+    pieces = [(0, list(b"ab"), False), (0, list(b"c"), False), (0, [256], True)]
     assert [one for one in shown_of(["abc"], pieces) if one] == ["ab", "c", "\n"]
 
 
@@ -140,4 +140,4 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(seed):
 def test_a_conversation_without_a_terminal_ends_with_its_input(job, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     done = launch("--mode=decode", f"--job_log_dir={job.path}", "--chat")
-    assert done.status == 2  # Bytes have no template, which is said before anything is read.
+    assert done.code == 2  # Bytes have no template, which is said before anything is read.

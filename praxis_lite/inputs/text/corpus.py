@@ -1,4 +1,4 @@
-"""Text as bytes: the tokenizer, and a corpus split into training and held-out documents."""
+"""A corpus of documents, split into those to train on and those held out, and their tokens."""
 
 import functools
 import gzip
@@ -10,49 +10,9 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.inputs.text.files import BLOCK_BYTES, matching_files, read_documents
+from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 
 SPLITS = ("train", "heldout")
-
-
-class ByteTokenizer:
-    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next one."""
-
-    token_unit = "byte"  # What a token is; names the metric bits_per_byte.
-    vocab_size = 257
-    eos_id = 256
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Returns int32[num_bytes], without an EOS; a str is taken as UTF-8."""
-        data = text.encode() if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8).astype(np.int32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text before the first EOS.
-
-        So a prompt that begins with EOS decodes from its second id on. Invalid UTF-8, and ids above
-        256, which a model's vocabulary may have, show as U+FFFD.
-        """
-        data = bytearray()
-        for token in ids:
-            if token == self.eos_id:
-                break
-            data.append(token if 0 <= token < 256 else 0xFF)  # UTF-8 has no byte 0xFF.
-        return data.decode(errors="replace")
-
-
-class TokenIds:
-    """Tokens that stand for no text, such as made-up ones; as text they are numbers with blanks."""
-
-    token_unit = "token"  # Names the metric bits_per_token.
-    eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text.
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns int32[num_tokens] of '3 17 5'."""
-        return np.array([int(word) for word in text.split()], np.int32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns '3 17 5'."""
-        return " ".join(map(str, ids))
 
 
 class TextCorpus:
@@ -69,11 +29,16 @@ class TextCorpus:
             line ends, into documents of at most 16 KiB named `<basename>#<k>`. None: CPython's
             language reference (`pydoc_data.topics`), a document per topic.
         heldout_percent: 0 to 100.
+        tokenizer: of its tokens, or the directory of one; None: bytes.
     """
 
-    def __init__(self, files: str | None = None, heldout_percent: int = 10):
+    def __init__(
+        self, files: str | None = None, heldout_percent: int = 10,
+        tokenizer: Tokenizer | str | None = None,
+    ):
         self.files = files
         self.heldout_percent = heldout_percent
+        self.tokenizer = as_tokenizer(tokenizer)
 
     def documents(self, split: str) -> list[tuple[str, bytes]]:
         """Returns the (name, text) of each document of 'train' or 'heldout', in a fixed order.
@@ -98,14 +63,19 @@ class TextCorpus:
     def tokens(self, split: str) -> np.ndarray:
         """Returns the stream EOS, document, EOS, document, ..., EOS as int32.
 
-        All but the first are labels: num_bytes + one EOS per document.
+        All but the first are labels; of bytes these are num_bytes + one EOS per document. Where the
+        tokenizer has a beginning of a text, that stands before each document as well, and before
+        the first one alone.
         """
         if split not in self._tokens:
-            tokenizer = ByteTokenizer()
-            end = np.array([tokenizer.eos_id], np.int32)
-            pieces = [end]
-            for _, text in self.documents(split):
-                pieces += [tokenizer.encode(text), end]
+            tokenizer = self.tokenizer
+            texts = [text for _, text in self.documents(split)]
+            end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+            between = np.array([*end, *tokenizer.begin_ids], np.int32)
+            pieces = [np.array(tokenizer.document_start, np.int32)]
+            for ids in tokenizer.encode_documents(texts):
+                pieces += [ids, between]
+            pieces[-1] = np.array(end, np.int32)
             self._tokens[split] = np.concatenate(pieces)
         return self._tokens[split]
 
@@ -114,17 +84,28 @@ class TextCorpus:
         return sum(len(text) for _, text in self.documents(split))
 
     def gzip_bits_per_byte(self, split: str) -> float:
-        """Returns what `gzip -9` needs for the split, in bits per label of the stream.
+        """Returns what `gzip -9` needs for the split, in bits per byte.
 
-        It compresses the documents, each followed by a zero byte for EOS. A model's mean loss over
-        `tokens` has the same divisor, bytes + documents: loss / ln 2 compares with this figure.
+        It compresses the documents, each followed by a zero byte for EOS, which counts as a byte. A
+        model's mean loss over the `tokens` of bytes has the same divisor: loss / ln 2 compares with
+        this figure. The loss of other tokens does so times `tokens_per_byte`.
         """
         data = b"".join(text + b"\0" for _, text in self.documents(split))
         return 8 * len(gzip.compress(data, compresslevel=9, mtime=0)) / len(data)
 
+    def tokens_per_byte(self, split: str) -> float:
+        """Returns the labels of the stream, over its bytes with one for each end of a document."""
+        num_bytes = self.num_bytes(split) + len(self.documents(split))
+        return (len(self.tokens(split)) - 1) / num_bytes
+
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the hash of all names and texts with their splits, but not of paths."""
-        return dict(self._fingerprint)
+        """Returns the hash of all names and texts with their splits, but not of paths.
+
+        And what decides their tokens, if these are not bytes.
+        """
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return dict(self._fingerprint)
+        return {**self._fingerprint, **self.tokenizer.fingerprint()}
 
     @functools.cached_property
     def _fingerprint(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from praxis_lite.errors import require
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.shuffle import epoch_order, random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
+from praxis_lite.inputs.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     import jax
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 class TextPrompts(IndexedPipeline):
     """One pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
 
-    A prompt is EOS, as before every document in training, and the document's first bytes: between
-    min_prompt_bytes and max_prompt_bytes, never the whole document. Each comes from a document of
-    its own; the seed chooses documents and lengths. Its text is `decode(ids[1:prefix_length])`.
-    Rows beyond num_prompts have prefix length and weight 0.
+    A prompt is what begins a document in training, of bytes EOS, and the document's first bytes, as
+    the corpus' tokenizer has them: between min_prompt_bytes and max_prompt_bytes, never the whole
+    document. Each comes from a document of its own; the seed chooses documents and lengths. Rows
+    beyond num_prompts have prefix length and weight 0.
     """
 
     corpus: TextCorpus
@@ -53,14 +54,14 @@ class TextPrompts(IndexedPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         rows = (self.batch_size,)
         return spec_of(
-            ids=((*rows, self.max_prompt_bytes + 1), np.int32),
+            ids=((*rows, self._width), np.int32),
             prefix_lengths=(rows, np.int32),
             weights=(rows, np.float32),
         )
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         count = rows.stop - rows.start
-        ids = np.zeros((count, self.max_prompt_bytes + 1), np.int32)
+        ids = np.zeros((count, self._width), np.int32)
         lengths = np.zeros(count, np.int32)
         first = index * self.batch_size + rows.start
         prompts = self._prompts[first : first + count]
@@ -75,6 +76,18 @@ class TextPrompts(IndexedPipeline):
             "max_prompt_bytes", "seed",
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The corpus' own."""
+        return self.corpus.tokenizer
+
+    @property
+    def _width(self) -> int:
+        """Tokens of the longest prompt that there may be of bytes, or that there is of others."""
+        if self.tokenizer.token_unit == "byte":
+            return self.max_prompt_bytes + 1
+        return max(map(len, self._prompts))
+
     @functools.cached_property
     def _long_enough(self) -> list[bytes]:
         documents = self.corpus.documents(self.split)
@@ -82,7 +95,6 @@ class TextPrompts(IndexedPipeline):
 
     @functools.cached_property
     def _prompts(self) -> list[np.ndarray]:
-        tokenizer = ByteTokenizer()
         chosen = epoch_order(self.seed, 0, len(self._long_enough))[: self.num_prompts]
         prompts = []
         for text, bits in zip(
@@ -93,5 +105,6 @@ class TextPrompts(IndexedPipeline):
             # One byte at least is left to continue.
             longest = min(self.max_prompt_bytes, len(text) - 1)
             length = self.min_prompt_bytes + bits % (longest - self.min_prompt_bytes + 1)
-            prompts.append(np.append(np.int32(tokenizer.eos_id), tokenizer.encode(text[:length])))
+            (ids,) = self.tokenizer.encode_documents([self.tokenizer.cut(text, length)])
+            prompts.append(np.append(np.array(self.tokenizer.document_start, np.int32), ids))
         return prompts

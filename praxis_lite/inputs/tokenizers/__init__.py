@@ -15,6 +15,7 @@ _HOMES = {
     "TokenIds": "plain",
     "JsonTokenizer": "json_tokenizer",
     "SentencePieceTokenizer": "sentencepiece_tokenizer",
+    "as_tokenizer": "loading",
     "load_tokenizer": "loading",
     "StreamingDecoder": "streaming",
 }

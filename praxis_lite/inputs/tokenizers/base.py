@@ -1,13 +1,13 @@
 """What every tokenizer has: ids of a text, the text of ids, and the ids that stand for no text."""
 
 import abc
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 
 
 class Tokenizer(abc.ABC):
@@ -17,10 +17,12 @@ class Tokenizer(abc.ABC):
       token_unit: what one id stands for, "byte" or "token"; names the metric bits_per_<unit>.
       vocab_size: ids are below it, special ones included; None: any number is an id.
       eos_id: ends a text; None if there is none.
+      eos_ids: each of them ends what a model writes: eos_id, and what ends a turn of a chat.
       bos_id, pad_id: of the beginning of a text and of padding; None if there is none.
       begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
       run_ids: ids of single bytes of which a run is decoded as a whole, so that the text of a run
         is final only when another id follows; empty for most tokenizers.
+      chat: the template of its chats, or None.
     """
 
     token_unit: str = "token"
@@ -31,6 +33,7 @@ class Tokenizer(abc.ABC):
     begin_ids: Sequence[int] = ()
     end_ids: Sequence[int] = ()
     run_ids: frozenset[int] = frozenset()
+    chat: ChatTemplate | None = None
 
     @abc.abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
@@ -44,12 +47,20 @@ class Tokenizer(abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides the ids of a text, as JSON: equal for tokenizers that are equal."""
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return () if self.eos_id is None else (self.eos_id,)
+
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each text without special tokens.
 
         Bytes that are no UTF-8, as where a file was cut within a character, become U+FFFD.
         """
         return [self.encode(one.decode(errors="replace"), False) for one in texts]
+
+    def cut(self, text: bytes, length: int) -> bytes:
+        """Returns the first bytes of a text, at most `length`, without a part of a character."""
+        return text[:length].decode(errors="ignore").encode()
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """Returns the ids of a text to continue, begun as documents begin in training.
@@ -63,6 +74,11 @@ class Tokenizer(abc.ABC):
         """The ids before the first token of a document; empty if the tokenizer has none."""
         end_before = () if self.eos_id is None else (self.eos_id,)
         return tuple(self.begin_ids) or end_before
+
+    def without_start(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the ids of a prompt without `document_start`, if they begin with it."""
+        start = self.document_start
+        return ids[len(start) :] if tuple(ids[: len(start)].tolist()) == start else ids
 
     def apply_chat_template(
         self,
@@ -90,11 +106,6 @@ class Tokenizer(abc.ABC):
             )
         text = self.chat.render(messages, add_generation_prompt, **variables)
         return self.encode(text, False) if tokenize else text
-
-    @functools.cached_property
-    def chat(self) -> Any:
-        """The ChatTemplate, or None."""
-        return None
 
     def __str__(self) -> str:
         path = getattr(self, "path", None)

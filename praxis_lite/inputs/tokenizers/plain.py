@@ -24,11 +24,14 @@ class ByteTokenizer(Tokenizer):
         """Returns the bytes of each text as they are."""
         return [self.encode(one) for one in texts]
 
+    def cut(self, text: bytes, length: int) -> bytes:
+        """Returns the first bytes of a text, whatever they are."""
+        return text[:length]
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Returns the text before the first EOS.
 
-        So a prompt that begins with EOS decodes from its second id on. Invalid UTF-8, and ids above
-        256, which a model's vocabulary may have, show as U+FFFD.
+        Invalid UTF-8, and ids above 256, which a model's vocabulary may have, show as U+FFFD.
         """
         data = bytearray()
         for token in ids:

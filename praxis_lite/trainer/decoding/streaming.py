@@ -1,12 +1,12 @@
 """Continuations on the terminal while they come."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from praxis_lite.decode import Decoder
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.decode.stop_strings import cut_at_stop
-from praxis_lite.inputs.tokenizers import StreamingDecoder
+from praxis_lite.inputs.tokenizers import StreamingDecoder, Tokenizer
 
 Write = Callable[[str], None]
 
@@ -26,14 +26,13 @@ class Continuations:
     """
 
     def __init__(
-        self, titles: Sequence[str], tokenizer: Any, decoder: Decoder,
+        self, titles: Sequence[str], tokenizer: Tokenizer, decoder: Decoder,
         write: Write = to_terminal,
     ):
         self._titles, self._num_hyps, self._write = titles, decoder.num_hyps, write
         stop_strings = getattr(decoder, "stop_strings", ())
         self._texts = [
-            _Text(tokenizer, decoder.eos_ids, stop_strings)
-            for _ in range(len(titles) * decoder.num_hyps)
+            _Text(tokenizer, stop_strings) for _ in range(len(titles) * decoder.num_hyps)
         ]
         self._next, self._is_begun = 0, False
 
@@ -72,9 +71,9 @@ class Continuations:
 class _Text:
     """One continuation: what of it is final, and not printed yet."""
 
-    def __init__(self, tokenizer: Any, eos_ids: Collection[int], stop_strings: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
         self._decoder = StreamingDecoder(tokenizer, skip_special_tokens=True)
-        self._eos_ids, self._stop_strings = eos_ids, stop_strings
+        self._stop_strings = stop_strings
         self._text, self._num_taken, self._num_final = "", 0, 0
         self.is_done = False
 
@@ -85,8 +84,7 @@ class _Text:
 
     def add(self, ids: Sequence[int], is_done: bool) -> None:
         for token in ids:
-            if token not in self._eos_ids:
-                self._text += self._decoder.push(token)
+            self._text += self._decoder.push(token)
         if is_done:
             self._text += self._decoder.flush()
         self._end_at(self._text, is_done)

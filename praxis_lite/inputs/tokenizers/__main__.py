@@ -1,0 +1,129 @@
+"""Makes a tokenizer of your own text: a byte-level BPE, as GPT-2 and Llama 3 have one."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from praxis_lite.config.command_line import Parser
+from praxis_lite.errors import ConfigError, not_written, require
+from praxis_lite.inputs.text.files import matching_files, read_documents
+from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG
+from praxis_lite.inputs.tokenizers.json_tokenizer import TOKENIZER_JSON, JsonTokenizer
+
+# GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
+# digits, punctuation, blanks and ends of lines.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+END = "<|end_of_text|>"
+BEGIN_TURN, END_TURN = "<|begin_of_turn|>", "<|end_of_turn|>"
+# A turn of a conversation, in the form of ChatML.
+CHAT = (
+    "{%- for message in messages %}{{- '" + BEGIN_TURN + "' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}{%- generation %}{{- message['content'] + '"
+    + END_TURN + "' }}{%- endgeneration %}{%- else %}{{- message['content'] + '" + END_TURN
+    + "' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '" + BEGIN_TURN + "assistant\\n' }}{%- endif %}"
+)
+
+
+def train(
+    files: str, directory: Path, vocab_size: int, special_tokens: Sequence[str] = (),
+    chat_template: str = CHAT,
+) -> JsonTokenizer:
+    """Returns a new byte-level BPE of a text, written to a directory.
+
+    It has the special tokens of an end of text and of turns, and a chat template.
+
+    Args:
+      files: globs, separated by commas.
+      directory: a new or an empty one.
+      vocab_size: of all tokens, special ones included.
+      special_tokens: further ones.
+      chat_template: a Jinja template.
+
+    Raises:
+      ConfigError: no file matches, the directory has files, or the vocabulary is too small.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = list(dict.fromkeys([END, BEGIN_TURN, END_TURN, *special_tokens]))
+    least = 256 + len(special)
+    require(
+        vocab_size >= least, "--vocab-size", vocab_size,
+        f"{least} or more, for 256 bytes and {len(special)} special tokens",
+    )
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} has files. Name a new or an empty directory.")
+    paths = matching_files(files)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PIECES), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, show_progress=sys.stderr.isatty(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+
+    def texts() -> Iterator[str]:
+        for number, path in enumerate(paths, 1):
+            print(f"reading {path} ({number} of {len(paths)})", flush=True)
+            for _, text in read_documents(path):
+                yield text.decode(errors="replace")
+
+    made.train_from_iterator(texts(), trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END,
+        "clean_up_tokenization_spaces": False, "additional_special_tokens": special[1:],
+        "model_max_length": 10**9,
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        made.save(str(directory / TOKENIZER_JSON))
+        (directory / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        (directory / TEMPLATE).write_text(chat_template, "utf-8")
+        # What ends an answer, besides the end of a text.
+        ends = {"eos_token_id": [made.token_to_id(END), made.token_to_id(END_TURN)]}
+        (directory / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
+    except OSError as error:
+        raise not_written(directory, error) from error
+    return JsonTokenizer(directory)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2, and a paragraph, for what the user can mend."""
+    parser = Parser(prog="python -m praxis_lite.inputs.tokenizers", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="train")
+    one = commands.add_parser("train", help="a byte-level BPE of a text", description=__doc__)
+    one.add_argument("files", metavar="FILES", help="globs of text files, separated by commas")
+    one.add_argument("directory", metavar="OUT_DIR", type=Path, help="a new or an empty directory")
+    one.add_argument("--vocab-size", type=int, default=8192, help="default: 8192")
+    one.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens")
+    one.add_argument(
+        "--chat-template", type=argparse.FileType(encoding="utf-8"), metavar="FILE",
+        help="a Jinja template of conversations; default: ChatML's form",
+    )
+    try:
+        args = parser.parse_args(argv)
+        template = CHAT if args.chat_template is None else args.chat_template.read()
+        made = train(args.files, args.directory, args.vocab_size, args.special, template)
+        texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
+        num_bytes = sum(map(len, texts))
+        num_tokens = sum(map(len, made.encode_documents(texts)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{made.vocab_size} tokens in {args.directory}: {num_bytes:,} bytes of text are "
+        f"{num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes each."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
