@@ -45,6 +45,11 @@ setup(
         "safetensors>=0.8,<0.9",
         # From their tensors' forms to ours and back, in words: "(n k) d -> d n k".
         "einops>=0.8.2,<0.9",
+        # Their tokenizers: what writes every tokenizer.json, and what made the older
+        # tokenizer.model; nothing else gives the same ids. And the language of chat templates.
+        "tokenizers>=0.22,<0.24",
+        "sentencepiece>=0.2,<0.3",
+        "jinja2>=3.1,<4",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built.
         "tensorflow>=2.21,<3",
         # The loss curve.

@@ -46,8 +46,13 @@ class PyDocs(Experiment):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
     @property
+    def text(self):
+        """The config of the corpus, and of the tokenizer for all."""
+        return self.corpus
+
+    @property
     def vocab_size(self):
-        return as_tokenizer(self.corpus.tokenizer).vocab_size
+        return as_tokenizer(self.text.tokenizer).vocab_size
 
     def task(self):
         lm = rotary_lm(
@@ -67,12 +72,12 @@ class PyDocs(Experiment):
         )
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm), learner=learner,
-            inputs_split_mapping=BATCH_OVER_DATA, tokenizer=self.corpus.tokenizer,
+            inputs_split_mapping=BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
             decoder=fdl.Config(Sample, max_decode_steps=160, k=0, p=0.9, temperature=0.7),
         )
 
     def datasets(self):
-        windows = functools.partial(fdl.Config, tf_data.TextWindows, self.corpus, seq_len=128)
+        windows = functools.partial(fdl.Config, tf_data.TextWindows, self.text, seq_len=128)
         return {
             "train": windows(split="train", batch_size=16, shuffle=True),
             "heldout": windows(split="heldout", batch_size=47, stride=64, shuffle=False),
@@ -80,7 +85,7 @@ class PyDocs(Experiment):
 
     def decode_datasets(self):
         return {"heldout": fdl.Config(
-            TextPrompts, self.corpus, "heldout", batch_size=5, num_prompts=5,
+            TextPrompts, self.text, "heldout", batch_size=5, num_prompts=5,
             min_prompt_bytes=40, max_prompt_bytes=90,
         )}
 

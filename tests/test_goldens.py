@@ -8,7 +8,7 @@ TESTS = Path(__file__).parent
 # A test takes its cases of these kinds from cases.json, all of them.
 TESTED_BY_KIND = {"decode", "language_model", "layer", "learner"}
 # Tests take all that lies in these folders.
-TESTED_WHOLE = {"configs", "hf"}
+TESTED_WHOLE = {"configs", "hf", "tokenizers"}
 TESTED_BY_NAME = {"function": "masks", "init": "weight_init", "schedules": "schedules_"}
 
 

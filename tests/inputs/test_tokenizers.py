@@ -1,0 +1,214 @@
+"""Tokenizers: the ids of the real transformers, and text that comes back, whole or in pieces."""
+
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.inputs import TextCorpus, TextPrompts
+from praxis_lite.inputs.numpy_data import TextWindows
+from praxis_lite.inputs.tokenizers import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    StreamingDecoder,
+    TokenIds,
+    as_tokenizer,
+    load_tokenizer,
+)
+from praxis_lite.inputs.tokenizers.__main__ import main as command
+from praxis_lite.interop import huggingface
+from tests.support.goldens import GOLDENS, golden
+
+LLAMA = GOLDENS / "tokenizers" / "llama3"
+OF_LLAMA = "tokenizers/llama3/goldens.json"
+TEXTS = [
+    "Hello, world!", " two  blanks ", "né — 😀 ½\n\ttab", "", "日本語のテキスト", "a\r\n\r\nb",
+    "\u200bx\u0301",
+]
+
+
+def made_lines(count):
+    words = ["the", "quick", "brown", "fox", "over", "dog", "né", "😀", "and", "then", "another"]
+    return [" ".join(random.Random(i).choices(words, k=9)) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A BPE of a text made here, by the command."""
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "text.txt").write_text("\n".join(made_lines(400)), "utf-8")
+    assert command(["train", str(folder / "*.txt"), str(folder / "bpe"), "--vocab-size=300"]) == 0
+    return folder / "bpe"
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A SentencePiece model with bytes for what it has no piece of."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("pieces")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(made_lines(300)), model_prefix=str(folder / "tokenizer"),
+        vocab_size=330, model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
+    )
+    return folder
+
+
+@pytest.fixture(params=["llama3", "trained", "pieces", "bytes"])
+def tokenizer(request):
+    if request.param == "bytes":
+        return ByteTokenizer()
+    known = {"llama3": lambda: LLAMA}
+    path = known[request.param]() if request.param in known else request.getfixturevalue(
+        request.param
+    )
+    return load_tokenizer(path)
+
+
+def test_ids_and_texts_are_those_of_transformers():
+    tokenizer = huggingface.load_tokenizer(LLAMA)
+    for one in golden(OF_LLAMA)["strings"]:
+        assert tokenizer.encode(one["text"]).tolist() == one["ids"]
+        assert tokenizer.encode(one["text"], False).tolist() == one["ids_without_special"]
+        assert tokenizer.decode(one["ids"]) == one["decoded"]
+        assert tokenizer.decode(one["ids"], True) == one["decoded_skipping_special"]
+    special = golden(OF_LLAMA)["special_ids"]
+    found = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    assert found == {name: special[name] for name in found}
+    assert tokenizer.vocab_size == golden(OF_LLAMA)["size_with_added_tokens"]
+
+
+def test_chats_are_those_of_transformers():
+    tokenizer = huggingface.load_tokenizer(LLAMA)
+    for one in golden(OF_LLAMA)["conversations"]:
+        given = one["messages"], one["add_generation_prompt"]
+        assert tokenizer.apply_chat_template(*given, tokenize=False) == one["text"]
+        assert tokenizer.apply_chat_template(*given).tolist() == one["ids"]
+
+
+def test_text_comes_back_whole(tokenizer):
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text, False)) == text
+        assert tokenizer.encode(text).dtype == np.int32
+    documents = tokenizer.encode_documents([text.encode() for text in TEXTS])
+    for text, found in zip(TEXTS, documents, strict=True):
+        assert found.tolist() == tokenizer.encode(text, False).tolist()
+
+
+def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
+    rng = np.random.default_rng(7)
+    streams = [tokenizer.encode(text).tolist() for text in TEXTS]
+    # Bytes end with the first end of a text.
+    limit = 256 if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
+    streams += [rng.integers(0, limit, 40).tolist() for _ in range(20)]
+    if tokenizer.run_ids:
+        streams += [rng.choice([*tokenizer.run_ids], 9).tolist() for _ in range(5)]
+    for skips in (False, True):
+        for ids in streams:
+            stream = StreamingDecoder(tokenizer, skips)
+            found = [stream.push(one) for one in ids]
+            assert "".join([*found, stream.flush()]) == tokenizer.decode(ids, skips)
+    whole = "é 😀"
+    stream = StreamingDecoder(tokenizer)
+    assert not any("\ufffd" in stream.push(one) for one in tokenizer.encode(whole).tolist())
+
+
+def test_a_sentencepiece_model_has_its_special_tokens_and_the_blanks_of_transformers(pieces):
+    tokenizer = SentencePieceTokenizer(pieces)
+    assert tokenizer.begin_ids == (1,) and tokenizer.end_ids == () and tokenizer.eos_id == 2
+    plain = tokenizer.encode("the fox", False).tolist()
+    # Behind a special token no blank is put before a text; at its beginning one is.
+    assert tokenizer.encode("</s>the fox", False).tolist()[1:] != plain
+    assert tokenizer.encode("</s> the fox", False).tolist() == [2, *plain]
+    assert tokenizer.decode([1, *plain, 2]) == "<s> the fox</s>"
+    assert tokenizer.decode([1, *plain, 2], True).strip() == "the fox"
+
+
+def test_what_is_no_tokenizer_is_refused_with_what_is_there(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    for path, said in (
+        (tmp_path / "absent", "There is no directory"), (tmp_path, "found are vocab.json"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_tokenizer(path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tokenizer(tmp_path).encode("a")
+    with pytest.raises(ConfigError, match="a Tokenizer, the directory of one, or None"):
+        as_tokenizer(7)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no system, please') }}", "no system, please"),
+        ("{{ messages[0]['content'].__class__.__mro__ }}", "unsafe"),
+        ("{% for", "no Jinja template"),
+        ("{{ messages[0]['content'] + 3 }}", "cannot read the conversation"),
+    ],
+)
+def test_a_template_is_sandboxed_and_its_words_reach_the_user(tmp_path, template, said):
+    shutil.copytree(LLAMA, tmp_path / "one")
+    (tmp_path / "one" / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=said):
+        load_tokenizer(tmp_path / "one").apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_a_command_trains_one_with_a_template_that_marks_answers(trained):
+    tokenizer = load_tokenizer(trained)
+    assert tokenizer.vocab_size == 300 and len(tokenizer.encode(" the the")) == 2
+    said = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
+    text, spans = tokenizer.chat.answers(said)
+    assert [text[slice(*one)] for one in spans] == ["dog<|end_of_turn|>"]
+    assert text == tokenizer.apply_chat_template(said, tokenize=False)
+    asked = tokenizer.apply_chat_template(said[:1], True, tokenize=False)
+    assert text.startswith(asked + "dog")
+    # An answer ends with its turn.
+    assert set(tokenizer.eos_ids) == {tokenizer.eos_id, int(tokenizer.encode("<|end_of_turn|>")[0])}
+
+
+def test_the_command_says_what_it_cannot_do(trained, tmp_path, capsys):
+    text = str(trained.parent / "*.txt")
+    assert command(["train", text, str(trained)]) == 2
+    assert "has files" in capsys.readouterr().err
+    assert command(["train", text, str(tmp_path / "new"), "--vocab-size=200"]) == 2
+    assert "259 or more" in capsys.readouterr().err
+    assert command(["train", str(tmp_path / "none*"), str(tmp_path / "new")]) == 2
+
+
+def test_a_corpus_and_its_prompts_have_the_tokens_of_their_tokenizer(trained):
+    files = f"{trained.parent}/*.txt"
+    corpus, of_bytes = TextCorpus(files, 0, str(trained)), TextCorpus(files, 0)
+    tokenizer = load_tokenizer(trained)
+    tokens, texts = corpus.tokens("train"), [text for _, text in of_bytes.documents("train")]
+    documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id))
+    assert [tokenizer.decode(one[1:]).encode() for one in documents[1:-1]] == texts
+    windows = TextWindows(corpus, "train", 4, 16, shuffle=True)
+    assert windows.largest_id() < tokenizer.vocab_size == 300
+    assert windows.baselines()["tokens_per_byte"] == (len(tokens) - 1) / (
+        sum(map(len, texts)) + len(texts)
+    )
+    # Other tokens are other data; those of bytes are as ever.
+    assert corpus.fingerprint() != of_bytes.fingerprint()
+    assert set(of_bytes.fingerprint()) == {"heldout_percent", "sha256"}
+    prompts = TextPrompts(corpus, "train", 2, 1, 10, 40)
+    (batch,) = prompts.batches()
+    prompt = batch["ids"][0, : batch["prefix_lengths"][0]]
+    assert prompt[0] == tokenizer.eos_id
+    assert any(text.startswith(tokenizer.decode(prompt[1:]).encode()) for text in texts)
+
+
+def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    tokens = TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
+    tokenizer = load_tokenizer(LLAMA)
+    one = tokenizer.encode("one", False).tolist()
+    assert tokens.tolist() == [tokenizer.bos_id, *one, tokenizer.eos_id]
+    assert tokenizer.encode_prompt("one").tolist() == [tokenizer.bos_id, *one]
+    assert TokenIds().decode([3, 17]) == "3 17"
+
+
