@@ -11,10 +11,18 @@ from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings, lm_conf
 from praxis_lite.checkpoints.huggingface.family import settings_in
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
+from praxis_lite.experiments.finetune import LORA
+from praxis_lite.inputs import ChatData, PreferenceData
 from praxis_lite.inputs.tokenizers.loading import has_tokenizer
-from praxis_lite.layers import set_sharding_params
+from praxis_lite.layers import (
+    TransformerFeedForwardMoe,
+    adapted,
+    set_sharding_params,
+    with_reference,
+)
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.preference import DpoTask
 
 # Where there is no HF_DIR.
 TINY = DecoderSettings(
@@ -56,3 +64,99 @@ class CausalLm(lm.PyDocs):
         run = super().run()
         run.num_train_steps = run.checkpoint_every_steps = run.eval_every_steps = 100
         return run
+
+
+@register
+class ChatFull(CausalLm):
+    """The same model learns answers of conversations, with all its weights.
+
+    --set CHAT_FILES=GLOB of JSON lines with "messages"; without it, questions about Python. The
+    chat template is that of the tokenizer.
+    """
+
+    CHAT_FILES: str | None = None
+    SEQ_LEN = 512
+    BATCH_SIZE = 16
+
+    data = ChatData
+
+    def task(self):
+        task = super().task()
+        # Of bytes, which have no other end of a turn.
+        task.decoder.stop_strings = ("\x03",) if self.text.tokenizer is None else ()
+        return task
+
+    def datasets(self):
+        data = functools.partial(
+            fdl.Config, self.data, self.CHAT_FILES, seq_len=self.SEQ_LEN,
+            batch_size=self.BATCH_SIZE, tokenizer=self.text.tokenizer,
+        )
+        return {
+            "train": data(split="train", shuffle=True),
+            "heldout": data(split="heldout", shuffle=False),
+        }
+
+    def decode_datasets(self):
+        return {}
+
+
+def with_adapters(task, rank, alpha):
+    """Returns a task's config with LoRA on attention and feed-forward, which alone is trained."""
+    blocks = task.model.transformer_layer_tpl
+    for block in blocks if isinstance(blocks, tuple) else (blocks,):
+        for name in ("tr_atten_tpl", "tr_fflayer_tpl"):
+            base = getattr(block, name)
+            if fdl.get_callable(base) is not TransformerFeedForwardMoe:
+                setattr(block, name, fdl.Partial(adapted, base_tpl=base, rank=rank, alpha=alpha))
+    task.learner.bprop_variable_inclusion = LORA
+    return task
+
+
+@register
+class ChatLora(ChatFull):
+    """ChatFull by a LoRA on attention and feed-forward; all else is frozen."""
+
+    RANK = 8
+    ALPHA = 16.0
+
+    def task(self):
+        task = with_adapters(super().task(), self.RANK, self.ALPHA)
+        task.learner.learning_rate = 1e-3
+        return task
+
+
+@register
+class ChatDpo(ChatFull):
+    """The same model learns which of two answers people prefer, by DPO, with all its weights.
+
+    --set CHAT_FILES=GLOB of JSON lines with "prompt", "chosen" and "rejected". The reference is a
+    frozen copy.
+    """
+
+    data = PreferenceData
+
+    def task(self):
+        task = super().task()
+        model = fdl.Partial(with_reference, base_tpl=task.model)
+        learner = fdl.copy_with(
+            task.learner, bprop_variable_exclusion="reference/.*", learning_rate=1e-5
+        )
+        return fdl.Config(
+            DpoTask, model=model, learner=learner, decoder=task.decoder, tokenizer=task.tokenizer,
+            inputs_split_mapping=lm.BATCH_OVER_DATA | {"map_3d": (("replica", "data"), None, None)},
+        )
+
+
+@register
+class ChatDpoLora(ChatDpo):
+    """ChatDpo by a LoRA; the reference is the model without it."""
+
+    RANK = 8
+    ALPHA = 16.0
+
+    def task(self):
+        task = super().task()
+        task.model = task.model.base_tpl
+        task.learner.bprop_variable_exclusion = ()
+        task.learner.learning_rate = 1e-4
+        return with_adapters(task, self.RANK, self.ALPHA)

@@ -70,7 +70,7 @@ class LanguageModelTask(Task):
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that the model has a position for each token of a batch and its decoding."""
         super().check_inputs(inputs, required, what)
-        model, length = self.model.abstract_module(), inputs["ids"].shape[1]
+        model, length = self.model.abstract_module(), inputs["ids"].shape[-1]
         if required == self.required_decode_inputs:
             length = cache_length(self.decoder, length)
         is_causal = getattr(model, "model_type", "causal") == "causal"

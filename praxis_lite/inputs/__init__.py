@@ -16,6 +16,8 @@ _HOMES = {
     "InMemory": "numpy_data",
     "SyntheticLm": "numpy_data",
     "TextPrompts": "text.prompts",
+    "ChatData": "text.chat",
+    "PreferenceData": "text.preferences",
     "WithWorkers": "workers",
     "FromDataset": "from_dataset",
 }

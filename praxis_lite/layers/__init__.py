@@ -66,6 +66,7 @@ from praxis_lite.layers.whole_model.quantization import (
     quantized,
     quantized_einsum,
 )
+from praxis_lite.layers.whole_model.reference import reference_of, with_reference
 from praxis_lite.layers.whole_model.sharding_presets import LOGICAL_DIMS, SHARDING_PRESETS
 from praxis_lite.layers.whole_model.transformer_sharding import set_sharding_params
 
@@ -142,6 +143,8 @@ __all__ = [
     "merge_adapters",
     "quantized",
     "quantized_einsum",
+    "reference_of",
     "rotary_lm",
     "set_sharding_params",
+    "with_reference",
 ]

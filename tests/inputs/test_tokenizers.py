@@ -207,7 +207,7 @@ def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path
     tokens = TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
     tokenizer = load_tokenizer(LLAMA)
     one = tokenizer.encode("one", False).tolist()
-    assert tokens.tolist() == [tokenizer.bos_id, *one, tokenizer.eos_id]
+    assert tokens.tolist() == [tokenizer.eos_id, tokenizer.bos_id, *one, tokenizer.eos_id]
     assert tokenizer.encode_prompt("one").tolist() == [tokenizer.bos_id, *one]
     assert TokenIds().decode([3, 17]) == "3 17"
 

@@ -1,5 +1,6 @@
 """A directory of Hugging Face as what a model's weights are read from, and how it is written."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,12 +11,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from praxis_lite.checkpoints.huggingface.adapters import Layers, write_peft
 from praxis_lite.checkpoints.huggingface.family import family_of, read_config
 from praxis_lite.checkpoints.huggingface.reading import read_weights, stored
 from praxis_lite.checkpoints.huggingface.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.checkpoints.huggingface.weights import parts
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
 from praxis_lite.errors import few, require, require_choice
+from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
+from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.partitioner import StateLayout
 
 TOKENIZER_FILES = (
@@ -23,8 +27,9 @@ TOKENIZER_FILES = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "generation_config.json",
 )
-# The last names of weights that adapters add to a model: no checkpoint of the model has them.
-ADAPTERS = ("lora_a", "lora_b")
+# Where a job's model came from, of what `Pretrained.keep` writes.
+CAME_FROM = "came_from.txt"
+_REFERENCE = f"params/{REFERENCE}/"
 
 
 class Pretrained:
@@ -32,12 +37,14 @@ class Pretrained:
 
     Args:
       directory: with config.json and safetensors files.
-      layout: of mdl_vars. Weights of adapters are left out: they have no tensors.
+      layout: of mdl_vars. Weights of adapters are left out: they have no tensors. A frozen copy of
+        the model is read as the model, and not written.
 
     Attributes:
       config: the fields of config.json.
       files: the tensors.
       parts: of all weights, with the names of these files.
+      of_reference: of those of the frozen copy.
 
     Raises:
       ConfigError: the architecture, a field or a tensor is not known; files are missing, damaged
@@ -50,14 +57,20 @@ class Pretrained:
         family = family_of(self.config)
         self.layout, self.files = layout, TensorFiles(path)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
-        found = parts(family, family.decoder_settings(self.config), shapes)
+        own = {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)}
+        found = parts(family, family.decoder_settings(self.config), own)
         self.parts = stored(family, found, self.files)
+        self.of_reference = [
+            dataclasses.replace(part, path=path) for part in self.parts
+            if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
+        ]
 
     def read(
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
     ) -> dict[str, jax.Array]:
         """Returns the weights by path, padded and in their shards; `note` is told how far it is."""
-        return read_weights(self._leaves(), mesh, self.parts, self.files, note)
+        parts = [*self.parts, *self.of_reference]
+        return read_weights(self._leaves(), mesh, parts, self.files, note)
 
     def write(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], mesh: Mesh,
@@ -76,15 +89,7 @@ class Pretrained:
         Raises:
           ConfigError: there are files in the directory, or the dtype is another.
         """
-        if dtype is not None:
-            require_choice("export: dtype", dtype, tuple(FLOATS))
-        target = Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
-        there = sorted(one.name for one in target.iterdir())
-        require(
-            not there, "export: the files in the directory", few(there), "none",
-            "Name a new directory.",
-        )
+        target = self._new_directory(directory, dtype)
         config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
         dtypes = {name: self.files.dtype(name) for name in names}
         if dtype is not None:
@@ -96,12 +101,45 @@ class Pretrained:
             (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
             self._copy_to(target, TOKENIZER_FILES)
 
+    def write_adapters(
+        self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], layers: Layers,
+        mesh: Mesh, dtype: str | None = None, *, base_model: str = "",
+    ) -> None:
+        """Writes the adapters alone, as PEFT keeps them, and the tokenizer.
+
+        Args:
+          directory, arrays, dtype: as of `write`; a dtype of None is float32.
+          layers: those with adapters.
+          base_model: the name or the directory of the model that they belong to.
+
+        Raises:
+          ConfigError: as `write`, and as `write_peft`.
+        """
+        target = self._new_directory(directory, dtype)
+        kind = FLOATS[dtype or "float32"]
+        write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
+        if jax.process_index() == 0:
+            self._copy_to(target, TOKENIZER_FILES)
+
     def keep(self, directory: Path) -> None:
         """Writes what an export needs besides weights: config.json, the tokenizer, `DESCRIBED`."""
         directory.mkdir(parents=True, exist_ok=True)
         described = json.dumps(self.files.described(), indent=1)
         (directory / DESCRIBED).write_text(f"{described}\n", "utf-8")
+        (directory / CAME_FROM).write_text(f"{self.files.directory.absolute()}\n", "utf-8")
         self._copy_to(directory, ("config.json", *TOKENIZER_FILES))
+
+    def _new_directory(self, directory: str | os.PathLike[str], dtype: str | None) -> Path:
+        if dtype is not None:
+            require_choice("export: dtype", dtype, tuple(FLOATS))
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        there = sorted(one.name for one in target.iterdir())
+        require(
+            not there, "export: the files in the directory", few(there), "none",
+            "Name a new directory.",
+        )
+        return target
 
     def _copy_to(self, directory: Path, names: Iterable[str]) -> None:
         for name in names:
@@ -109,6 +147,5 @@ class Pretrained:
                 shutil.copyfile(self.files.directory / name, directory / name)
 
     def _leaves(self) -> list[Any]:
-        return [
-            leaf for leaf in self.layout.leaves() if leaf.path.rpartition("/")[2] not in ADAPTERS
-        ]
+        leaves = self.layout.leaves()
+        return [leaf for leaf in leaves if leaf.path.rpartition("/")[2] not in ADAPTER_WEIGHTS]

@@ -43,7 +43,7 @@ def write_tensors(
     for part in parts:
         of_tensor[part.tensor].append(part)
     files = list(_files(of_tensor, dtypes, max_file_bytes))
-    whole = _Pieces(arrays, mesh)
+    pieces = Pieces(arrays, mesh)
     weight_map, total = {}, 0
     for number, names in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else (
@@ -51,7 +51,8 @@ def write_tensors(
         )
         tensors = {}
         for name in names:
-            tensor = as_tensor(of_tensor[name], [whole(part) for part in of_tensor[name]])
+            own = of_tensor[name]
+            tensor = as_tensor(own, [pieces(x.path, x.index, x.piece_shape()) for x in own])
             tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
         if jax.process_index() == 0:
             save_file(tensors, directory / file, metadata={"format": "pt"})
@@ -78,15 +79,18 @@ def _files(
     yield names
 
 
-class _Pieces:
+class Pieces:
     """Takes parts out of weights that lie on a mesh: to every process's host, without padding."""
 
     def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
 
-    def __call__(self, part: Part) -> np.ndarray:
-        take = self._take(part.piece_shape(), len(part.index))
-        return np.asarray(take(self.arrays[part.path], np.array(part.index, np.int32)))
+    def __call__(
+        self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Returns what is at an index of a weight's leading dims, of the shape without padding."""
+        take = self._take(shape, len(index))
+        return np.asarray(take(self.arrays[path], np.array(index, np.int32)))
 
     @functools.cache  # noqa: B019 - as long-lived as the writing.
     def _take(self, shape: tuple[int, ...], num_leading: int) -> Callable[..., Any]:

@@ -64,18 +64,18 @@ class TextCorpus:
         """Returns the stream EOS, document, EOS, document, ..., EOS as int32.
 
         All but the first are labels; of bytes these are num_bytes + one EOS per document. Where the
-        tokenizer has a beginning of a text, that stands before each document as well, and before
-        the first one alone.
+        tokenizer has a beginning of a text, that stands before each document as well.
         """
         if split not in self._tokens:
             tokenizer = self.tokenizer
             texts = [text for _, text in self.documents(split)]
             end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
             between = np.array([*end, *tokenizer.begin_ids], np.int32)
-            pieces = [np.array(tokenizer.document_start, np.int32)]
+            pieces = [between]
             for ids in tokenizer.encode_documents(texts):
                 pieces += [ids, between]
-            pieces[-1] = np.array(end, np.int32)
+            # The stream is read as a circle: it ends with what it begins with.
+            pieces[-1] = between[:1]
             self._tokens[split] = np.concatenate(pieces)
         return self._tokens[split]
 
@@ -143,7 +143,7 @@ class TextCorpus:
 
     def _read(self) -> Iterable[tuple[str, bytes]]:
         if self.files is None:
-            return _language_reference()
+            return language_reference()
         files = matching_files(self.files)
         return [document for path in files for document in read_documents(path)]
 
@@ -164,7 +164,12 @@ def _place(name: str) -> int:
     return 10 * ones + tens
 
 
-def _language_reference() -> list[tuple[str, bytes]]:
+def language_reference() -> list[tuple[str, bytes]]:
+    """Returns CPython's language reference: (topic, text) each.
+
+    Raises:
+        ConfigError: this Python comes without it.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

@@ -8,8 +8,11 @@ from praxis_lite.errors import ConfigError
 BLOCK_BYTES = 16 * 1024
 
 
-def matching_files(patterns: str) -> list[str]:
+def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
     """Returns the files that comma-separated globs (`**`, `~`) name, sorted, each once.
+
+    Args:
+        what: asks for them, for messages.
 
     Raises:
         ConfigError: a pattern names no file.
@@ -17,13 +20,12 @@ def matching_files(patterns: str) -> list[str]:
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     if not wanted:
         raise ConfigError(
-            f"TextCorpus.files is {patterns!r}, which names no file. Give a path or a glob, or "
-            "None for the Python language reference."
+            f"{what}: files is {patterns!r}, which names no file. Give a path or a glob."
         )
-    return sorted({path for pattern in wanted for path in _files_of(pattern)})
+    return sorted({path for pattern in wanted for path in _files_of(pattern, what)})
 
 
-def _files_of(pattern: str) -> list[str]:
+def _files_of(pattern: str, what: str) -> list[str]:
     expanded = os.path.expanduser(pattern)
     if os.path.isfile(expanded):  # A literal path may hold the characters of a glob.
         return [expanded]
@@ -32,13 +34,13 @@ def _files_of(pattern: str) -> list[str]:
     if files:
         return files
     if found:
-        what = f"only {'a directory' if len(found) == 1 else 'directories'}"
+        matched = f"only {'a directory' if len(found) == 1 else 'directories'}"
         change = f"Name the files in it, for instance {os.path.join(pattern, '**', '*.txt')!r}."
     else:
-        what, change = "nothing", "Correct the path or the glob."
+        matched, change = "nothing", "Correct the path or the glob."
     raise ConfigError(
-        f"TextCorpus: files names {pattern!r}, which matches {what} (seen from {os.getcwd()}); "
-        f"a text file was wanted. {change}"
+        f"{what}: files names {pattern!r}, which matches {matched} (seen from {os.getcwd()}); "
+        f"a file was wanted. {change}"
     )
 
 

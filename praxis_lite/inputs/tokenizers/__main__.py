@@ -9,6 +9,7 @@ from pathlib import Path
 from praxis_lite.config.command_line import Parser
 from praxis_lite.errors import ConfigError, not_written, require
 from praxis_lite.inputs.text.files import matching_files, read_documents
+from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG
 from praxis_lite.inputs.tokenizers.json_tokenizer import TOKENIZER_JSON, JsonTokenizer
 
@@ -20,14 +21,7 @@ PIECES = (
 )
 END = "<|end_of_text|>"
 BEGIN_TURN, END_TURN = "<|begin_of_turn|>", "<|end_of_turn|>"
-# A turn of a conversation, in the form of ChatML.
-CHAT = (
-    "{%- for message in messages %}{{- '" + BEGIN_TURN + "' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}{%- generation %}{{- message['content'] + '"
-    + END_TURN + "' }}{%- endgeneration %}{%- else %}{{- message['content'] + '" + END_TURN
-    + "' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '" + BEGIN_TURN + "assistant\\n' }}{%- endif %}"
-)
+CHAT = chatml(BEGIN_TURN, END_TURN)
 
 
 def train(

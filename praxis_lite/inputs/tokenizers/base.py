@@ -51,6 +51,17 @@ class Tokenizer(abc.ABC):
     def eos_ids(self) -> tuple[int, ...]:
         return () if self.eos_id is None else (self.eos_id,)
 
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a text without special tokens around it, and where each begins.
+
+        Returns:
+          ids int32[num_tokens]; the character at which each begins, int64[num_tokens].
+
+        Raises:
+          ConfigError: the tokenizer does not know it.
+        """
+        raise ConfigError(f"{self} does not know where in a text its tokens begin.")
+
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each text without special tokens.
 

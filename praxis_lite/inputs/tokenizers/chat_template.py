@@ -23,6 +23,18 @@ class Answers(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+def chatml(begin: str, end: str) -> str:
+    """Returns a template in the form of ChatML that marks answers, given what encloses a turn."""
+    begin, end = json.dumps(begin), json.dumps(end)
+    return (
+        "{%- for message in messages %}{{- " + begin + " + message['role'] + '\\n' }}"
+        "{%- if message['role'] == 'assistant' %}{%- generation %}"
+        "{{- message['content'] + " + end + " }}{%- endgeneration %}"
+        "{%- else %}{{- message['content'] + " + end + " }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- " + begin + " + 'assistant\\n' }}{%- endif %}"
+    )
+
+
 class ChatTemplate:
     """A Jinja template of conversations.
 

@@ -36,6 +36,10 @@ class JsonTokenizer(Tokenizer):
         found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return np.array(found.ids, np.int32)
 
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), np.array([start for start, _ in found.offsets], int)
+
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [one.decode(errors="replace") for one in texts]
         found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)

@@ -6,19 +6,29 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
 
 class ByteTokenizer(Tokenizer):
-    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next one."""
+    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next one.
+
+    A turn of a chat begins with the byte 2 and ends with the byte 3.
+    """
 
     token_unit = "byte"
     vocab_size = 257
     eos_id = 256
+    chat = ChatTemplate(chatml("\x02", "\x03"))  # The start and the end of a text, in ASCII.
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
         """Returns int32[num_bytes], without an EOS; a str is taken as UTF-8."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes, and the character of each."""
+        sizes = [len(one.encode()) for one in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the bytes of each text as they are."""

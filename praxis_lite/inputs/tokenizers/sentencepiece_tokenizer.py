@@ -35,15 +35,27 @@ class SentencePieceTokenizer(Tokenizer):
         self.path = Path(path).expanduser()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        ids, _ = self.encode_with_places(text)
+        around = (self.begin_ids, self.end_ids) if add_special_tokens else ((), ())
+        return np.array([*around[0], *ids, *around[1]], np.int32)
+
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
+        places: list[int] = []
+        start = 0
         for number, part in enumerate(self._special.split(text) if self._by_text else [text]):
             if number % 2:
                 ids.append(self._by_text[part])
+                places.append(start)
             elif part:
-                ids += self._encoded(part, is_first=not ids)
-        if add_special_tokens:
-            ids = [*self.begin_ids, *ids, *self.end_ids]
-        return np.array(ids, np.int32)
+                # Behind something the blank that the model puts before a text stands before that.
+                mark = self._MARK if ids else ""
+                pieces = self._model.encode(mark + part, out_type="immutable_proto").pieces
+                for piece in pieces[len(self._mark_ids) if mark else 0 :]:
+                    ids.append(piece.id)
+                    places.append(start + max(piece.begin - len(mark), 0))
+            start += len(part)
+        return np.array(ids, np.int32), np.array(places, int)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         parts: list[str] = []
@@ -116,12 +128,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _special(self) -> re.Pattern[str]:
         longest_first = sorted(self._by_text, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-
-    def _encoded(self, text: str, is_first: bool) -> list[int]:
-        if is_first:
-            return self._model.encode(text)
-        # Behind something, so that the blank which the model puts before a text stands there.
-        return self._model.encode(self._MARK + text)[len(self._mark_ids) :]
 
     def _decoded(self, ids: list[int], is_first: bool) -> str:
         if is_first or not ids:

@@ -2,6 +2,7 @@
 
     python -m praxis_lite.interop.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
     python -m praxis_lite.interop.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]
+        [--adapters merge|peft]
 """
 
 import argparse
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.interop.huggingface.jobs import begin_job, export_job
+from praxis_lite.interop.huggingface.jobs import ADAPTERS, begin_job, export_job
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     giving.add_argument("out_dir", metavar="OUT_DIR", help="a new directory")
     giving.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     giving.add_argument("--dtype", help="float32, bfloat16 or float16; default: as it was")
+    giving.add_argument(
+        "--adapters", choices=ADAPTERS,
+        help="of a model with LoRA: fold them into its weights, or write them alone, as PEFT does",
+    )
     args = parser.parse_args(argv)
     try:
         if args.command == "import":
@@ -33,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"began {job.path}: go on with main.py --exp=huggingface.CausalLm "
                   f"--job_log_dir={job.path}")
         else:
-            export_job(args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype, note=_say)
+            export_job(
+                args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype,
+                adapters=args.adapters, note=_say,
+            )
             print(f"wrote {args.out_dir}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

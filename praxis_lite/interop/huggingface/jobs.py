@@ -5,16 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from praxis_lite.checkpoints.huggingface.pretrained import ADAPTERS, Pretrained
-from praxis_lite.errors import ConfigError, few, require
+from praxis_lite.checkpoints.huggingface.adapters import merged_weights
+from praxis_lite.checkpoints.huggingface.pretrained import CAME_FROM, Pretrained
+from praxis_lite.errors import ConfigError, few, require, require_choice
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.interop.begin_job import begin_job_with
 from praxis_lite.interop.huggingface.model import EXPERIMENT
 from praxis_lite.interop.trained_model import load
 from praxis_lite.job.job_dir import JobDir, open_for_reading
+from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.partitioner import Partitioner
 
 Note = Callable[[str], None]
+ADAPTERS = ("merge", "peft")
 
 
 def begin_job(
@@ -54,6 +57,7 @@ def export_job(
     *,
     step: int | None = None,
     dtype: str | None = None,
+    adapters: str | None = None,
     note: Note = lambda line: None,
 ) -> None:
     """Writes the model of a job, of one of its checkpoints, as Hugging Face keeps it.
@@ -63,10 +67,15 @@ def export_job(
       directory: a new or an empty one.
       step: of the checkpoint; None: the newest.
       dtype, note: see `Pretrained.write`.
+      adapters: of a model that has some: "merge", they are folded into its weights; "peft", they
+        alone are written, for PEFT and what reads its files.
 
     Raises:
-      ConfigError: the job did not begin so, or its model has adapters.
+      ConfigError: the job did not begin so; its model has adapters and it is not said what of
+        them, or the other way round.
     """
+    if adapters is not None:
+        require_choice("export: adapters", adapters, ADAPTERS)
     job_dir = open_for_reading(job_log_dir, writes=False)
     require(
         job_dir.huggingface.is_dir(), "export: the job", str(job_dir.path),
@@ -74,13 +83,24 @@ def export_job(
     )
     model = load(job_log_dir, step)
     layout = model.partitioner.layout.select("mdl_vars")
-    paths = [leaf.path for leaf in layout.leaves()]
-    adapters = [path for path in paths if path.rpartition("/")[2] in ADAPTERS]
-    if adapters:
+    leaves, mesh = layout.leaves(), model.partitioner.mesh
+    layers = adapted_layers(model.partitioner.task.model.abstract_module())
+    if layers and adapters is None:
         raise ConfigError(
-            f"export: the job's model has the adapters {few(adapters)}, which are no weights of "
-            "the model that it began with."
+            f"export: the job's model has adapters in {few(list(layers))}, which are no weights of "
+            "the model that it began with. Fold them into it with --adapters merge, or write them "
+            "alone with --adapters peft."
         )
+    require(
+        bool(layers) or adapters is None, "export: the adapters of the job's model", "none",
+        f"some, for --adapters {adapters}", "Leave --adapters out.",
+    )
+    paths = [leaf.path for leaf in leaves]
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
     pretrained = Pretrained(job_dir.huggingface, layout)
-    pretrained.write(directory, arrays, model.partitioner.mesh, dtype, note=note)
+    if adapters == "peft":
+        came_from = (job_dir.huggingface / CAME_FROM).read_text("utf-8").strip()
+        pretrained.write_adapters(directory, arrays, layers, mesh, dtype, base_model=came_from)
+    else:
+        arrays = merged_weights(arrays, leaves, layers)
+        pretrained.write(directory, arrays, mesh, dtype, note=note)

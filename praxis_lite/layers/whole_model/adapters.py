@@ -101,18 +101,40 @@ def _check_rank(rank: int) -> None:
 def merge_adapters(module: nnx.Module) -> nnx.Module:
     """Returns a copy of `module` without adapters, each folded into its weight; stacks too."""
     module = nnx.clone(module)
-    for _, node in list(nnx.iter_graph(module)):
-        if hasattr(node, "lora_form"):
-            form = node.lora_form
-            product = jnp.einsum(
-                f"...{form.a},...{form.b}->...{form.weight}", node.lora_a[...], node.lora_b[...]
-            )
-            w = node.w[...]
-            node.w.set_value(w + node.lora_scale * product.reshape(w.shape).astype(w.dtype))
-            for name in (*ADAPTER_WEIGHTS, "lora_form", "lora_scale"):
-                delattr(node, name)
-            object.__setattr__(node, "__class__", node.base_class)
+    for node in adapted_layers(module).values():
+        w = node.w[...]
+        node.w.set_value(merged(w, node.lora_a[...], node.lora_b[...], node))
+    return without_adapters(module)
+
+
+def merged(w: jax.Array, a: jax.Array, b: jax.Array, layer: Any) -> jax.Array:
+    """Returns a weight with its adapter's product added, in its own dtype; of stacks too.
+
+    Args:
+      w, a, b: [..., dims], with the stack's dims first.
+      layer: adapted, for its form and scale.
+    """
+    form = layer.lora_form
+    product = jnp.einsum(f"...{form.a},...{form.b}->...{form.weight}", a, b)
+    return w + layer.lora_scale * product.reshape(w.shape).astype(w.dtype)
+
+
+def without_adapters(module: nnx.Module) -> nnx.Module:
+    """Returns a copy of `module` whose adapted layers are their base layers again."""
+    module = nnx.clone(module)
+    for node in adapted_layers(module).values():
+        for name in (*ADAPTER_WEIGHTS, "lora_form", "lora_scale"):
+            delattr(node, name)
+        object.__setattr__(node, "__class__", node.base_class)
     return module
+
+
+def adapted_layers(module: nnx.Module) -> dict[str, Any]:
+    """Returns the layers with adapters by path, "transformer/blocks/self_attention/query"."""
+    return {
+        "/".join(map(str, path)): node for path, node in list(nnx.iter_graph(module))
+        if hasattr(node, "lora_form")
+    }
 
 
 @dataclasses.dataclass(frozen=True)
