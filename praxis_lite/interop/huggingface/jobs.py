@@ -83,7 +83,7 @@ def export_job(
     )
     model = load(job_log_dir, step)
     layout = model.partitioner.layout.select("mdl_vars")
-    leaves, mesh = layout.leaves(), model.partitioner.mesh
+    leaves, mesh = list(layout.leaves()), model.partitioner.mesh
     layers = adapted_layers(model.partitioner.task.model.abstract_module())
     if layers and adapters is None:
         raise ConfigError(

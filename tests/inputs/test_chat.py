@@ -1,0 +1,174 @@
+"""Conversations and preferences as batches: which labels count, and how rows are shared."""
+
+import json
+
+import numpy as np
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.inputs import ByteTokenizer, ChatData, PreferenceData
+from praxis_lite.inputs.text.conversations import tokens_of
+from praxis_lite.inputs.text.packing import packed
+from praxis_lite.inputs.tokenizers import load_tokenizer
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+from tests.support.goldens import GOLDENS
+
+LLAMA = load_tokenizer(GOLDENS / "tokenizers" / "llama3")
+SAID = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who is there?"},
+    {"role": "assistant", "content": "né, a fox"},
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "There."},
+]
+
+
+def conversation(number):
+    user = {"role": "user", "content": f"What is {number}?"}
+    return {"messages": [user, {"role": "assistant", "content": "a" * (number % 13 + 1)}]}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    path.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(60)), "utf-8")
+    return path
+
+
+def data(path, split="train", kind=ChatData, **settings):
+    given = {"batch_size": 4, "seq_len": 70, "shuffle": False} | settings
+    return kind(str(path), split, **given)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "end"), [(LLAMA, "<|eot_id|>"), (ByteTokenizer(), "\x03")], ids=["llama", "bytes"]
+)
+def test_the_assistants_words_and_the_ends_of_its_turns_are_the_answers(tokenizer, end):
+    ids, is_answer = tokens_of(SAID, tokenizer, "here")
+    assert ids.tolist() == tokenizer.apply_chat_template(SAID).tolist()
+    assert tokenizer.decode(ids[is_answer]) == f"né, a fox{end}There.{end}"
+    _, is_last = tokens_of(SAID, tokenizer, "here", first=3)
+    assert tokenizer.decode(ids[is_last]) == f"There.{end}"
+
+
+def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers():
+    rewrites = (
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last %}!{% endif %}{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]!{% endif %}"
+    )
+    tokenizer = ByteTokenizer()
+    tokenizer.chat = ChatTemplate(rewrites)
+    with pytest.raises(ConfigError, match="file:3: the chat template .* message 2 otherwise"):
+        tokens_of(SAID, tokenizer, "file:3")
+    tokenizer.chat = ChatTemplate(
+        rewrites.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    )
+    ids, is_answer = tokens_of(SAID[3:], tokenizer, "file:3")
+    assert tokenizer.decode(ids[is_answer]) == "Where?There."
+
+
+def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
+    found, tokenizer = data(path), ByteTokenizer()
+    wanted = {
+        tokenizer.decode(tokenizer.apply_chat_template(conversation(i)["messages"]))
+        for i in range(60)
+    } - {tokenizer.decode(one.ids) for one in data(path, "heldout").conversations}
+    assert len(found.conversations) == len(wanted) > 40
+    texts, answers = [], 0
+    for batch in found.batches():
+        for row in range(4):
+            segments = batch["segment_ids"][row]
+            for segment in range(1, segments.max() + 1):
+                here = segments == segment
+                assert batch["segment_pos"][row][here].tolist() == list(range(here.sum()))
+                ids, labels = batch["ids"][row][here], batch["labels"][row][here]
+                assert ids[1:].tolist() == labels[:-1].tolist()
+                texts.append(tokenizer.decode([*ids, labels[-1]]))
+                weighs = batch["weights"][row][here] > 0
+                assert set(tokenizer.decode(labels[weighs])) == {"a", "\x03"}
+                answers += weighs.sum()
+            assert not batch["weights"][row][segments == 0].any()
+    assert len(texts) == len(set(texts)) and set(texts) == wanted
+    assert answers == sum(one.is_answer.sum() for one in found.conversations)
+    # Most of them share a row: 70 tokens hold two.
+    assert len(found.packs) < 0.8 * len(wanted)
+    assert len(data(path, packing=False).packs) == len(wanted)
+
+
+def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
+    found = data(path, shuffle=True, batch_size=1)
+    rows = [found.rows(i, slice(0, 1))["ids"].tobytes() for i in range(2 * len(found.packs))]
+    first, second = rows[: len(found.packs)], rows[len(found.packs) :]
+    assert sorted(first) == sorted(second) and first != second and found.num_batches is None
+    assert found.largest_id() < 128 and found.nondeterminism() is None
+
+
+def test_rows_of_packing_hold_all_and_no_more_than_fits():
+    lengths = np.random.default_rng(3).integers(1, 40, 200).tolist()
+    rows = packed(lengths, 50)
+    assert sorted(i for row in rows for i in row) == list(range(200))
+    assert max(sum(lengths[i] for i in row) for row in rows) <= 50
+    assert len(rows) <= 11 / 9 * sum(lengths) / 50 + 6
+
+
+BAD = {
+    "[1]": "chat.jsonl:2 is '\\[1\\]'; wanted is an object|chat.jsonl:2 is \\[1\\]",
+    "{": "chat.jsonl:2 is no JSON",
+    '{"text": "a"}': "chat.jsonl:2: messages are null",
+    '{"messages": [{"role": "user", "content": "a"}]}': "no message has the role assistant",
+    json.dumps(conversation(3) | {"messages": [
+        *conversation(3)["messages"], {"role": "assistant", "content": "b" * 99},
+    ]}): "chat.jsonl:2 has 1.. tokens, more than seq_len \\+ 1 = 71",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(f"{json.dumps(conversation(1))}\n{line}\n")
+    with pytest.raises(ConfigError, match=BAD[line]):
+        data(path, heldout_percent=0).check()
+
+
+def test_what_is_too_long_is_dropped_or_cut_if_asked(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    long = {"messages": [*SAID[1:3], {"role": "assistant", "content": "b" * 99}]}
+    path.write_text(f"{json.dumps(conversation(1))}\n{json.dumps(long)}\n")
+    kept = data(path, heldout_percent=0, too_long="drop").conversations
+    cut = data(path, heldout_percent=0, too_long="cut").conversations
+    assert len(kept) == 1 and len(cut) == 2 and len(cut[1].ids) == 71
+
+
+FORMS = [
+    {"prompt": "Who?", "chosen": " I.", "rejected": " You, perhaps."},
+    {"prompt": SAID[1:2], "chosen": SAID[2:3], "rejected": SAID[4:5]},
+    {"chosen": SAID[1:3], "rejected": [SAID[1], SAID[4]]},
+]
+
+
+def test_pairs_are_read_in_each_form_of_trl_and_only_answers_count(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in FORMS), "utf-8")
+    found, tokenizer = data(path, kind=PreferenceData, heldout_percent=0), ByteTokenizer()
+    (batch,) = found.batches()
+    assert batch["weights"].tolist() == [1, 1, 1, 0]
+    answers = [
+        [tokenizer.decode(batch["labels"][row, side][batch["answers"][row, side] > 0])
+         for side in range(2)] for row in range(3)
+    ]
+    said = ["né, a fox\x03", "There.\x03"]
+    assert answers == [[" I.", " You, perhaps."], said, said]
+    assert batch["answers"][0].sum(-1).tolist() == [4, 15]  # With the end of the text.
+    assert (batch["ids"][1] == batch["ids"][2]).all()
+    path.write_text('{"prompt": "a", "chosen": "b"}\n')
+    with pytest.raises(ConfigError, match="pairs.jsonl:1 has \\['chosen', 'prompt'\\]; wanted are"):
+        data(path, kind=PreferenceData, heldout_percent=0).check()
+
+
+def test_without_files_they_are_about_python():
+    found = ChatData(None, "train", 2, 600, shuffle=True)
+    pairs = PreferenceData(None, "train", 2, 600, shuffle=True)
+    found.check()
+    pairs.check()
+    assert len(found.conversations) == len(pairs.pairs) > 40
+    assert "Python" in ByteTokenizer().decode(found.conversations[0].ids)

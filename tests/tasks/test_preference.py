@@ -1,0 +1,138 @@
+"""DPO: the loss of the paper in NumPy, a reference that stays, and the same numbers on a mesh."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite import ConfigError, MeshConfig
+from praxis_lite.inputs import PreferenceData
+from praxis_lite.layers import adapted, rotary_lm, set_sharding_params, with_reference
+from praxis_lite.learner import Learner
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import make_mesh
+from praxis_lite.tasks.preference import DpoTask
+from praxis_lite.trainer.forward_pass import forward_pass
+
+BETA, SMOOTHING = 0.3, 0.1
+KINDS = ("copy", "adapters")
+
+
+def task_of(kind):
+    model = rotary_lm(
+        vocab_size=257, model_dims=10, hidden_dims=14, num_heads=2, dim_per_head=6, num_layers=2
+    )
+    frozen = {}
+    if kind == "adapters":
+        block = model.transformer_layer_tpl
+        block.tr_atten_tpl = fdl.Partial(adapted, base_tpl=block.tr_atten_tpl, rank=3)
+        frozen = {"bprop_variable_inclusion": r".*/lora_[ab]$"}
+    model = set_sharding_params(model)
+    if kind == "copy":
+        model = fdl.Partial(with_reference, base_tpl=model)
+        frozen = {"bprop_variable_exclusion": "reference/.*"}
+    learner = Learner(functools.partial(optax.adam), 0.05, **frozen)
+    return DpoTask(
+        fdl.build(model), learner, beta=BETA, label_smoothing=SMOOTHING,
+        inputs_split_mapping={
+            "map_1d": ("data",), "map_2d": ("data", None), "map_3d": ("data", None, None),
+        },
+    )
+
+
+@functools.cache
+def trained(kind, shape):
+    """Returns the partitioner, first weights, batches, and three steps' metrics and state."""
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, allow_unused_devices=True))
+    partitioner = Partitioner(task_of(kind), mesh)
+    data = PreferenceData(None, "train", 6, 600, shuffle=True)
+    batches = [data.rows(index, slice(0, 6)) for index in range(3)]
+    for batch in batches:
+        batch["weights"][4:] = 0.0  # Filler.
+    state = partitioner.init(partitioner.key(0))
+    before = jax.device_get(state.mdl_vars["params"])
+    metrics = []
+    for index, batch in enumerate(batches):
+        state, outputs = partitioner.train_step(
+            state, partitioner.global_batch(batch), partitioner.batch_key(0, 0, index)
+        )
+        metrics.append({name: float(value) for name, (value, _) in outputs["metrics"].items()})
+    return partitioner, before, batches, metrics, state
+
+
+def log_probs(logits, batch):
+    """Returns the log-probability of each answer, in NumPy, float64."""
+    logits = logits.astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(logp, batch["labels"][..., None], -1)[..., 0]
+    return (chosen * batch["answers"]).sum(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_that_of_the_paper(kind):
+    partitioner, before, batches, metrics, state = trained(kind, (1, 1, 1))
+    # Nothing was learned before the first step: both models are one, but for rounding.
+    first = metrics[0]
+    assert first["loss"] == pytest.approx(np.log(2.0), abs=1e-4)
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
+    batch, forward = batches[0], forward_pass(partitioner)
+    ids = batch["ids"].reshape(12, -1)
+    shape = batch["ids"].shape
+    now = log_probs(np.asarray(forward(state.mdl_vars, ids)[0]).reshape(*shape, -1), batch)
+    start = jax.tree.map(jax.numpy.asarray, {**state.mdl_vars, "params": before})
+    then = log_probs(np.asarray(forward(start, ids)[0]).reshape(*shape, -1), batch)
+    rewards = (BETA * (now - then))[:4]
+    margins = rewards[:, 0] - rewards[:, 1]
+    loss = np.logaddexp(0, -margins) * (1 - SMOOTHING) + np.logaddexp(0, margins) * SMOOTHING
+    found = partitioner.eval_step(
+        state.mdl_vars, partitioner.global_batch(batch), partitioner.key(0)
+    )
+    wanted = {
+        "loss": loss, "rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1],
+        "rewards/margins": margins, "rewards/accuracies": margins > 0,
+    }
+    assert np.abs(rewards).max() > 0.01
+    for name, values in wanted.items():
+        assert float(found[name][0]) == pytest.approx(values.mean(), rel=1e-4, abs=1e-5), name
+        assert float(found[name][1]) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_stays_and_the_rest_learns(kind):
+    _, before, _, metrics, state = trained(kind, (1, 1, 1))
+    after = jax.device_get(state.mdl_vars["params"])
+    changed = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): not np.array_equal(a, b)
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+        )
+    }
+    learns = (lambda path: "lora_" in path) if kind == "adapters" else (
+        lambda path: not path.startswith("reference/")
+    )
+    assert all(changed[path] == learns(path) for path in changed), changed
+    assert sum(changed.values()) and not all(changed.values())
+    assert metrics[2]["loss"] != metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
+def test_a_mesh_gives_the_same(kind):
+    *_, wanted, _ = trained(kind, (1, 1, 1))
+    *_, found, _ = trained(kind, (1, 4, 2))
+    # Margins of the first step are rounding, so that their signs say nothing.
+    del found[0]["rewards/accuracies"], wanted[0]["rewards/accuracies"]
+    for a, b in zip(found, wanted, strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
+
+
+def test_a_model_without_a_reference_is_refused():
+    partitioner = Partitioner(
+        task_of("none"), make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
+    )
+    spec = PreferenceData(None, "train", 6, 600, shuffle=True).element_spec()
+    with pytest.raises(ConfigError, match="neither adapters nor a frozen copy"):
+        partitioner.trace("train", spec)
