@@ -13,6 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from praxis_lite import ConfigError
+from praxis_lite.checkpoints.huggingface.decoder import LayerKind, lm_config
+from praxis_lite.checkpoints.huggingface.family import family_of
+from praxis_lite.checkpoints.huggingface.rotary import rotary
 from praxis_lite.checkpoints.init.init_from_checkpoint import completed
 from praxis_lite.interop import huggingface
 from praxis_lite.learner import Learner
@@ -172,7 +175,7 @@ def copy_of(tmp_path, family="llama", **fields):
 @pytest.mark.parametrize("fields, said", [
     ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not known here; known are"),
     ({"archs": 1}, "the field 'archs' = 1, which is not known here"),
-    ({"attention_dropout": 0.1}, "attention_dropout is 0.1; wanted is 0.0"),
+    ({"pretraining_tp": 2}, "pretraining_tp is 2; wanted is 1"),
     ({"hidden_size": None}, "says nothing of model_dims"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of the kind 'dynamic'; known are"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"is \['beta'\]"),
@@ -213,3 +216,30 @@ def test_the_head_of_a_tied_model_may_be_stored_besides_if_it_is_the_embedding(t
 def test_an_export_overwrites_nothing(tmp_path):
     with pytest.raises(ConfigError, match="the directory is .config.json, .*Name a new directory"):
         loaded("llama").export(copy_of(tmp_path))
+
+
+def settings_of(family, **changed):
+    config = json.loads((GOLDENS / "hf" / family / "config.json").read_text()) | changed
+    return family_of(config), family_of(config).decoder_settings(config), config
+
+
+def test_longrope_has_the_factor_of_its_lengths_where_the_config_has_none():
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    given = {"max_position_embeddings": 2048, "rope_scaling": scaling}
+    _, settings, _ = settings_of("phi3", **given)
+    layer = rotary(settings, LayerKind(False, False))
+    # transformers: sqrt(1 + ln(2048 / 128) / ln(128)).
+    assert layer.attention_factor == pytest.approx(np.sqrt(1 + np.log(16) / np.log(128)))
+    _, settings, _ = settings_of("phi3", **given | {"rope_scaling": scaling | {"factor": 1.0}})
+    assert rotary(settings, LayerKind(False, False)).attention_factor == 1.0
+
+
+def test_dropout_of_a_config_is_ours_and_what_is_not_followed_is_said():
+    family, settings, config = settings_of("gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    block = lm_config(settings).transformer_layer_tpl
+    assert (block.atten_dropout_prob, block.residual_dropout_prob) == (0.1, 0.2)
+    (said,) = family.not_followed(config)
+    assert "embd_pdrop = 0.3 is not followed" in said
+    family, _, config = settings_of("mixtral", output_router_logits=True)
+    assert "moe_load_balance_loss_weight" in family.not_followed(config)[0]
+    assert not settings_of("llama")[0].not_followed(settings_of("llama")[2])

@@ -1,32 +1,26 @@
 """The config of a decoder-only language model, of the settings that families' tables name."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import fiddle as fdl
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.checkpoints.huggingface.rotary import FULL, SLIDING, rotary
+from praxis_lite.errors import require, require_choice
 from praxis_lite.layers import (
     DotProductAttention,
     Embedding,
     FullSoftmax,
     LayerNorm,
-    LinearScaledRotary,
-    Llama3Rotary,
-    LongRope,
     RmsNorm,
-    RotaryPositionalEmbedding,
     SharedEmbeddingSoftmax,
     Transformer,
     TransformerFeedForward,
     TransformerFeedForwardMoe,
     TransformerLm,
-    YarnRotary,
 )
-from praxis_lite.layers.embedding.rotary_scaling import yarn_factor
 
 # Their names of activations, by ours.
 ACTIVATIONS = {
@@ -38,7 +32,6 @@ NORMS = {
     "rms 1 + w": lambda epsilon: fdl.Partial(RmsNorm, epsilon=epsilon, direct_scale=False),
     "layer": lambda epsilon: fdl.Partial(LayerNorm, epsilon=epsilon, direct_scale=True),
 }
-SLIDING, FULL = "sliding_attention", "full_attention"  # As in their `layer_types`.
 # Which layers slide, where there are no `layer_types`.
 WINDOWS = ("all", "even", "from max_window_layers", "all but each window_period-th")
 
@@ -81,6 +74,9 @@ class DecoderSettings:
         dense_layers.
       expert_hidden_dims: None: hidden_dims.
       is_parallel: attention and feed-forward part read the same, and both are added.
+      atten_dropout_prob, residual_dropout_prob: of Transformer, in training.
+      max_positions: for which a model is published; over original_max_positions it is the factor
+        of longrope.
     """
 
     vocab_size: int
@@ -123,6 +119,9 @@ class DecoderSettings:
     sparse_step: int = 1
     dense_layers: Sequence[int] = ()
     is_parallel: bool = False
+    atten_dropout_prob: float = 0.0
+    residual_dropout_prob: float = 0.0
+    max_positions: int | None = None
 
     @property
     def head_dims(self) -> int:
@@ -217,78 +216,11 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
             normalize_gates=settings.normalize_gates, moe_load_balance_loss_weight=0.0,
             **feed_forward,
         )
-    parallel = {"is_parallel": True} if settings.is_parallel else {}
+    own = {"is_parallel": True} if settings.is_parallel else {}
+    for name in ("atten_dropout_prob", "residual_dropout_prob"):
+        if getattr(settings, name):
+            own[name] = getattr(settings, name)
     return fdl.Partial(
         Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
-        tr_fflayer_tpl=feed_forward_tpl, **parallel,
+        tr_fflayer_tpl=feed_forward_tpl, **own,
     )
-
-
-def rotary(
-    settings: DecoderSettings, kind: LayerKind
-) -> "fdl.Partial[RotaryPositionalEmbedding]":
-    """Returns the config of a layer's rotary positions.
-
-    Raises:
-      ConfigError: the kind of scaling, or one of its fields, is not known.
-    """
-    scaling, theta = dict(settings.rope_scaling or {}), settings.rope_theta
-    if SLIDING in scaling or FULL in scaling:  # Of each kind its own, as transformers 5 has it.
-        scaling = dict(scaling[SLIDING if kind.slides else FULL])
-    elif kind.slides and settings.local_rope_theta is not None:
-        scaling, theta = {}, settings.local_rope_theta
-    theta = scaling.pop("rope_theta", theta)
-    share = scaling.pop("partial_rotary_factor", settings.rotary_share)
-    # transformers 4 calls it type, and 4.43 both.
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
-    shared = {"max_timescale": theta}
-    if share != 1.0:
-        shared["rotary_dims"] = int(settings.head_dims * share)
-    length = scaling.pop("original_max_position_embeddings", settings.original_max_positions)
-    if kind == "default":
-        layer, given = RotaryPositionalEmbedding, {}
-    elif kind == "linear":
-        layer, given = LinearScaledRotary, {"factor": scaling.pop("factor")}
-    elif kind == "llama3":
-        layer, given = Llama3Rotary, {
-            name: scaling.pop(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
-        } | {"original_max_positions": length}
-    elif kind == "yarn":
-        layer, given = YarnRotary, _yarn(scaling) | {"original_max_positions": length}
-    elif kind == "longrope":
-        layer, given = LongRope, {
-            name: tuple(scaling.pop(name)) for name in ("short_factor", "long_factor")
-        } | {"original_max_positions": length}
-        given["attention_factor"] = scaling.pop("attention_factor", None) or _long_factor(
-            scaling.pop("factor", None), length
-        )
-    else:
-        raise ConfigError(
-            f"config.json: rope_scaling is of the kind {kind!r}; known are default, linear, "
-            "llama3, yarn and longrope."
-        )
-    require(
-        not scaling, f"config.json: rope_scaling of the kind {kind!r}", sorted(scaling),
-        "no fields besides those that are known",
-    )
-    return fdl.Partial(layer, **shared, **given)
-
-
-def _yarn(scaling: dict[str, Any]) -> dict[str, Any]:
-    factor = scaling.pop("factor")
-    given = {"factor": factor}
-    for name in ("beta_fast", "beta_slow", "truncate"):
-        value = scaling.pop(name, None)
-        given |= {} if value is None else {name: value}
-    mscale, of_all = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
-    attention_factor = scaling.pop("attention_factor", None)
-    if attention_factor is None and mscale and of_all:
-        attention_factor = yarn_factor(factor, mscale) / yarn_factor(factor, of_all)
-    return given | {"attention_factor": attention_factor}
-
-
-def _long_factor(factor: float | None, length: int) -> float:
-    if factor is None or factor <= 1.0:
-        return 1.0
-    return math.sqrt(1.0 + math.log(factor) / math.log(length))

@@ -14,7 +14,7 @@ from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings
 from praxis_lite.errors import ConfigError, did_you_mean, require
 
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
-_MERGED = ("settings", "only", *VALUES, "tensors")
+_MERGED = ("settings", "unused", "only", *VALUES, "tensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Family:
       name: of the file.
       architectures: the classes of transformers that it describes.
       settings: by field of config.json, our setting or several, see `decoder.DecoderSettings`.
+      unused: by field, why it is not followed: said to the user, unless the field asks nothing.
       only: by field, the values that are understood, all of which compute the same; any if empty.
       constants: our settings that the family fixes.
       defaults: our settings where the config says nothing, or null.
@@ -37,6 +38,7 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     settings: Mapping[str, str | list[str]]
+    unused: Mapping[str, str]
     only: Mapping[str, list[Any]]
     constants: Mapping[str, Any]
     defaults: Mapping[str, Any]
@@ -51,7 +53,7 @@ class Family:
         Raises:
           ConfigError: a field is not known, or has a value that is not understood.
         """
-        known = {*self.settings, *self.only, *self.without_effect}
+        known = {*self.settings, *self.unused, *self.only, *self.without_effect}
         for field, value in config.items():
             if field not in known:
                 raise ConfigError(
@@ -71,6 +73,13 @@ class Family:
             if value is not None:
                 found |= dict.fromkeys([names] if isinstance(names, str) else names, value)
         return {**found, **self.constants}
+
+    def not_followed(self, config: Mapping[str, Any]) -> list[str]:
+        """Returns a line for each field of a config.json that asks for what is not done here."""
+        return [
+            f"config.json: {field} = {config[field]!r} is not followed: {why}"
+            for field, why in self.unused.items() if config.get(field)
+        ]
 
     def decoder_settings(self, config: Mapping[str, Any]) -> DecoderSettings:
         """Returns the settings that a config.json amounts to.

@@ -56,6 +56,7 @@ class Pretrained:
         self.config = read_config(path)
         family = family_of(self.config)
         self.layout, self.files = layout, TensorFiles(path)
+        self._not_followed = family.not_followed(self.config)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
         own = {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)}
         found = parts(family, family.decoder_settings(self.config), own)
@@ -69,6 +70,8 @@ class Pretrained:
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
     ) -> dict[str, jax.Array]:
         """Returns the weights by path, padded and in their shards; `note` is told how far it is."""
+        for line in self._not_followed:
+            note(line)
         parts = [*self.parts, *self.of_reference]
         return read_weights(self._leaves(), mesh, parts, self.files, note)
 
