@@ -54,6 +54,8 @@ class CausalLm(lm.PyDocs):
             Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
             learning_rate=1e-4, clip_gradient_norm_to_value=1.0,
         )
+        if settings.score_func == "sigmoid":  # A correction of loads, which no loss teaches.
+            learner.bprop_variable_exclusion = ".*/gate_correction"
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(lm_config(settings)), learner=learner,
             inputs_split_mapping=lm.BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
@@ -138,8 +140,10 @@ class ChatDpo(ChatFull):
     def task(self):
         task = super().task()
         model = fdl.Partial(with_reference, base_tpl=task.model)
+        own = task.learner.bprop_variable_exclusion
         learner = fdl.copy_with(
-            task.learner, bprop_variable_exclusion="reference/.*", learning_rate=1e-5
+            task.learner, bprop_variable_exclusion=tuple(filter(None, (own, "reference/.*"))),
+            learning_rate=1e-5,
         )
         return fdl.Config(
             DpoTask, model=model, learner=learner, decoder=task.decoder, tokenizer=task.tokenizer,

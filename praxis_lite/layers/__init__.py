@@ -4,6 +4,7 @@ Begin with `base_layer` and `linears`. Never sees a device, padding, a task or a
 """
 
 from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
     CombinedQKVProjectionLayer,
@@ -99,6 +100,7 @@ __all__ = [
     "Llama3Rotary",
     "LongRope",
     "Mlp",
+    "MultiHeadLatentAttention",
     "MultiQueryDotProductAttention",
     "NClassMajorSharedEmbeddingSoftmax",
     "OneHeadedAttentionProjection",

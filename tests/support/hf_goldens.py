@@ -54,6 +54,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS, T, PROMPTS, NEW = (29, 17, 23), 29, (11, 4, 7), 16
 
 
+# What the file calls the head, where transformers 5 renames it.
+HEADS = {"gpt_neox": "embed_out.weight"}
+
+
 def made(family: str) -> Any:
     """Returns a model whose random weights give logits of a deviation of about two."""
     name, settings = FAMILIES[family]
@@ -115,6 +119,8 @@ def goldens(model: Any) -> dict[str, np.ndarray]:
     found["right_loss"] = loss
     grads: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
+        if name == "lm_head.weight":
+            name = HEADS.get(model.config.model_type, name)
         grads |= in_the_file(name, weight.grad)
     found["tensor_names"] = np.array(list(grads))
     found["gradient_norms"] = np.array([x.double().norm().item() for x in grads.values()])

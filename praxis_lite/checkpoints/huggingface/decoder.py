@@ -14,6 +14,7 @@ from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
     LayerNorm,
+    MultiHeadLatentAttention,
     RmsNorm,
     SharedEmbeddingSoftmax,
     Transformer,
@@ -21,6 +22,7 @@ from praxis_lite.layers import (
     TransformerFeedForwardMoe,
     TransformerLm,
 )
+from praxis_lite.layers.embedding.rotary_scaling import yarn_factor
 
 # Their names of activations, by ours.
 ACTIVATIONS = {
@@ -74,6 +76,12 @@ class DecoderSettings:
         dense_layers.
       expert_hidden_dims: None: hidden_dims.
       is_parallel: attention and feed-forward part read the same, and both are added.
+      first_dense_layers: so many have no experts either.
+      num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
+        of TransformerFeedForwardMoe.
+      q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: of
+        MultiHeadLatentAttention, which takes attention's place if there is a kv_lora_rank.
+      num_prediction_layers: of multi-token prediction, which are left out.
       atten_dropout_prob, residual_dropout_prob: of Transformer, in training.
       max_positions: for which a model is published; over original_max_positions it is the factor
         of longrope.
@@ -119,6 +127,18 @@ class DecoderSettings:
     sparse_step: int = 1
     dense_layers: Sequence[int] = ()
     is_parallel: bool = False
+    first_dense_layers: int = 0
+    num_shared_experts: int = 0
+    score_func: str = "softmax"
+    num_expert_groups: int = 1
+    num_expert_groups_per_token: int = 1
+    gates_scale: float = 1.0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    num_prediction_layers: int = 0
     atten_dropout_prob: float = 0.0
     residual_dropout_prob: float = 0.0
     max_positions: int | None = None
@@ -149,6 +169,7 @@ class DecoderSettings:
                 (layer + 1) % (self.window_period or 1) != 0,
             )[WINDOWS.index(self.windows)]
         is_sparse = (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
+        is_sparse = is_sparse and layer >= self.first_dense_layers
         return LayerKind(slides, self.num_experts is not None and is_sparse)
 
 
@@ -183,23 +204,7 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
 
 
 def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partial[Transformer]":
-    scale = settings.query_scalar or settings.head_dims
-    qk_norm = {}
-    if settings.qk_norm:
-        qk_norm = {
-            "ln_tpl": norm, "ln_before_rotary": True,
-            "ln_over_heads": settings.qk_norm == "all heads",
-        }
-    has_rotary = settings.max_seq_length is None
-    attention = fdl.Partial(
-        DotProductAttention, num_kv_heads=settings.num_kv_heads,
-        window=settings.window if kind.slides else None,
-        use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
-        # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
-        hidden_dim=round(scale * settings.num_heads), internal_enable_per_dim_scale=False,
-        atten_logit_cap=settings.atten_logit_cap, use_rotary_position_emb=has_rotary,
-        **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}), **qk_norm,
-    )
+    attention = (_attention if settings.kv_lora_rank is None else _latent)(settings, norm, kind)
     feed_forward = {
         "activation": ACTIVATIONS[settings.activation],
         "use_gated_activation": settings.use_gated_activation,
@@ -216,6 +221,12 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
             normalize_gates=settings.normalize_gates, moe_load_balance_loss_weight=0.0,
             **feed_forward,
         )
+        for name in (
+            "num_shared_experts", "score_func", "num_expert_groups", "num_expert_groups_per_token",
+            "gates_scale",
+        ):
+            if settings.score_func == "sigmoid":
+                setattr(feed_forward_tpl, name, getattr(settings, name))
     own = {"is_parallel": True} if settings.is_parallel else {}
     for name in ("atten_dropout_prob", "residual_dropout_prob"):
         if getattr(settings, name):
@@ -223,4 +234,42 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
     return fdl.Partial(
         Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
         tr_fflayer_tpl=feed_forward_tpl, **own,
+    )
+
+
+def _latent(
+    settings: DecoderSettings, norm: Any, kind: LayerKind
+) -> "fdl.Partial[MultiHeadLatentAttention]":
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    given = {name: getattr(settings, name) for name in names}
+    scale = (settings.qk_nope_head_dim + settings.qk_rope_head_dim) ** -0.5
+    scaling = settings.rope_scaling or {}
+    if scaling.get("mscale_all_dim"):
+        scale *= yarn_factor(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+    return fdl.Partial(
+        MultiHeadLatentAttention, **given, query_scale=scale,
+        # DeepSeek's norms of latents have an epsilon of their own.
+        ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6), rotary_position_emb_tpl=rotary(settings, kind),
+    )
+
+
+def _attention(
+    settings: DecoderSettings, norm: Any, kind: LayerKind
+) -> "fdl.Partial[DotProductAttention]":
+    scale = settings.query_scalar or settings.head_dims
+    qk_norm = {}
+    if settings.qk_norm:
+        qk_norm = {
+            "ln_tpl": norm, "ln_before_rotary": True,
+            "ln_over_heads": settings.qk_norm == "all heads",
+        }
+    has_rotary = settings.max_seq_length is None
+    return fdl.Partial(
+        DotProductAttention, num_kv_heads=settings.num_kv_heads,
+        window=settings.window if kind.slides else None,
+        use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
+        # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
+        hidden_dim=round(scale * settings.num_heads), internal_enable_per_dim_scale=False,
+        atten_logit_cap=settings.atten_logit_cap, use_rotary_position_emb=has_rotary,
+        **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}), **qk_norm,
     )

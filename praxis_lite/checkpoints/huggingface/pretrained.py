@@ -59,8 +59,10 @@ class Pretrained:
         self._not_followed = family.not_followed(self.config)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
         own = {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)}
-        found = parts(family, family.decoder_settings(self.config), own)
-        self.parts = stored(family, found, self.files)
+        settings = family.decoder_settings(self.config)
+        num_layers = settings.num_layers
+        left_out = range(num_layers, num_layers + settings.num_prediction_layers)
+        self.parts = stored(family, parts(family, settings, own), self.files, left_out)
         self.of_reference = [
             dataclasses.replace(part, path=path) for part in self.parts
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes

@@ -22,8 +22,13 @@ SECONDS_BETWEEN_LINES = 5.0
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight")
 
 
-def stored(family: Family, parts: Sequence[Part], files: TensorFiles) -> list[Part]:
+def stored(
+    family: Family, parts: Sequence[Part], files: TensorFiles, left_out: Sequence[int] = ()
+) -> list[Part]:
     """Returns the parts with their tensors' names in these files, which may have a prefix.
+
+    Args:
+      left_out: the numbers of layers whose tensors are not read.
 
     Raises:
       ConfigError: a tensor is missing, has another shape, or is not known; nothing was read.
@@ -51,6 +56,7 @@ def stored(family: Family, parts: Sequence[Part], files: TensorFiles) -> list[Pa
             )
     known = set(names.values())
     skipped = [re.escape(x).replace(r"\{layer\}", r"\d+") for x in family.skipped]
+    skipped += [rf".*layers\.{number}\..*" for number in left_out]
     is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
     unknown = [
         x for x in files.file_of if x not in known and not (skipped and is_skipped(x))

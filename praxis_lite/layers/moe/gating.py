@@ -17,6 +17,7 @@ from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through
 # top2 is top_k for two; the expert_choice ones let experts choose tokens; dense_top2 sends every
 # token through every expert, and uses two.
 GATING_FUNCS = ("top2", "top_k", "dense_top2", "expert_choice", "expert_choice_v2")
+SCORE_FUNCS = ("softmax", "sigmoid")
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
 # From (x_GSD, experts_GSK, gates_GSK) to outputs [G, S, D], whatever the load of an expert.
@@ -57,6 +58,10 @@ class Gating:
     gating_logit_cap: float = 0.0
     moe_load_balance_loss_weight: float = 1.0
     moe_router_z_loss_weight: float = 0.0
+    score_func: str = "softmax"
+    num_expert_groups: int = 1
+    num_expert_groups_per_token: int = 1
+    gates_scale: float = 1.0
 
     def __post_init__(self):
         layer = "TransformerFeedForwardMoe"
@@ -117,6 +122,26 @@ class Gating:
         for name in ("load_balance_loss_weight", "router_z_loss_weight"):
             check(getattr(self, f"moe_{name}") >= 0, f"moe_{name}", "0 or more")
         check(self.gating_logit_cap >= 0, "gating_logit_cap", "0 or more")
+        require_choice(f"{layer}.score_func", self.score_func, SCORE_FUNCS)
+        is_sigmoid, groups = self.score_func == "sigmoid", self.num_expert_groups
+        is_right = not is_sigmoid or gating == "top_k"
+        check(is_right, "gating_func", "'top_k' with score_func 'sigmoid'")
+        for name, plain in (
+            ("num_expert_groups", 1), ("num_expert_groups_per_token", 1), ("gates_scale", 1.0)
+        ):
+            wanted = f"{plain} with score_func 'softmax'"
+            check(is_sigmoid or getattr(self, name) == plain, name, wanted)
+        per_group, rest = divmod(self.num_experts, max(groups, 1))
+        check(
+            groups == 1 or (groups > 1 and not rest and per_group >= 2), "num_expert_groups",
+            f"a divisor of the {self.num_experts} experts, with two of them or more in a group",
+        )
+        taken = self.num_expert_groups_per_token
+        check(
+            not is_sigmoid or (1 <= taken <= groups and taken * per_group >= num_chosen),
+            "num_expert_groups_per_token",
+            f"1 to {groups}, with {num_chosen} experts in them or more",
+        )
 
     @property
     def is_top_k(self) -> bool:
@@ -149,25 +174,37 @@ class Gating:
         at_experts: AtExperts,
         *,
         is_capped: bool,
+        correction_E: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the outputs [G, S, D] where tokens choose experts, and what the layer reports.
 
         Args:
           key: of the pass, for `second_expert_policy`.
           is_capped: False: an expert has a seat for every token of a group.
+          correction_E: of score_func "sigmoid", see `routing.experts_by_group`.
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = routing.soft_cap(logits_GSE, self.gating_logit_cap)
-        experts_GSK, gates_GSK, is_routed_GSK = routing.choose_experts(
-            logits_GSE,
-            is_token_GS,
-            key,
-            self.num_experts_per_token,
-            self.second_expert_policy,
-            self.second_expert_threshold,
-            self.normalize_gates,
-        )
-        probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        if self.score_func == "sigmoid":
+            experts_GSK, gates_GSK = routing.experts_by_group(
+                logits_GSE, correction_E, is_token_GS, self.num_experts_per_token,
+                self.num_expert_groups, self.num_expert_groups_per_token, self.gates_scale,
+                self.normalize_gates,
+            )
+            is_routed_GSK = jnp.broadcast_to(is_token_GS[..., None], gates_GSK.shape)
+            scores_GSE = jax.nn.sigmoid(logits_GSE)
+            probs_GSE = scores_GSE / jnp.sum(scores_GSE, axis=-1, keepdims=True)
+        else:
+            experts_GSK, gates_GSK, is_routed_GSK = routing.choose_experts(
+                logits_GSE,
+                is_token_GS,
+                key,
+                self.num_experts_per_token,
+                self.second_expert_policy,
+                self.second_expert_threshold,
+                self.normalize_gates,
+            )
+            probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
         balance = routing.load_balance_loss(
             probs_GSE, experts_GSK[..., 0], is_token_GS, is_in_row_GS
         )

@@ -10,8 +10,9 @@ from flax import nnx
 
 from praxis_lite.errors import require, require_choice
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import AuxLoss, Summary, require_positive
+from praxis_lite.layers.base_layer import AuxLoss, BaseLayer, Summary, require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim
 from praxis_lite.layers.moe.gating import Gating, Tokens
@@ -63,6 +64,13 @@ class TransformerFeedForwardMoe(ResidualBranch):
         takes.
       normalize_gates: the gates of a token add up to 1; False: they are the router's probabilities
         (of gating_func "top2" and "top_k").
+      score_func: of gating_func "top_k": "softmax"; "sigmoid", DeepSeek-V3's router, which has a
+        correction [E] of the scores that experts are chosen by. The loss does not teach it: leave
+        it out of training (".*/gate_correction").
+      num_expert_groups, num_expert_groups_per_token, gates_scale: of "sigmoid", see
+        `routing.experts_by_group`.
+      num_shared_experts: experts that every token goes through besides, together one of so many
+        times the hidden dims.
       second_expert_policy: of top2, in a training pass: "all"; "sampling": the second expert is
         drawn; "random": it is used in a share min(1, gate / second_expert_threshold) of cases.
       gating_logit_cap: keeps logits within +-cap by a tanh; 0: no cap.
@@ -98,6 +106,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         hidden_dims: int,
         *,
         expert_hidden_dims: int | None = None,
+        num_shared_experts: int = 0,
         moe_gating_embedding_level: str = "token",
         activation: str | ActivationFn = "relu",
         use_gated_activation: bool = False,
@@ -146,6 +155,16 @@ class TransformerFeedForwardMoe(ResidualBranch):
             init=init(False, input_dims),
             rngs=rngs,
         )
+
+        per_expert = (self.gating.num_experts,)
+        self.gate_correction = (
+            self.weight(per_expert, (None,), init=zeros, rngs=rngs)
+            if self.gating.score_func == "sigmoid" else None
+        )
+        self.shared_experts = _SharedExperts(
+            input_dims, num_shared_experts * hidden_dims, activation, use_gated_activation,
+            (split_D, split_F), rngs,
+        ) if num_shared_experts else None
 
         def weight_of_experts(fan_in: int, fan_out: int, *split: DimSplit) -> nnx.Param:
             drawn = init(explicit_fan_in_fan_out_axes, fan_in)
@@ -238,6 +257,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 in_seats,
                 # With one token per row, as in decoding, no row may take another's seat.
                 is_capped=x_BTD.shape[1] > 1,
+                correction_E=None if self.gate_correction is None else self.gate_correction[...],
             )
             for name, value in report.items():
                 if (variable := getattr(self, name)) is not None:
@@ -246,7 +266,30 @@ class TransformerFeedForwardMoe(ResidualBranch):
             outputs = gating.dense_top2(tokens, in_seats)
         else:
             outputs = gating.expert_choice(tokens, in_seats)
-        return self._at_tokens(outputs).reshape(x_BTD.shape)
+        outputs = self._at_tokens(outputs).reshape(x_BTD.shape)
+        return outputs if self.shared_experts is None else outputs + self.shared_experts(x_BTD)
 
     def _at_tokens(self, x: jax.Array) -> jax.Array:
         return constrain(x, first_dim(self.activation_split_dims_mapping))
+
+
+class _SharedExperts(BaseLayer):
+    """What every token goes through: [B, T, D] -> [B, T, D]."""
+
+    def __init__(
+        self, input_dims: int, hidden_dims: int, activation: str | ActivationFn, is_gated: bool,
+        split: tuple[DimSplit, DimSplit], rngs: nnx.Rngs,
+    ):
+        def linear(fan_in: int, fan_out: int, split: tuple[DimSplit, DimSplit]) -> Linear:
+            return Linear(fan_in, fan_out, weight_split_dims_mapping=split, rngs=rngs)
+
+        self.ffn_layer1_gate = linear(input_dims, hidden_dims, split) if is_gated else None
+        self.ffn_layer1 = linear(input_dims, hidden_dims, split)
+        self.ffn_layer2 = linear(hidden_dims, input_dims, split[::-1])
+        self.activation = activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        activate, hidden = activation_fn(self.activation, self), self.ffn_layer1(x_BTD)
+        if self.ffn_layer1_gate is None:
+            return self.ffn_layer2(activate(hidden))
+        return self.ffn_layer2(hidden * activate(self.ffn_layer1_gate(x_BTD)))

@@ -77,6 +77,50 @@ def top_k_experts(
     return jnp.stack(experts, -1), _normalised(jnp.stack(gates, -1), is_token_GS)
 
 
+def experts_by_group(
+    logits_GSE: jax.Array,
+    correction_E: jax.Array,
+    is_token_GS: jax.Array,
+    num_chosen: int,
+    num_groups: int,
+    num_chosen_groups: int,
+    gates_scale: float,
+    normalize_gates: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns experts and gates [G, S, K] of DeepSeek-V3's router (arXiv:2412.19437, section 2.1).
+
+    Experts are scored by sigmoids. A correction, which balances their load, helps to choose them
+    and weighs nothing. Of groups of experts the best are taken, by the sum of their two best, and
+    of these the best experts.
+
+    Args:
+      num_groups: of experts side by side, of which num_chosen_groups are taken.
+      gates_scale: what gates are multiplied by, after they add up to 1.
+    """
+    scores_GSE = jax.nn.sigmoid(logits_GSE)
+    correction_E = jax.lax.stop_gradient(correction_E.astype(jnp.float32))
+    choice_GSE = scores_GSE + correction_E[None, None, :]
+    if num_chosen_groups < num_groups:
+        in_groups = choice_GSE.reshape(*choice_GSE.shape[:2], num_groups, -1)
+        _, best, rest = _best(in_groups, in_groups)
+        of_group = best + jnp.max(rest, axis=-1)
+        is_taken = jnp.zeros(of_group.shape, bool)
+        for _ in range(num_chosen_groups):
+            chosen = jnp.argmax(jnp.where(is_taken, -jnp.inf, of_group), axis=-1)
+            is_taken |= jax.nn.one_hot(chosen, num_groups, dtype=bool)
+        choice_GSE = jnp.where(is_taken[..., None], in_groups, -jnp.inf).reshape(choice_GSE.shape)
+    experts, gates = [], []
+    for _ in range(num_chosen):
+        expert_GS, gate_GS, choice_GSE = _best(scores_GSE, choice_GSE)
+        experts.append(expert_GS)
+        gates.append(gate_GS)
+    gates_GSK = jnp.stack(gates, -1)
+    if normalize_gates:
+        gates_GSK /= jnp.sum(gates_GSK, axis=-1, keepdims=True) + 1e-20
+    gates_GSK = jnp.where(is_token_GS[..., None], gates_GSK * gates_scale, 0.0)
+    return jnp.stack(experts, -1), gates_GSK
+
+
 def sampled_second_expert(
     logits_GSE: jax.Array, probs_GSE: jax.Array, is_token_GS: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -94,11 +138,11 @@ def sampled_second_expert(
 
 
 def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the best expert [G, S], its probability, and the scores with -1 in its place."""
+    """Returns the best expert [G, S], its probability, and the scores with -inf in its place."""
     expert_GS = jnp.argmax(scores_GSE, axis=-1).astype(jnp.int32)
     is_it_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
     gate_GS = jnp.sum(jnp.where(is_it_GSE, probs_GSE, 0.0), axis=-1)
-    return expert_GS, gate_GS, jnp.where(is_it_GSE, -1.0, scores_GSE)
+    return expert_GS, gate_GS, jnp.where(is_it_GSE, -jnp.inf, scores_GSE)
 
 
 def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
 from praxis_lite.layers.attention.relative_bias import RelativeBias
 from praxis_lite.layers.embedding.embeddings import Embedding
 from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
@@ -95,6 +96,7 @@ LOGICAL_DIMS: dict[type, dict[str, Any]] = {
     },
     TrainablePositionalEmbedding: {"weight_split_dims_mapping": (None, "embed")},
     DotProductAttention: _ATTENTION,
+    MultiHeadLatentAttention: _ATTENTION,
     RgLruBlock: _ATTENTION,
     TransformerFeedForward: {
         "weight_split_dims_mapping": ("embed", "mlp"),

@@ -1,0 +1,247 @@
+"""Multi-head latent attention: keys and values of all heads come from one narrow latent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels import attend, check_kernel
+from praxis_lite.layers.attention.masks import AttentionMask, not_padding
+from praxis_lite.layers.attention.projections import AttentionProjection
+from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
+from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.normalizations import RmsNorm
+from praxis_lite.layers.stochastics import Dropout
+from praxis_lite.sharding import SplitDims, constrain
+
+# B batch, T queries, S keys, D model dims, N heads, K dims of a head without position, R those that
+# rotate, V dims of a value, L dims of the latent.
+Cache = dict[str, jax.Array]
+
+
+class MultiHeadLatentAttention(BaseLayer):
+    """Returns causal attention of [B, T, D] to itself, and the cache.
+
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. A token leaves a latent [L], and one key of
+    positions [R] for all heads: these alone are the cache, S (L + R) numbers a row. With a cache
+    queries go to the latent's space, where all heads read the same keys; without one keys and
+    values of each head are made of it. Both give the same, but for rounding.
+
+    Args:
+      input_dim: D.
+      num_heads: N.
+      dim_per_head: not read, for the two below say it; a model hands it to all its layers.
+      q_lora_rank: dims of the latent of queries; None: they are made of the inputs.
+      kv_lora_rank: L.
+      qk_nope_head_dim, qk_rope_head_dim, v_head_dim: K, R, V.
+      query_scale: queries are multiplied by it; None: (K + R)^-0.5.
+      rotates_neighbours: dims 2 i and 2 i + 1 rotate together, as DeepSeek has them; False: the
+        first and the second half.
+      ln_tpl: norms of the latents, called with (dims, rngs=).
+      rotary_position_emb_tpl: called with (R).
+      atten_dropout_prob, atten_kernel, atten_chunk_size: as of DotProductAttention.
+      weight_split_dims_mapping: of the projections to and from heads, [D or L, N, K]; weights into
+        latents split as its first entry.
+      activation_split_dims_mapping: of queries, keys and values, [B, T, N, K]. The cache splits as
+        its first two entries.
+      output_split_dims_mapping: of the outputs, [B, T, D].
+
+    Raises:
+      ConfigError: sizes that are not positive; or, when called, an atten_mask or `encoded`.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        num_heads: int = 1,
+        *,
+        dim_per_head: int | None = None,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        query_scale: float | None = None,
+        rotates_neighbours: bool = True,
+        ln_tpl: Callable[..., Any] = RmsNorm,
+        rotary_position_emb_tpl: Callable[..., Any] = RotaryPositionalEmbedding,
+        atten_dropout_prob: float = 0.0,
+        atten_kernel: str = "auto",
+        atten_chunk_size: int = 512,
+        weight_split_dims_mapping: SplitDims = None,
+        activation_split_dims_mapping: SplitDims = None,
+        output_split_dims_mapping: SplitDims = None,
+        rngs: nnx.Rngs,
+    ):
+        del dim_per_head
+        L, K, R, V = kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        require_positive(
+            self, num_heads=num_heads, kv_lora_rank=L, qk_nope_head_dim=K, qk_rope_head_dim=R,
+            v_head_dim=V, atten_chunk_size=atten_chunk_size,
+        )
+        check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
+        split = weight_split_dims_mapping
+        # A latent is whole on each device: what is made of it splits by heads.
+        of_heads = None if split is None else (None, *tuple(split)[1:])
+
+        def into_latent(dims: int) -> Linear:
+            mapping = None if split is None else (tuple(split)[0], None)
+            return Linear(input_dim, dims, weight_split_dims_mapping=mapping, rngs=rngs)
+
+        def into_heads(dims: int, per_head: int, mapping: SplitDims) -> AttentionProjection:
+            return AttentionProjection(
+                dims, num_heads, per_head, use_bias=False, weight_split_dims_mapping=mapping,
+                rngs=rngs,
+            )
+
+        has_latent = q_lora_rank is not None
+        self.query_latent = into_latent(q_lora_rank) if has_latent else None
+        self.query_latent_norm = ln_tpl(q_lora_rank, rngs=rngs) if has_latent else None
+        self.query = None if has_latent else into_heads(input_dim, K + R, split)
+        self.query_up = into_heads(q_lora_rank, K + R, of_heads) if has_latent else None
+        self.key_value_latent = into_latent(L + R)
+        self.key_value_latent_norm = ln_tpl(L, rngs=rngs)
+        self.key_value = into_heads(L, K + V, of_heads)
+        self.post = AttentionProjection(
+            input_dim, num_heads, V, is_output_projection=True, use_bias=False,
+            weight_split_dims_mapping=split, rngs=rngs,
+        )
+        self.rotary_position_emb = rotary_position_emb_tpl(R)
+        self.query_scale = (K + R) ** -0.5 if query_scale is None else query_scale
+        self.rotates_neighbours = rotates_neighbours
+        self.sizes = (num_heads, K, R, V, L)
+        self.atten_dropout = Dropout(atten_dropout_prob)
+        self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
+        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.output_split_dims_mapping = output_split_dims_mapping
+
+    def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
+        """Returns an empty cache: latents [B, S, L] and keys of positions [B, S, R]."""
+        _, _, R, _, L = self.sizes
+        shape = (batch_size, max_seq_length)
+        cache = {"latent": jnp.zeros((*shape, L), dtype), "key": jnp.zeros((*shape, R), dtype)}
+        return self._cache_laid_out(cache)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        paddings: jax.Array | None = None,
+        atten_mask: jax.Array | None = None,
+        key: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns outputs [B, T, D] and the cache with these tokens in it.
+
+        Arguments are those of `DotProductAttention.__call__`.
+        """
+        if atten_mask is not None:
+            raise ConfigError(
+                "MultiHeadLatentAttention takes no atten_mask: it is causal. Hand segment_ids or "
+                "paddings, or use DotProductAttention."
+            )
+        if positions is None:
+            positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :]
+        q_BTNK, q_BTNR = self._queries(inputs, positions)
+        latents = self.key_value_latent(inputs)
+        _, _, _, _, L = self.sizes
+        new = {
+            "latent": self.key_value_latent_norm(latents[..., :L]),
+            "key": self._rotated(latents[..., None, L:], positions)[:, :, 0],
+        }
+        if cache is None:
+            mask = AttentionMask(
+                None, 0, q_segments_BT=segment_ids, kv_segments_BS=segment_ids,
+                kv_visible_BS=not_padding(paddings),
+            )
+            encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
+        else:
+            start_B = jnp.broadcast_to(positions, inputs.shape[:2])[:, 0]
+            cache = self._cache_laid_out({
+                name: jax.vmap(_written)(cache[name], new[name], start_B) for name in cache
+            })
+            mask = AttentionMask(None, 0, q_index_BT=positions)
+            encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
+        encoded_BTNV = checkpoint_name(self._laid_out(encoded_BTNV.astype(inputs.dtype)), "context")
+        outputs = constrain(self.post(encoded_BTNV), self.output_split_dims_mapping)
+        return checkpoint_name(outputs, "out_proj"), cache
+
+    def _queries(
+        self, inputs: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns scaled queries [B, T, N, K] and [B, T, N, R], the latter rotated."""
+        if self.query is not None:
+            q = self.query(inputs)
+        else:
+            q = self.query_up(self.query_latent_norm(self.query_latent(inputs)))
+        _, K, *_ = self.sizes
+        q = checkpoint_name(self._laid_out(q), "query_proj") * self.query_scale
+        return q[..., :K], self._rotated(q[..., K:], positions)
+
+    def _over_heads(
+        self, q_BTNK: jax.Array, q_BTNR: jax.Array, new: Cache, mask: AttentionMask,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Returns what the heads see [B, T, N, V], each by keys and values of its own."""
+        N, K, R, V, _ = self.sizes
+        kv = checkpoint_name(self._laid_out(self.key_value(new["latent"])), "key_proj")
+        k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
+        k_BSNR = jnp.broadcast_to(new["key"][:, :, None], (*k_BSNK.shape[:3], R))
+        # Kernels have values of the size of keys.
+        v = jnp.pad(v_BSNV, [(0, 0)] * 3 + [(0, max(K + R - V, 0))])
+        q, k = jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1)
+        missing = [(0, 0)] * 3 + [(0, v.shape[-1] - (K + R))]
+        return self._attend(jnp.pad(q, missing), jnp.pad(k, missing), v, mask, key)[..., :V]
+
+    def _over_latents(
+        self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Returns the same, where all heads read the latents as keys and values."""
+        _, K, R, _, L = self.sizes
+        w = self.key_value.w[...].astype(q_BTNK.dtype)
+        if type(self.key_value) is not AttentionProjection:  # It has an adapter.
+            w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
+        w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
+        q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
+        latents = cache["latent"].astype(q.dtype)
+        k = jnp.concatenate([latents, cache["key"].astype(q.dtype)], -1)[:, :, None]
+        v = jnp.pad(latents, [(0, 0), (0, 0), (0, R)])[:, :, None]
+        seen_BTNL = self._attend(q, k, v, mask, key, has_cache=True)[..., :L]
+        return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask,
+        key: jax.Array | None, has_cache: bool = False,
+    ) -> jax.Array:
+        return attend(
+            self.atten_kernel, q, k, v.astype(q.dtype), mask, LogitOptions(), has_cache=has_cache,
+            dropout=self.atten_dropout, key=key, chunk_size=self.atten_chunk_size,
+            split=self.activation_split_dims_mapping,
+        )
+
+    def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
+        if self.rotates_neighbours:  # The order of dims within a head is no matter to a product.
+            pairs = heads.reshape(*heads.shape[:-1], -1, 2)
+            heads = pairs.swapaxes(-1, -2).reshape(heads.shape)
+        return self.rotary_position_emb(heads, positions)
+
+    def _laid_out(self, x_BTNK: jax.Array) -> jax.Array:
+        return constrain(x_BTNK, self.activation_split_dims_mapping)
+
+    def _cache_laid_out(self, cache: Cache) -> Cache:
+        split = self.activation_split_dims_mapping
+        split = None if split is None else (*tuple(split)[:2], None)
+        return {name: constrain(x, split) for name, x in cache.items()}
+
+
+def _written(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0))
