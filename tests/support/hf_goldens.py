@@ -51,6 +51,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
     }),
 }
+FAMILIES["gpt_oss"] = ("GptOss", {
+    "head_dim": 14, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 3,
+    "sliding_window": 6, "num_hidden_layers": 4, "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
+    },
+})
 LENGTHS, T, PROMPTS, NEW = (29, 17, 23), 29, (11, 4, 7), 16
 
 
@@ -121,7 +129,8 @@ def goldens(model: Any) -> dict[str, np.ndarray]:
     for name, weight in model.named_parameters():
         if name == "lm_head.weight":
             name = HEADS.get(model.config.model_type, name)
-        grads |= in_the_file(name, weight.grad)
+        is_as_named = model.config.model_type == "gpt_oss"
+        grads |= {name: weight.grad} if is_as_named else in_the_file(name, weight.grad)
     found["tensor_names"] = np.array(list(grads))
     found["gradient_norms"] = np.array([x.double().norm().item() for x in grads.values()])
     return {k: x.detach().numpy() if isinstance(x, torch.Tensor) else x for k, x in found.items()}

@@ -79,6 +79,8 @@ class DecoderSettings:
       first_dense_layers: so many have no experts either.
       num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
         of TransformerFeedForwardMoe.
+      attention_sinks: of DotProductAttention.
+      has_expert_bias, swiglu_limit: has_bias and swiglu_limit of TransformerFeedForwardMoe.
       q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: of
         MultiHeadLatentAttention, which takes attention's place if there is a kv_lora_rank.
       num_prediction_layers: of multi-token prediction, which are left out.
@@ -133,6 +135,9 @@ class DecoderSettings:
     num_expert_groups: int = 1
     num_expert_groups_per_token: int = 1
     gates_scale: float = 1.0
+    attention_sinks: bool = False
+    has_expert_bias: bool = False
+    swiglu_limit: float | None = None
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -227,6 +232,9 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
         ):
             if settings.score_func == "sigmoid":
                 setattr(feed_forward_tpl, name, getattr(settings, name))
+        if settings.has_expert_bias:
+            feed_forward_tpl.has_bias = True
+            feed_forward_tpl.swiglu_limit = settings.swiglu_limit
     own = {"is_parallel": True} if settings.is_parallel else {}
     for name in ("atten_dropout_prob", "residual_dropout_prob"):
         if getattr(settings, name):
@@ -271,5 +279,6 @@ def _attention(
         # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
         hidden_dim=round(scale * settings.num_heads), internal_enable_per_dim_scale=False,
         atten_logit_cap=settings.atten_logit_cap, use_rotary_position_emb=has_rotary,
+        **({"attention_sinks": True} if settings.attention_sinks else {}),
         **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}), **qk_norm,
     )

@@ -31,6 +31,7 @@ class Family:
       defaults: our settings where the config says nothing, or null.
       tensors: by name in the checkpoint, what it is of our weights, see `weights.Part`.
       without_effect: fields that change nothing of what is computed.
+      refused: by field, what is to be done, where it says anything.
       optional_prefix: of tensors' names, which some checkpoints lack.
       skipped: tensors that are no weights.
     """
@@ -44,6 +45,7 @@ class Family:
     defaults: Mapping[str, Any]
     tensors: Mapping[str, Any]
     without_effect: frozenset[str]
+    refused: Mapping[str, str]
     optional_prefix: str = ""
     skipped: tuple[str, ...] = ()
 
@@ -53,8 +55,10 @@ class Family:
         Raises:
           ConfigError: a field is not known, or has a value that is not understood.
         """
-        known = {*self.settings, *self.unused, *self.only, *self.without_effect}
+        known = {*self.settings, *self.unused, *self.refused, *self.only, *self.without_effect}
         for field, value in config.items():
+            if field in self.refused and value:
+                raise ConfigError(f"config.json of {self.name} has {field}: {self.refused[field]}")
             if field not in known:
                 raise ConfigError(
                     f"config.json of {self.name} has the field {field!r} = {value!r}, which is not "
@@ -164,7 +168,7 @@ def _family(name: str) -> Family:
     common = _table("common")
     return Family(
         name, tuple(table["architectures"]), **{part: table.get(part, {}) for part in _MERGED},
-        without_effect=frozenset(common["without_effect"]),
+        without_effect=frozenset(common["without_effect"]), refused=common["refused"],
         optional_prefix=table.get("optional_prefix", ""), skipped=tuple(table.get("skipped", ())),
     )
 

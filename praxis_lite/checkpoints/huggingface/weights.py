@@ -28,8 +28,9 @@ class Part:
       sizes: of the dims that `form` names.
       dim: along which several parts make up the tensor, one behind the other; None: this is all.
       start: of this part along `dim`.
-      of_heads: (i, number): of each head's dims k it is the i-th of as many blocks; `form` then has
-        a dim c of these blocks between n and k, and comes with c first.
+      of_heads: (i, number): of each head's dims k it is the i-th of as many blocks, or of the last
+        dim each so-many-th from the i-th on; `form` then has a dim c of these, and comes with c
+        first.
     """
 
     tensor: str
@@ -133,6 +134,11 @@ def _of_tensor(
         if joined == "heads":
             theirs, after = form.split(" -> ")
             form = f"{theirs.replace('n k', 'n c k')} -> c {after}"
+            sizes, place = sizes | {"c": len(to)}, {"of_heads": (number, len(to))}
+        elif joined == "interleaved":
+            theirs, after = form.split(" -> ")
+            *others, last = theirs.split()
+            form = f"{' '.join([*others, f'({last} c)'])} -> c {after}"
             sizes, place = sizes | {"c": len(to)}, {"of_heads": (number, len(to))}
         for expert in range(settings.num_experts or 0) if of_experts else [0]:
             index = ((layer // pattern_length,) if in_stack else ()) + (

@@ -14,7 +14,7 @@ from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
 from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, cross_attention_mask, not_padding
-from praxis_lite.layers.base_layer import require_positive
+from praxis_lite.layers.base_layer import require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import constrain
@@ -55,6 +55,7 @@ class DotProductAttention(AttentionHeads):
       scale_logits_by_head_dims: multiply logits by 1 / sqrt(K).
       atten_logit_cap: cap logits by tanh; 0.0: no cap.
       attention_extra_logit: a logit beside the keys' that takes weight and gives nothing.
+      attention_sinks: such a logit for each head, which is learned (arXiv:2309.17453).
       zero_fully_masked: zeros for a query that sees no key, instead of an average.
       use_rotary_position_emb: rotate queries and keys by their positions.
       ln_tpl: norm of queries and keys, after rotation as in Pax, called with (K, rngs=).
@@ -86,6 +87,7 @@ class DotProductAttention(AttentionHeads):
         scale_logits_by_head_dims: bool = False,
         atten_logit_cap: float = 0.0,
         attention_extra_logit: float | None = None,
+        attention_sinks: bool = False,
         zero_fully_masked: bool = False,
         atten_dropout_prob: float = 0.0,
         atten_kernel: str = "auto",
@@ -102,7 +104,17 @@ class DotProductAttention(AttentionHeads):
         self.refuses_mask = is_causal is True and window is None
         is_causal = is_causal is not False
         check_contexts(self, is_causal, is_cross_attention, window, right_context)
+        require(
+            not attention_sinks or attention_extra_logit is None,
+            f"{type(self).__name__}.attention_extra_logit", attention_extra_logit,
+            "None with attention_sinks",
+        )
         super().__init__(input_dim, num_heads, **settings)
+        split_N = (*(settings.get("weight_split_dims_mapping") or ()), None, None)[1]
+        self.sinks = (
+            self.weight((num_heads,), (split_N,), init=zeros, rngs=settings["rngs"])
+            if attention_sinks else None
+        )
         require_one_source(self, self.combined_qkv is None or not is_cross_attention)
         self.is_causal, self.is_cross_attention = is_causal, is_cross_attention
         if is_causal:
@@ -118,6 +130,7 @@ class DotProductAttention(AttentionHeads):
         )
         uses = {
             "atten_dropout_prob": atten_dropout_prob > 0.0,
+            "attention_sinks": attention_sinks,
             "num_kv_heads": self.num_kv_heads != self.num_heads,
             "relative_bias_tpl": self.relative_bias is not None,
             "window": window is not None,
@@ -239,6 +252,7 @@ class DotProductAttention(AttentionHeads):
             key=key,
             chunk_size=self.atten_chunk_size,
             split=self.activation_split_dims_mapping,
+            sinks_N=None if self.sinks is None else self.sinks[...],
         )
         # Rotary positions may give float32.
         encoded_BTNK = checkpoint_name(self._laid_out(encoded_BTNK.astype(inputs.dtype)), "context")

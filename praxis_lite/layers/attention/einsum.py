@@ -62,6 +62,7 @@ def einsum_attention(
     atten_mask: jax.Array | None = None,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K]; every logit exists at once.
 
@@ -73,6 +74,7 @@ def einsum_attention(
       atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is unseen where it is below half of
         LARGE_NEGATIVE. As in Pax it is not added to the logits.
       dropout, key: of the probabilities.
+      sinks_N: float [N], a logit more for each head in the softmax, whose value is zero.
     """
     B, T, N, K = q_BTNK.shape
     S, G = k_BSGK.shape[1:3]
@@ -92,7 +94,10 @@ def einsum_attention(
         visible = seen if visible is None else jnp.logical_and(*jnp.broadcast_arrays(visible, seen))
     if visible is not None:
         logits_BNTS = jnp.where(visible, logits_BNTS, LARGE_NEGATIVE)
-    probs_BNTS = _softmax(logits_BNTS, options.extra).astype(v_BSGK.dtype)
+    extra = options.extra
+    if sinks_N is not None:
+        extra = sinks_N.astype(jnp.float32)[None, :, None, None]
+    probs_BNTS = _softmax(logits_BNTS, extra).astype(v_BSGK.dtype)
     if dropout is not None:
         probs_BNTS = dropout(probs_BNTS, key)
     if G == N:
@@ -106,9 +111,10 @@ def einsum_attention(
     return encoded_BTNK
 
 
-def _softmax(logits: jax.Array, extra: float | None) -> jax.Array:
+def _softmax(logits: jax.Array, extra: float | jax.Array | None) -> jax.Array:
     if extra is None:
         return jax.nn.softmax(logits, axis=-1)
-    highest = jnp.maximum(jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True), extra)
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    highest = jax.lax.stop_gradient(jnp.maximum(highest, extra))
     exp = jnp.exp(logits - highest)
     return exp / (jnp.sum(exp, axis=-1, keepdims=True) + jnp.exp(extra - highest))

@@ -27,6 +27,7 @@ _ALL = frozenset(
         "atten_logit_cap",
         "atten_mask",
         "attention_extra_logit",
+        "attention_sinks",
         "cache",
         "num_kv_heads",
         "paddings",
@@ -46,6 +47,7 @@ KERNELS: dict[str, frozenset[str]] = {
         "atten_logit_cap",
         "atten_mask",
         "attention_extra_logit",
+        "attention_sinks",
         "zero_fully_masked",
     },
     "cudnn": frozenset({"num_kv_heads", "window"}),
@@ -59,7 +61,8 @@ KERNELS: dict[str, frozenset[str]] = {
             "window without is_causal",
         }
     ),
-    "chunked": _ALL - {"atten_dropout_prob", "atten_mask", "relative_bias_tpl"},
+    "chunked": _ALL
+    - {"atten_dropout_prob", "atten_mask", "attention_sinks", "relative_bias_tpl"},
 }
 # From so many logits per head on, chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096
@@ -167,6 +170,7 @@ def attend(
     key: jax.Array | None = None,
     chunk_size: int = 512,
     split: SplitDims = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
 
@@ -176,6 +180,7 @@ def attend(
     uses = {
         "atten_dropout_prob": drops,
         "atten_mask": atten_mask is not None,
+        "attention_sinks": sinks_N is not None,
         "cache": has_cache,
         "num_kv_heads": q_BTNK.shape[2] != k_BSGK.shape[2],
         "paddings": mask.kv_visible_BS is not None,
@@ -198,7 +203,9 @@ def attend(
         return cudnn_attention(*args, split=split)
     if name == "splash":
         return splash_attention(*args, split=split, interpret=work.platform != "tpu")
-    return einsum_attention(*args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key)
+    return einsum_attention(
+        *args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key, sinks_N=sinks_N
+    )
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.moe.dispatch import combine, dispatch
-from praxis_lite.layers.moe.experts import Function, Weights, first_axes, through_experts
+from praxis_lite.layers.moe.experts import Glu, Weights, first_axes, through_experts
 from praxis_lite.sharding import SplitDims
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
@@ -31,7 +31,7 @@ def dropless(
     experts_BTK: jax.Array,
     gates_BTK: jax.Array,
     weights: Weights,
-    activation: Function,
+    activation: Glu,
     *,
     tokens_split: SplitDims,
     weights_split: SplitDims,
@@ -127,7 +127,7 @@ def _gated_sums(
     experts_nK: jax.Array,
     gates_nK: jax.Array,
     weights: Weights,
-    activation: Function,
+    activation: Glu,
 ) -> jax.Array:
     """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0."""
     num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape
@@ -142,5 +142,10 @@ def _gated_sums(
         return jax.lax.ragged_dot(x, w, rows_of_expert_L)
 
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
-    y_RD = through_experts(product, x_RD, weights, activation)
+    expert_R = jnp.searchsorted(jnp.cumsum(rows_of_expert_L), jnp.arange(num_rows), side="right")
+
+    def at_rows(bias_LF: jax.Array) -> jax.Array:
+        return jnp.take(bias_LF, expert_R, axis=0, mode="clip")  # The last rows are no one's.
+
+    y_RD = through_experts(product, x_RD, weights, activation, at_rows=at_rows)
     return combine(y_RD[None], row_nK[None], gates_nK[None])[0]

@@ -14,6 +14,8 @@ from praxis_lite.sharding.split_dims import DimSplit, without_axes
 # G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
+# From the hidden activations and the gate's, or None, to what goes on.
+Glu = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -> Initializer:
@@ -26,34 +28,57 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
     return xavier
 
 
+def glu(activate: Function, limit: float | None) -> Glu:
+    """Returns hidden activations times the activated gate, or themselves activated without one.
+
+    With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(1.702 gate), the hidden activations kept
+    within +-limit, and the gate below it.
+    """
+
+    def activated(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
+        if gate is None:
+            return activate(hidden)
+        if limit is None:
+            return hidden * activate(gate)
+        gate = jnp.minimum(gate, limit)
+        return (jnp.clip(hidden, -limit, limit) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+    return activated
+
+
 def through_experts(
     product: Callable[[jax.Array, jax.Array], jax.Array],
     x: jax.Array,
     weights: Weights,
-    activation: Function,
+    activation: Glu,
     on_hidden: Function = lambda hidden: hidden,
+    *,
+    at_rows: Function,
 ) -> jax.Array:
     """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
 
     Args:
       product: multiplies tokens by the weight, [E, in, out], of the expert that they are with.
       x: tokens by expert, [..., D].
-      weights: wi_0 [E, D, F], wo_0 [E, F, D]; if there is a wi_gate_0, the hidden activations are
-        multiplied by that projection, which alone is then activated.
+      weights: wi_0 [E, D, F], wo_0 [E, F, D]; wi_gate_0 if there is a gate; bi_0, bi_gate_0 [E, F]
+        and bo_0 [E, D] if there are biases.
+      activation: of the hidden activations and the gate's, None without one.
       on_hidden: states the layout of the hidden activations, drops some.
+      at_rows: a bias [E, dims] as it is added to what `product` returns.
     """
-    hidden = product(x, weights["wi_0"])
-    if "wi_gate_0" in weights:
-        hidden = hidden * activation(product(x, weights["wi_gate_0"]))
-    else:
-        hidden = activation(hidden)
-    return product(on_hidden(hidden), weights["wo_0"])
+
+    def affine(x: jax.Array, name: str) -> jax.Array:
+        y = product(x, weights[f"w{name}"])
+        return y + at_rows(weights[f"b{name}"]) if f"b{name}" in weights else y
+
+    gate = affine(x, "i_gate_0") if "wi_gate_0" in weights else None
+    return affine(on_hidden(activation(affine(x, "i_0"), gate)), "o_0")
 
 
 def at_experts(
     x_GECD: jax.Array,
     weights: Weights,
-    activation: Function,
+    activation: Glu,
     dropout: Function,
     *,
     tokens_split: SplitDims,
@@ -83,6 +108,7 @@ def at_experts(
         weights,
         activation,
         lambda hidden_GECF: dropout(constrain(hidden_GECF, hidden_split)),
+        at_rows=lambda bias_EF: bias_EF[None, :, None, :],
     )
     return constrain(constrain(y_GECD, dispatch_split), first_dim(tokens_split))
 

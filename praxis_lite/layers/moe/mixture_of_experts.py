@@ -10,13 +10,13 @@ from flax import nnx
 
 from praxis_lite.errors import require, require_choice
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import AuxLoss, BaseLayer, Summary, require_positive, zeros
+from praxis_lite.layers.base_layer import AuxLoss, Summary, require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
-from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.moe.dropless import dropless
-from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim
+from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens
 from praxis_lite.layers.moe.routing import sentence_means
+from praxis_lite.layers.moe.shared_experts import SharedExperts
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, constrain
@@ -24,6 +24,7 @@ from praxis_lite.sharding.split_dims import DimSplit
 
 # B batch, T time, D model dims, F hidden dims, G groups, S tokens of a group, E experts, K experts
 # of a token, C seats of an expert for a group.
+_OF_EXPERTS = ("wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
 EMBEDDING_LEVELS = ("token", "sentence")
 
 
@@ -69,6 +70,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         it out of training (".*/gate_correction").
       num_expert_groups, num_expert_groups_per_token, gates_scale: of "sigmoid", see
         `routing.experts_by_group`.
+      has_bias: biases of experts and of the router.
+      swiglu_limit: of a gated activation, see `experts.glu`; None: none.
       num_shared_experts: experts that every token goes through besides, together one of so many
         times the hidden dims.
       second_expert_policy: of top2, in a training pass: "all"; "sampling": the second expert is
@@ -106,6 +109,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         hidden_dims: int,
         *,
         expert_hidden_dims: int | None = None,
+        has_bias: bool = False,
+        swiglu_limit: float | None = None,
         num_shared_experts: int = 0,
         moe_gating_embedding_level: str = "token",
         activation: str | ActivationFn = "relu",
@@ -161,10 +166,23 @@ class TransformerFeedForwardMoe(ResidualBranch):
             self.weight(per_expert, (None,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
-        self.shared_experts = _SharedExperts(
+        self.shared_experts = SharedExperts(
             input_dims, num_shared_experts * hidden_dims, activation, use_gated_activation,
             (split_D, split_F), rngs,
         ) if num_shared_experts else None
+
+        self.has_bias, self.swiglu_limit = has_bias, swiglu_limit
+
+        def bias(*dims: int, split: tuple[DimSplit, ...]) -> nnx.Param | None:
+            return self.weight(dims, split, init=zeros, rngs=rngs) if has_bias else None
+
+        E = self.gating.num_experts
+        self.gate_bias = bias(E, split=(None,))
+        self.bi_0 = bias(E, hidden_dims, split=(split_E, split_F))
+        self.bi_gate_0 = (
+            bias(E, hidden_dims, split=(split_E, split_F)) if use_gated_activation else None
+        )
+        self.bo_0 = bias(E, input_dims, split=(split_E, split_D))
 
         def weight_of_experts(fan_in: int, fan_out: int, *split: DimSplit) -> nnx.Param:
             drawn = init(explicit_fan_in_fan_out_axes, fan_in)
@@ -231,10 +249,12 @@ class TransformerFeedForwardMoe(ResidualBranch):
         logits_GSE = jnp.einsum(
             "gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32
         )
-        weights = {"wi_0": self.wi_0, "wi_gate_0": self.wi_gate_0, "wo_0": self.wo_0}
+        if self.gate_bias is not None:
+            logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
+        weights = {name: getattr(self, name) for name in _OF_EXPERTS}
         shared = {
             "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
-            "activation": activation_fn(self.activation, self),
+            "activation": glu(activation_fn(self.activation, self), self.swiglu_limit),
             "tokens_split": self.activation_split_dims_mapping,
             "weights_split": self.weight_split_dims_mapping,
         }
@@ -271,25 +291,3 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
     def _at_tokens(self, x: jax.Array) -> jax.Array:
         return constrain(x, first_dim(self.activation_split_dims_mapping))
-
-
-class _SharedExperts(BaseLayer):
-    """What every token goes through: [B, T, D] -> [B, T, D]."""
-
-    def __init__(
-        self, input_dims: int, hidden_dims: int, activation: str | ActivationFn, is_gated: bool,
-        split: tuple[DimSplit, DimSplit], rngs: nnx.Rngs,
-    ):
-        def linear(fan_in: int, fan_out: int, split: tuple[DimSplit, DimSplit]) -> Linear:
-            return Linear(fan_in, fan_out, weight_split_dims_mapping=split, rngs=rngs)
-
-        self.ffn_layer1_gate = linear(input_dims, hidden_dims, split) if is_gated else None
-        self.ffn_layer1 = linear(input_dims, hidden_dims, split)
-        self.ffn_layer2 = linear(hidden_dims, input_dims, split[::-1])
-        self.activation = activation
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        activate, hidden = activation_fn(self.activation, self), self.ffn_layer1(x_BTD)
-        if self.ffn_layer1_gate is None:
-            return self.ffn_layer2(activate(hidden))
-        return self.ffn_layer2(hidden * activate(self.ffn_layer1_gate(x_BTD)))
