@@ -48,7 +48,7 @@ setup(
         # Their tokenizers: what writes every tokenizer.json, and what made the older
         # tokenizer.model; nothing else gives the same ids. And the language of chat templates.
         "tokenizers>=0.22,<0.24",
-        "sentencepiece>=0.2,<0.3",
+        "sentencepiece>=0.2.3,<0.3",
         "jinja2>=3.1,<4",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built.
         "tensorflow>=2.21,<3",

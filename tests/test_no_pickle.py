@@ -33,6 +33,7 @@ ALLOWED = {
     ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, in allowed packages",
     ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",
     ("praxis_lite/inputs/__init__.py", "import_module"): "its own names, from its own table",
+    ("praxis_lite/inputs/tokenizers/__init__.py", "import_module"): "its own names, its own table",
     ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",
 }
 

@@ -99,6 +99,18 @@ def test_text_comes_back_whole(tokenizer):
         assert found.tolist() == tokenizer.encode(text, False).tolist()
 
 
+def test_tokens_begin_where_they_stand_in_the_text(tokenizer):
+    text = "né 😀 the fox"
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        text = f"</s>{text}</s> the"
+    ids, places = tokenizer.encode_with_places(text)
+    assert ids.tolist() == tokenizer.encode(text, False).tolist()
+    # From each token that begins a character on, its ids are the rest of the text.
+    for i in np.flatnonzero(np.diff(places, prepend=-1) > 0):
+        found = tokenizer.decode(ids[i:])
+        assert text[places[i] :] in (found, f" {found}"), (i, found)
+
+
 def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
     rng = np.random.default_rng(7)
     streams = [tokenizer.encode(text).tolist() for text in TEXTS]

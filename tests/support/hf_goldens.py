@@ -9,12 +9,14 @@ installed transformers), model.safetensors, goldens.npz and goldens.json.
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 
 SHARED = {
     "vocab_size": 101, "hidden_size": 48, "intermediate_size": 109, "num_hidden_layers": 3,
@@ -179,8 +181,10 @@ def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.
     return (losses * weights).sum() / weights.sum()
 
 
-def trained(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, np.ndarray]:
-    """Returns the losses of ten steps of AdamW, and the sums and norms of the tensors after."""
+def trained(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, names: list[str]
+) -> dict[str, np.ndarray]:
+    """Returns the losses of ten steps of AdamW, and the sums and norms of these tensors after."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
@@ -191,12 +195,38 @@ def trained(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, np.n
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    weights = [weight.detach().double() for weight in model.parameters()]
+    # As transformers writes them: under the names of the file.
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+    weights = [tensors[name].double() for name in names]
     return {
         "train_losses": np.array(losses),
         "train_sums": np.array([x.sum().item() for x in weights]),
         "train_norms": np.array([x.norm().item() for x in weights]),
     }
+
+
+def training(folder: Path, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns what ten steps make of the model in a folder, and how far rounding takes it.
+
+    Args:
+      found: the folder's other arrays.
+    """
+    ids, mask = (torch.tensor(found[f"right_{x}"]).long() for x in ("ids", "mask"))
+    kind, names = transformers.AutoModelForCausalLM, [str(x) for x in found["tensor_names"]]
+    made = trained(read(kind, folder), ids, mask, names)
+    # The same ten steps with weights that are off by one unit of rounding.
+    nudged = read(kind, folder)
+    with torch.no_grad():
+        for weight in nudged.parameters():
+            weight.mul_(1 + 2.0**-23 * torch.sign(torch.randn_like(weight)))
+    other = trained(nudged, ids, mask, names)
+    for name in ("sums", "norms"):
+        moved = np.abs(made[f"train_{name}"] - other[f"train_{name}"])
+        least = 1e-5 * made["train_norms"] + 1e-5
+        made[f"train_{name}_tolerance"] = np.maximum(10 * moved, least)
+    return made
 
 
 def read(kind: type, folder: Path) -> Any:
@@ -222,28 +252,18 @@ def in_the_file(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def main(directory: str, *families: str) -> None:
-    """Writes the goldens of these families, or of all."""
+    """Writes the goldens of these families, or of all; of one made elsewhere only the training."""
     for family in families or FAMILIES:
         folder = Path(directory) / family
+        if family not in FAMILIES:
+            found = dict(np.load(folder / "goldens.npz"))
+            np.savez_compressed(folder / "goldens.npz", **found, **training(folder, found))
+            continue
         model = made(family)
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
-        model = read(type(model), folder)
-        found = goldens(model)
-        if not hasattr(model.config, "num_experts"):
-            ids, mask = (torch.tensor(found[f"right_{x}"]) for x in ("ids", "mask"))
-            runs = [found_run := trained(model, ids, mask)]
-            # How far rounding of the initial weights takes sums and norms, in the same ten steps.
-            nudged = read(type(model), folder)
-            with torch.no_grad():
-                for weight in nudged.parameters():
-                    weight.mul_(1 + 2.0**-23 * torch.sign(torch.randn_like(weight)))
-            runs.append(trained(nudged, ids, mask))
-            found |= found_run
-            for name in ("sums", "norms"):
-                moved = np.abs(runs[0][f"train_{name}"] - runs[1][f"train_{name}"])
-                least = 1e-5 * runs[0]["train_norms"] + 1e-5
-                found[f"train_{name}_tolerance"] = np.maximum(10 * moved, least)
+        found = goldens(read(type(model), folder))
+        found |= training(folder, found)
         np.savez_compressed(folder / "goldens.npz", **found)
         about = {
             "case": family, "logits_std": float(found["right_logits"].std()),

@@ -7,10 +7,17 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from praxis_lite import ConfigError, MeshConfig
 from praxis_lite.inputs import PreferenceData
-from praxis_lite.layers import adapted, rotary_lm, set_sharding_params, with_reference
+from praxis_lite.layers import (
+    adapted,
+    reference_of,
+    rotary_lm,
+    set_sharding_params,
+    with_reference,
+)
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import make_mesh
@@ -99,6 +106,14 @@ def test_the_loss_is_that_of_the_paper(kind):
     for name, values in wanted.items():
         assert float(found[name][0]) == pytest.approx(values.mean(), rel=1e-4, abs=1e-5), name
         assert float(found[name][1]) == 4
+
+
+def test_the_reference_is_the_copy_or_the_model_without_adapters():
+    module = task_of("copy").model.abstract_module()
+    assert reference_of(module) is module.reference
+    module = task_of("adapters").model.abstract_module()
+    names = [path[-1] for path, _ in nnx.to_flat_state(nnx.state(reference_of(module)))]
+    assert "w" in names and "lora_a" not in names
 
 
 @pytest.mark.parametrize("kind", KINDS)

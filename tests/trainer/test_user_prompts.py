@@ -45,8 +45,6 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
     ("options", "said"),
     [
         (["--prompts=nowhere.txt"], "--prompts=nowhere.txt cannot be read"),
-        (["--prompt", "The ", "--chat"], "ByteTokenizer has no chat template"),
-        (["--chat"], "ByteTokenizer has no chat template"),
         (["--prompt", "The ", "--mode=eval"], "--prompt gives texts to continue for --mode=decode"),
     ],
     ids=str,
@@ -136,7 +134,20 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(seed):
     )
 
 
-def test_a_conversation_without_a_terminal_ends_with_its_input(job, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    done = launch("--mode=decode", f"--job_log_dir={job.path}", "--chat")
-    assert done.code == 2  # Bytes have no template, which is said before anything is read.
+def test_a_conversation_is_read_line_by_line_and_each_answer_is_part_of_the_next_prompt(
+    job, monkeypatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhere?\n\nWho?\n"))
+    done = succeed("--mode=decode", f"--job_log_dir={job.path}", "--chat")
+    model = loaded(job)
+
+    def answer(*said):
+        roles = ("user", "assistant", "user")
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+        ]
+        return model.generate([messages])[0]["continuation"]
+
+    first = answer("Who?")
+    shown = done.out[done.out.index("Ctrl-D") :].partition("\n")[2]
+    assert shown == f"{first}\n{answer('Who?', first, 'Where?')}\n(a new conversation)\n{first}\n"

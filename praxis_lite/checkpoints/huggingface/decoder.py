@@ -233,7 +233,7 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
             if settings.score_func == "sigmoid":
                 setattr(feed_forward_tpl, name, getattr(settings, name))
         if settings.has_expert_bias:
-            feed_forward_tpl.has_bias = True
+            feed_forward_tpl.has_bias, feed_forward_tpl.score_func = True, settings.score_func
             feed_forward_tpl.swiglu_limit = settings.swiglu_limit
     own = {"is_parallel": True} if settings.is_parallel else {}
     for name in ("atten_dropout_prob", "residual_dropout_prob"):

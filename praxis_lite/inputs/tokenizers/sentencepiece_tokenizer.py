@@ -50,10 +50,13 @@ class SentencePieceTokenizer(Tokenizer):
             elif part:
                 # Behind something the blank that the model puts before a text stands before that.
                 mark = self._MARK if ids else ""
-                pieces = self._model.encode(mark + part, out_type="immutable_proto").pieces
+                pieces = self._model.encode(mark + part, return_type="proto").pieces
+                # The model counts bytes.
+                character = np.repeat(np.arange(len(part)), [len(x.encode()) for x in part])
                 for piece in pieces[len(self._mark_ids) if mark else 0 :]:
                     ids.append(piece.id)
-                    places.append(start + max(piece.begin - len(mark), 0))
+                    byte = min(max(piece.begin - len(mark), 0), len(character) - 1)
+                    places.append(start + int(character[byte]))
             start += len(part)
         return np.array(ids, np.int32), np.array(places, int)
 

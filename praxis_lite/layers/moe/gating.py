@@ -17,7 +17,7 @@ from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through
 # top2 is top_k for two; the expert_choice ones let experts choose tokens; dense_top2 sends every
 # token through every expert, and uses two.
 GATING_FUNCS = ("top2", "top_k", "dense_top2", "expert_choice", "expert_choice_v2")
-SCORE_FUNCS = ("softmax", "sigmoid")
+SCORE_FUNCS = ("softmax", "softmax_of_chosen", "sigmoid")
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
 # From (x_GSD, experts_GSK, gates_GSK) to outputs [G, S, D], whatever the load of an expert.
@@ -124,12 +124,12 @@ class Gating:
         check(self.gating_logit_cap >= 0, "gating_logit_cap", "0 or more")
         require_choice(f"{layer}.score_func", self.score_func, SCORE_FUNCS)
         is_sigmoid, groups = self.score_func == "sigmoid", self.num_expert_groups
-        is_right = not is_sigmoid or gating == "top_k"
-        check(is_right, "gating_func", "'top_k' with score_func 'sigmoid'")
+        is_right = self.score_func == "softmax" or gating == "top_k"
+        check(is_right, "gating_func", f"'top_k' with score_func {self.score_func!r}")
         for name, plain in (
             ("num_expert_groups", 1), ("num_expert_groups_per_token", 1), ("gates_scale", 1.0)
         ):
-            wanted = f"{plain} with score_func 'softmax'"
+            wanted = f"{plain} but with score_func 'sigmoid'"
             check(is_sigmoid or getattr(self, name) == plain, name, wanted)
         per_group, rest = divmod(self.num_experts, max(groups, 1))
         check(
@@ -203,6 +203,7 @@ class Gating:
                 self.second_expert_policy,
                 self.second_expert_threshold,
                 self.normalize_gates,
+                over_chosen=self.score_func == "softmax_of_chosen",
             )
             probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
         balance = routing.load_balance_loss(

@@ -65,9 +65,10 @@ class TransformerFeedForwardMoe(ResidualBranch):
         takes.
       normalize_gates: the gates of a token add up to 1; False: they are the router's probabilities
         (of gating_func "top2" and "top_k").
-      score_func: of gating_func "top_k": "softmax"; "sigmoid", DeepSeek-V3's router, which has a
-        correction [E] of the scores that experts are chosen by. The loss does not teach it: leave
-        it out of training (".*/gate_correction").
+      score_func: of gating_func "top_k": "softmax"; "softmax_of_chosen", of the logits of a token's
+        experts alone, as in GPT-OSS; "sigmoid", DeepSeek-V3's router, which has a correction [E] of
+        the scores that experts are chosen by. The loss does not teach it: leave it out of training
+        (".*/gate_correction").
       num_expert_groups, num_expert_groups_per_token, gates_scale: of "sigmoid", see
         `routing.experts_by_group`.
       has_bias: biases of experts and of the router.

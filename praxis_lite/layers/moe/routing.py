@@ -37,6 +37,7 @@ def choose_experts(
     second_expert_policy: str,
     second_expert_threshold: float,
     normalize_gates: bool = True,
+    over_chosen: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns experts, gates and is_routed (True if a choice is used), each [G, S, K].
 
@@ -45,6 +46,8 @@ def choose_experts(
       key: of a training pass; without one the most probable experts are taken.
       second_expert_policy: Pax's "all", "sampling" or "random".
       normalize_gates: the gates of a token add up to 1; False: they are the probabilities.
+      over_chosen: the gates are the softmax of the chosen experts' logits. Normalised they are the
+        same, but the others' gradients are then zeros, and not rounding, of which Adam makes steps.
     """
     probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
     if key is not None and second_expert_policy == "sampling":
@@ -54,6 +57,9 @@ def choose_experts(
     if not normalize_gates:
         gates_GSK = jnp.take_along_axis(probs_GSE, experts_GSK, axis=-1)
         gates_GSK = jnp.where(is_token_GS[..., None], gates_GSK, 0.0)
+    elif over_chosen:
+        chosen_GSK = jnp.take_along_axis(logits_GSE, experts_GSK, axis=-1)
+        gates_GSK = jnp.where(is_token_GS[..., None], jax.nn.softmax(chosen_GSK, axis=-1), 0.0)
     is_routed_GSK = jnp.broadcast_to(is_token_GS[..., None], gates_GSK.shape)
     if key is not None and second_expert_policy == "random":
         is_routed_GSK &= is_second_expert_used(gates_GSK, second_expert_threshold, key)

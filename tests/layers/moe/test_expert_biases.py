@@ -18,7 +18,7 @@ def layer_of(dropless, swiglu_limit):
     layer = TransformerFeedForwardMoe(
         D, F, num_experts=E, num_experts_per_token=NUM, gating_func="top_k", dropless=dropless,
         unadjusted_expert_capacity_factor=float(E), use_gated_activation=True, activation="silu",
-        has_bias=True, swiglu_limit=swiglu_limit, rngs=nnx.Rngs(0),
+        score_func="softmax_of_chosen", has_bias=True, swiglu_limit=swiglu_limit, rngs=nnx.Rngs(0),
     )
     rng, state = np.random.default_rng(8), nnx.state(layer, nnx.Param)
     for _, weight in nnx.to_flat_state(state):
