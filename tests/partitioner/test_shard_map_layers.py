@@ -18,6 +18,7 @@ from praxis_lite.layers.attention.fused import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.moe.dropless import dropless
+from praxis_lite.layers.moe.experts import glu
 from praxis_lite.sharding.varying import varying_over
 from tests.decode.toy_models import Recurrent, row_keys
 from tests.layers.stacking.test_pipelines import drawn, pipeline_model
@@ -57,7 +58,7 @@ def experts_without_a_capacity():
         gates, experts = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
         weights = {name: params[name] for name in ("wi_0", "wo_0")}
         return dropless(
-            x, experts, gates, weights, jax.nn.silu,
+            x, experts, gates, weights, glu(jax.nn.silu, None),
             tokens_split=(("data", "mdl"), None, None), weights_split=("mdl", None, None),
         )
 

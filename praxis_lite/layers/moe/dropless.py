@@ -142,10 +142,10 @@ def _gated_sums(
         return jax.lax.ragged_dot(x, w, rows_of_expert_L)
 
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
-    expert_R = jnp.searchsorted(jnp.cumsum(rows_of_expert_L), jnp.arange(num_rows), side="right")
 
     def at_rows(bias_LF: jax.Array) -> jax.Array:
-        return jnp.take(bias_LF, expert_R, axis=0, mode="clip")  # The last rows are no one's.
+        # Rows are sorted by expert; the last are no one's.
+        return jnp.take(bias_LF, jnp.sort(expert)[:num_rows], axis=0, mode="clip")
 
     y_RD = through_experts(product, x_RD, weights, activation, at_rows=at_rows)
     return combine(y_RD[None], row_nK[None], gates_nK[None])[0]
