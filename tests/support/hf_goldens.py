@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
         "tie_word_embeddings": False,
     }),
-    "gemma": ("Gemma", {"head_dim": 14}),
+    "gemma": ("Gemma", {"head_dim": 14, "num_key_value_heads": 1}),  # As the model of 2B.
     "gemma3": ("Gemma3Text", {
         "head_dim": 14, "num_hidden_layers": 4, "sliding_window": 5, "query_pre_attn_scalar": 20,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention",

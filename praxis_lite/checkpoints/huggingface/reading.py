@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -98,9 +97,7 @@ def read_weights(
     start = last = time.monotonic()
     arrays, done = {}, 0
     for leaf in leaves:
-        sharding = NamedSharding(mesh, leaf.spec)
-        read = _Shards(leaf, of_weight[leaf.path], files)
-        arrays[leaf.path] = jax.make_array_from_callback(leaf.padded_shape, sharding, read)
+        arrays[leaf.path] = _placed(leaf, mesh, of_weight[leaf.path], files)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -111,32 +108,36 @@ def read_weights(
     return arrays
 
 
-class _Shards:
-    """Makes the shards of one weight; of devices that hold the same one it is read once."""
+def _placed(leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles) -> jax.Array:
+    """Returns one weight; each shard is on its devices before the next is read.
 
-    def __init__(self, leaf: LeafLayout, parts: Sequence[Part], files: TensorFiles):
-        self.leaf, self.parts, self.files = leaf, parts, files
-        self.last: tuple[Any, np.ndarray | None] = None, None
+    `jax.make_array_from_callback` would hold the shards of all devices on the host at once.
+    """
+    sharding = NamedSharding(mesh, leaf.spec)
+    devices_of = collections.defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items():
+        sizes = zip(index, leaf.padded_shape, strict=True)
+        devices_of[tuple(x.indices(size)[:2] for x, size in sizes)].append(device)
+    on_devices = []
+    for bounds, devices in devices_of.items():
+        shard = _shard(leaf, tuple(slice(*x) for x in bounds), parts, files)
+        on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
+    return jax.make_array_from_single_device_arrays(
+        leaf.padded_shape, sharding, on_devices, dtype=leaf.dtype
+    )
 
-    def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
-        bounds = tuple(
-            slice(*x.indices(size)[:2])
-            for x, size in zip(index, self.leaf.padded_shape, strict=True)
-        )
-        if self.last[0] != bounds:
-            self.last = None, None
-            self.last = bounds, self._read(bounds)
-        return self.last[1]
 
-    def _read(self, bounds: tuple[slice, ...]) -> np.ndarray:
-        shard = np.zeros([x.stop - x.start for x in bounds], self.leaf.dtype)
-        for part in self.parts:
-            leading = len(part.index)
-            place = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
-            sizes = [x.stop - x.start for x in bounds[:leading]]
-            if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
-                continue
-            ours = part.as_ours(self.files.tensor(part.tensor))[bounds[leading:]]
-            # What lies beyond the true shape is padding, and stays zero.
-            shard[(*place, *map(slice, ours.shape))] = ours
-        return shard
+def _shard(
+    leaf: LeafLayout, bounds: tuple[slice, ...], parts: Sequence[Part], files: TensorFiles
+) -> np.ndarray:
+    shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
+    for part in parts:
+        leading = len(part.index)
+        place = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
+        sizes = [x.stop - x.start for x in bounds[:leading]]
+        if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
+            continue
+        ours = part.as_ours(files.tensor(part.tensor))[bounds[leading:]]
+        # What lies beyond the true shape is padding, and stays zero.
+        shard[(*place, *map(slice, ours.shape))] = ours
+    return shard

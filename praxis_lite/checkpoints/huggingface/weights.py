@@ -128,8 +128,11 @@ def _of_tensor(
                             pattern_length)
         if path not in weights:
             continue  # A bias that this config has not, the head of a tied one.
-        ours = form.split(" -> ")[1].split()
-        sizes = dict(zip(ours, weights[path][num_leading:], strict=True))
+        shape = weights[path][num_leading:]
+        if len(form.split(" -> ")[1].split()) > len(shape):
+            # The one head of keys and values that all queries share has no dim in our weight.
+            form = form.replace("(n k)", "k").replace("n k", "k")
+        sizes = dict(zip(form.split(" -> ")[1].split(), shape, strict=True))
         place: dict[str, Any] = {}
         if joined == "heads":
             theirs, after = form.split(" -> ")
