@@ -1,7 +1,6 @@
 """Configs as published models have them are understood, and give their numbers of parameters."""
 
 import collections
-import json
 import math
 
 import fiddle as fdl
@@ -12,10 +11,10 @@ from praxis_lite.checkpoints.huggingface.decoder import lm_config
 from praxis_lite.checkpoints.huggingface.family import family_of
 from praxis_lite.checkpoints.huggingface.weights import parts, tensor_shape
 from praxis_lite.models import NnxModel
-from tests.support.goldens import GOLDENS
+from tests.support.goldens import golden
 from tests.support.marks import slow_but
 
-PUBLISHED = json.loads((GOLDENS / "published_models.json").read_text("utf-8"))
+PUBLISHED = golden("published_models.json")
 
 
 @pytest.mark.parametrize("name", slow_but(PUBLISHED.keys() - {"DeepSeek-V3"}, PUBLISHED))
