@@ -1,6 +1,7 @@
 """A new job whose checkpoint of step 0 has weights that another system has trained."""
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 import fiddle as fdl
@@ -23,10 +24,29 @@ from praxis_lite.trainer.job_checks import check_parts
 from praxis_lite.trainer.memory import check_fits
 
 
+def new_job_dir(
+    job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
+) -> JobDir:
+    """Returns the directory of a job that is to begin.
+
+    Raises:
+      ConfigError: the experiment is not known, or the directory is of another job, cannot be
+        written or has checkpoints.
+    """
+    name = registry.full_name(registry.get_experiment(experiment, packages))
+    job_dir = open_for_training(job_log_dir, name)
+    saved_before = [one.name for one in job_dir.checkpoints.glob("*")]
+    require(
+        not saved_before, f"{job_dir.path}: the checkpoints", few(sorted(saved_before)),
+        "none", "Name a new directory.",
+    )
+    return job_dir
+
+
 def begin_job_with(
     weights: Callable[[Partitioner, Job], Mapping[str, jax.Array]],
     experiment: str,
-    job_log_dir: str | os.PathLike[str],
+    job_dir: JobDir,
     settings: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> JobDir:
@@ -39,33 +59,38 @@ def begin_job_with(
       weights: returns the weights by path in mdl_vars, padded and in their shards; what it leaves
         out is drawn with the run's seed.
       experiment: its name, as for `--exp`.
-      job_log_dir: a new or an empty directory.
+      job_dir: of `new_job_dir`.
       settings: "path=value", as for `--set`.
       packages: as for `--packages`.
 
     Raises:
-      ConfigError: the experiment is refused as in training, or the directory has a checkpoint.
+      ConfigError: the experiment is refused as in training.
     """
     experiment_class = registry.get_experiment(experiment, packages)
     config = configured(experiment_class, settings, registry.allowed_packages(packages))
     check_required(config)
     job = fdl.build(config)
     check_parts(job)
-    name = registry.full_name(experiment_class)
-    job_dir = open_for_training(job_log_dir, name)
     simulate_devices(job.mesh.num_devices)
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
     check_fits(partitioner.layout, partitioner.mesh, "train")
-    saved_before = [one.name for one in job_dir.checkpoints.glob("*")]
-    require(
-        not saved_before, f"{job_dir.path}: the checkpoints", few(sorted(saved_before)),
-        "none", "Name a new directory.",
-    )
     arrays = {f"mdl_vars/{path}": x for path, x in weights(partitioner, job).items()}
     state = completed(partitioner, partitioner.key(job.run.seed), arrays)
     data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
     with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
         saved.save(0, state, partitioner.layout, data)
-    text = dump_config(config, name, settings, packages=packages)
+    text = dump_config(
+        config, registry.full_name(experiment_class), settings, packages=packages
+    )
     job_dir.write_config(text, config_lines(config))
     return job_dir
+
+
+def how_to_go_on(
+    job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
+) -> str:
+    """Returns what is printed of a job that was begun: the command that trains it."""
+    words = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
+    words += [f"--packages={','.join(packages)}"] if packages else []
+    words += ["--set", *settings] if settings else []
+    return f"began {job_dir.path}: go on with {shlex.join(words)}"

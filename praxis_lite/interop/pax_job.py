@@ -14,7 +14,7 @@ import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.interop.begin_job import begin_job_with
+from praxis_lite.interop.begin_job import begin_job_with, how_to_go_on, new_job_dir
 from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
 from praxis_lite.job.job_dir import JobDir
@@ -57,7 +57,8 @@ def begin_job(
         paths = [leaf.path for leaf in layout.leaves()]
         return dict(zip(paths, jax.tree.leaves(place(mdl_vars)), strict=True))
 
-    return begin_job_with(weights, experiment, job_log_dir, settings, packages)
+    job_dir = new_job_dir(job_log_dir, experiment, packages)
+    return begin_job_with(weights, experiment, job_dir, settings, packages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,10 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    packages = f" --packages={','.join(args.packages)}" if args.packages else ""
-    print(
-        f"began {job.path}: go on with main.py --exp={args.exp}{packages} --job_log_dir={job.path}"
-    )
+    print(how_to_go_on(job, args.exp, args.settings, args.packages))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import fiddle as fdl
 import jax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.checkpoints.huggingface.pretrained import Pretrained
+from praxis_lite.checkpoints.huggingface.pretrained import Pretrained, keep_description
 from praxis_lite.checkpoints.init.init_from_checkpoint import completed, init_from_checkpoints
 from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.save_checks import check_names
@@ -184,7 +184,7 @@ def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:
     layout = partitioner.layout.select("mdl_vars")
     pretrained = Pretrained(directory, layout)
     if jax.process_index() == 0:
-        pretrained.keep(job.files.huggingface)
+        keep_description(directory, job.files.huggingface)
     arrays = pretrained.read(partitioner.mesh, _say)
     drawn = [leaf.path for leaf in layout.leaves() if leaf.path not in arrays]
     print(f"{len(arrays)} weights from {directory}" + (f"; new: {few(drawn)}" if drawn else ""))

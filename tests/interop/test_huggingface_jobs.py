@@ -1,6 +1,9 @@
 """Jobs that begin with models of Hugging Face, and what is written of them."""
 
 import json
+import re
+import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -23,7 +26,11 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", UNEVEN])
     said = capsys.readouterr().out
     assert "s per GB" in said
-    assert f"began {tmp_path / 'job'}: go on with main.py --exp=huggingface.CausalLm" in said
+    kept = f"HF_DIR={tmp_path}/job/huggingface"
+    assert (
+        f"began {tmp_path / 'job'}: go on with main.py --exp=huggingface.CausalLm "
+        f"--job_log_dir={tmp_path / 'job'} --set {kept} {UNEVEN}\n"
+    ) in said
     # The directory that it came from is no longer needed.
     (tmp_path / "hf").rename(tmp_path / "gone")
     main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
@@ -59,6 +66,34 @@ def test_an_experiment_begins_with_its_weights(tmp_path, capsys):
         "task.learner.learning_rate=0.0", UNEVEN, *data, "datasets.heldout.num_batches=1",
     ])
     assert f"12 weights from {PHI3}" in capsys.readouterr().out
+    main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
+    found = load_file(tmp_path / "out/model.safetensors")
+    for name, x in load_file(PHI3 / "model.safetensors").items():
+        assert found[name].tobytes() == x.tobytes()
+
+
+def test_an_import_that_is_refused_leaves_an_empty_directory(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["import", str(PHI3), str(tmp_path / "job"), "--set", "run.num_steps=3"])
+    assert "has no such field. The nearest are run.num_train_steps" in capsys.readouterr().err
+    assert not list((tmp_path / "job").iterdir())
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_by_what_it_keeps_itself(tmp_path, capsys):
+    shutil.copytree(PHI3, tmp_path / "hf")
+    settings = [UNEVEN, "run.num_train_steps=1", "task.learner.learning_rate=0.0"]
+    settings += [
+        f"datasets.{name}{setting}" for name in ("train", "heldout") for setting in (
+            "=praxis_lite.inputs.SyntheticLm()", ".vocab_size=101", ".batch_size=8", ".seq_len=16",
+            ".num_batches=1",
+        )
+    ]
+    main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", *settings])
+    (words,) = re.findall("go on with main.py (.*)", capsys.readouterr().out)
+    shutil.rmtree(tmp_path / "hf")
+    launch(shlex.split(words))
+    assert "step 1/1" in capsys.readouterr().out
     main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
     found = load_file(tmp_path / "out/model.safetensors")
     for name, x in load_file(PHI3 / "model.safetensors").items():

@@ -60,6 +60,12 @@ def test_a_pipeline_keeps_as_many_layers_as_its_stages_need():
     build(small)
 
 
+def test_lengths_that_lines_must_fit_into_stay():
+    small, said = shrunk(registry.get_experiment("huggingface.ChatDpo")().config())
+    assert small.datasets["train"].seq_len == 512 and any("model_dims" in line for line in said)
+    build(small)
+
+
 def test_nothing_to_make_smaller_is_said():
     config = registry.get_experiment("functions.DigitsMlp")().config()
     with pytest.raises(ConfigError, match="--shrink found nothing to make smaller.*model_dims"):

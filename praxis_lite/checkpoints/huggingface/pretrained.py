@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "generation_config.json",
 )
-# Where a job's model came from, of what `Pretrained.keep` writes.
+# Where a job's model came from, of what `keep_description` writes.
 CAME_FROM = "came_from.txt"
 _REFERENCE = f"params/{REFERENCE}/"
 
@@ -104,7 +104,7 @@ class Pretrained:
         )
         if jax.process_index() == 0:
             (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-            self._copy_to(target, TOKENIZER_FILES)
+            _copy(self.files.directory, target, TOKENIZER_FILES)
 
     def write_adapters(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], layers: Layers,
@@ -124,15 +124,7 @@ class Pretrained:
         kind = FLOATS[dtype or "float32"]
         write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
         if jax.process_index() == 0:
-            self._copy_to(target, TOKENIZER_FILES)
-
-    def keep(self, directory: Path) -> None:
-        """Writes what an export needs besides weights: config.json, the tokenizer, `DESCRIBED`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        described = json.dumps(self.files.described(), indent=1)
-        (directory / DESCRIBED).write_text(f"{described}\n", "utf-8")
-        (directory / CAME_FROM).write_text(f"{self.files.directory.absolute()}\n", "utf-8")
-        self._copy_to(directory, ("config.json", *TOKENIZER_FILES))
+            _copy(self.files.directory, target, TOKENIZER_FILES)
 
     def _new_directory(self, directory: str | os.PathLike[str], dtype: str | None) -> Path:
         if dtype is not None:
@@ -146,11 +138,26 @@ class Pretrained:
         )
         return target
 
-    def _copy_to(self, directory: Path, names: Iterable[str]) -> None:
-        for name in names:
-            if (self.files.directory / name).is_file():
-                shutil.copyfile(self.files.directory / name, directory / name)
-
     def _leaves(self) -> list[Any]:
         leaves = self.layout.leaves()
         return [leaf for leaf in leaves if leaf.path.rpartition("/")[2] not in ADAPTER_WEIGHTS]
+
+
+def keep_description(directory: str | os.PathLike[str], target: Path) -> None:
+    """Writes what a job needs of a model besides weights: config.json, the tokenizer, `DESCRIBED`.
+
+    Raises:
+      ConfigError: see `TensorFiles`.
+    """
+    files = TensorFiles(Path(directory))
+    target.mkdir(parents=True, exist_ok=True)
+    described = json.dumps(files.described(), indent=1)
+    (target / DESCRIBED).write_text(f"{described}\n", "utf-8")
+    (target / CAME_FROM).write_text(f"{files.directory.absolute()}\n", "utf-8")
+    _copy(files.directory, target, ("config.json", *TOKENIZER_FILES))
+
+
+def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

@@ -10,7 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.interop.huggingface.jobs import ADAPTERS, begin_job, export_job
+from praxis_lite.interop.begin_job import how_to_go_on
+from praxis_lite.interop.huggingface.jobs import (
+    ADAPTERS,
+    begin_job,
+    export_job,
+    hf_dir_setting,
+)
+from praxis_lite.interop.huggingface.model import EXPERIMENT
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.command == "import":
             job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_say)
-            print(f"began {job.path}: go on with main.py --exp=huggingface.CausalLm "
-                  f"--job_log_dir={job.path}")
+            print(how_to_go_on(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
         else:
             export_job(
                 args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype,

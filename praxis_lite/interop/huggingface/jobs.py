@@ -1,15 +1,20 @@
 """A job that begins with a model of Hugging Face, and a job's model as one of Hugging Face."""
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from praxis_lite.checkpoints.huggingface.adapters import merged_weights
-from praxis_lite.checkpoints.huggingface.pretrained import CAME_FROM, Pretrained
+from praxis_lite.checkpoints.huggingface.pretrained import (
+    CAME_FROM,
+    Pretrained,
+    keep_description,
+)
 from praxis_lite.errors import ConfigError, few, require, require_choice
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.interop.begin_job import begin_job_with
+from praxis_lite.interop.begin_job import begin_job_with, new_job_dir
 from praxis_lite.interop.huggingface.model import EXPERIMENT
 from praxis_lite.interop.trained_model import load
 from praxis_lite.job.job_dir import JobDir, open_for_reading
@@ -29,6 +34,8 @@ def begin_job(
 ) -> JobDir:
     """Returns a new job of huggingface.CausalLm whose checkpoint of step 0 has a model's weights.
 
+    The job needs the model's directory no longer: its HF_DIR is what it keeps of it itself.
+
     Args:
       directory: of the model.
       job_log_dir: a new or an empty directory.
@@ -36,19 +43,24 @@ def begin_job(
       note: told how far the reading is.
 
     Raises:
-      ConfigError: see `Pretrained` and `begin_job_with`.
+      ConfigError: see `Pretrained`, `new_job_dir` and `begin_job_with`.
     """
-    found = []
-
     def weights(partitioner: Partitioner, job: Job) -> Mapping[str, jax.Array]:
-        found.append(Pretrained(directory, partitioner.layout.select("mdl_vars")))
-        return found[0].read(partitioner.mesh, note)
+        layout = partitioner.layout.select("mdl_vars")
+        return Pretrained(directory, layout).read(partitioner.mesh, note)
 
-    job_dir = begin_job_with(
-        weights, EXPERIMENT, job_log_dir, (f"HF_DIR={os.fspath(directory)}", *settings)
-    )
-    found[0].keep(job_dir.huggingface)
-    return job_dir
+    job_dir = new_job_dir(job_log_dir, EXPERIMENT)
+    keep_description(directory, job_dir.huggingface)
+    try:
+        return begin_job_with(weights, EXPERIMENT, job_dir, (hf_dir_setting(job_dir), *settings))
+    except ConfigError:
+        shutil.rmtree(job_dir.huggingface)
+        raise
+
+
+def hf_dir_setting(job_dir: JobDir) -> str:
+    """Returns what names the model in a job of `begin_job`, for --set."""
+    return f"HF_DIR={job_dir.huggingface.absolute()}"
 
 
 def export_job(
