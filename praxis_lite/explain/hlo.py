@@ -106,7 +106,7 @@ def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
             shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
         arrays = arrays_of(shape)
         size, dtypes = sum(a.bytes for a in arrays), tuple(dict.fromkeys(a.dtype for a in arrays))
-        group_size = _group_size(attributes, program)
+        group_size = devices_in_group(attributes, program)
         bounds = site.count, site.at_least, site.at_most
         op_name, layers = op_name_of(site.instruction), tuple(layers_of(program, site).items())
         found.append(Collective(kind, size, dtypes, *bounds, group_size, op_name, layers))
@@ -273,7 +273,8 @@ def _window_hits(
     )
 
 
-def _group_size(attributes: str, program: Program) -> int | None:
+def devices_in_group(attributes: str, program: Program) -> int | None:
+    """Returns how many devices one group of a collective has, or None if it has no groups."""
     found = re.search(r"replica_groups=(.*)", attributes)
     if found is None:
         return None

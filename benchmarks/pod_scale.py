@@ -1,0 +1,171 @@
+"""Train steps of Llamas on pods, compiled for real TPU topologies on a machine without one.
+
+    pip install libtpu                      # 0.0.51 with jax 0.10.2 for the figures of the peers
+    python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
+
+A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
+expects, the seconds that its schedule takes (benchmarks/tpu_schedule.py: a model, held against no
+hardware), and their ratios to MaxText's step and to the best one written by hand in plain JAX, both
+compiled in the same way. `--top` shows where the cycles go.
+"""
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from tpu_schedule import schedule
+
+from praxis_lite.explain import hlo
+from praxis_lite.layers import (
+    Embedding,
+    FullSoftmax,
+    Repeat,
+    TransformerFeedForward,
+    rotary_lm,
+    set_sharding_params,
+)
+from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS
+from praxis_lite.learner import Learner
+from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+# Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
+MODELS = {
+    "tiny": (2048, 4, 16, 128, 7168, 32_000),
+    "llama2-7b": (4096, 32, 32, 128, 11_008, 32_000),
+    "even": (2048, 4, 16, 128, 8192, 32_004),
+    "uneven": (2048, 4, 16, 128, 8190, 32_003),
+}
+# Model, topology, mesh (replica, data, mdl), tokens per row. A row per device.
+ROWS = {
+    "S": ("tiny", "v5e:4x4", (1, 16, 1), 1024),
+    "A": ("llama2-7b", "v5e:16x16", (1, 256, 1), 2048),
+    "B64": ("llama2-7b", "v5e:16x16", (1, 64, 4), 2048),
+    "B16": ("llama2-7b", "v5e:16x16", (1, 16, 16), 2048),
+    "F": ("llama2-7b", "v5p:4x4x4", (1, 16, 4), 2048),
+    "even": ("even", "v5e:2x4", (1, 2, 4), 1024),
+    "uneven": ("uneven", "v5e:2x4", (1, 2, 4), 1024),
+}
+# Peak MB, Gcycles, seconds. MaxText e591f30c, and plain JAX with all collectives by hand; jax
+# 0.10.2, libtpu 0.0.51, remat of whole layers, bfloat16, float32 weights and Adam.
+PEERS = {
+    "S": {"MaxText": (572.7, 0.0521, 0.0425), "by hand": (646, 0.0305, 0.0316)},
+    "A": {"MaxText": (2416.7, 1.584, 1.238), "by hand": (1835, 1.2314, 1.0466)},
+    "B64": {"MaxText": (2103.4, 1.715, 1.402), "by hand": (1895.5, 1.2429, 1.0157)},
+    "B16": {"MaxText": (2614.8, 2.437, 3.133), "by hand": (1834.8, 1.2314, 1.0466)},
+    "F": {"MaxText": (3494.3, 0.831, 0.610), "by hand": (2962.4, 0.6587, 0.4571)},
+}
+# On v5p an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
+UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
+
+
+def model_config(name: str, attention: str, checkpoint_policy: str) -> fdl.Config:
+    """Returns the config of a Llama of MODELS, computed in bfloat16."""
+    model_dims, num_layers, num_heads, dim_per_head, hidden_dims, vocab_size = MODELS[name]
+    return rotary_lm(
+        vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims,
+        num_heads=num_heads, dim_per_head=dim_per_head, num_layers=num_layers,
+        fprop_dtype=jnp.bfloat16, attention={"atten_kernel": attention},
+        tr_fflayer_tpl=fdl.Partial(
+            TransformerFeedForward, activation="silu", use_gated_activation=True, has_bias=False
+        ),
+        softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
+        separate_embedding_tpl=fdl.Partial(Embedding),
+        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=checkpoint_policy),
+    )
+
+
+def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
+    """Returns the row's task on its mesh, as a user makes them."""
+    model, topology, shape, _ = ROWS[row]
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, num_slices=1
+    )
+    shape = tuple(map(int, options.mesh.split(","))) if options.mesh else shape
+    mesh = make_mesh(
+        MeshConfig(ici_mesh_shape=shape, allow_split_physical_axes=True), described.devices
+    )
+    preset = SHARDING_PRESETS[options.preset]
+    config = set_sharding_params(model_config(model, options.attention, options.remat), preset)
+    if options.layers:
+        config.num_layers = options.layers
+    learner = Learner(
+        optimizer=fdl.build(fdl.Partial(
+            optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
+        )),
+        learning_rate=optax.linear_schedule(0.0, 3e-5, 100), clip_gradient_norm_to_value=1.0,
+    )
+    batch = preset["batch"]
+    task = LanguageModelTask(
+        fdl.build(config), learner,
+        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+    )
+    if options.by_hand:
+        return ShardMapPartitioner(task, mesh, data_axes=tuple(options.by_hand.split(",")))
+    return Partitioner(task, mesh)
+
+
+def measured(options: argparse.Namespace, row: str) -> None:
+    """Compiles a row and prints its figures."""
+    topology, length = ROWS[row][1], ROWS[row][3]
+    partitioner = partitioner_of(options, row)
+    ids = jax.ShapeDtypeStruct((partitioner.mesh.size, length), jnp.int32)
+    weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    batch = {"ids": ids, "labels": ids, "weights": weights, "segment_ids": ids, "segment_pos": ids}
+    chip = topology.partition(":")[0]
+    compiler_options = dict(one.split("=", 1) for one in options.compiler_option)
+    if chip == "v5p":
+        compiler_options = UNREADABLE | compiler_options
+    start = time.monotonic()
+    compiled = partitioner.lower("train", batch).compile(compiler_options or None)
+    seconds, text = time.monotonic() - start, compiled.as_text()
+    if options.dump:
+        with open(options.dump, "w", encoding="utf-8") as file:
+            file.write(text)
+    found = schedule(text, chip)
+    figures = (
+        compiled.memory_analysis().peak_memory_in_bytes / 1e6, found.cycles / 1e9, found.seconds
+    )
+    print(f"{row}  {topology}  {options.preset}  {partitioner.mesh.shape_tuple}")
+    print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
+          f"{found.waits:.4f} s wait for {found.wire_bytes / 1e9:.2f} GB on the wire; "
+          f"{schedule(text, chip, 0.5).seconds:.4f} s with rings on one link")
+    print(f"  {hlo.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
+    for peer, of_peer in PEERS.get(row, {}).items():
+        if not options.layers:
+            ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
+            print("  / {:8} {:.2f} peak  {:.2f} cycles  {:.2f} s".format(peer, *ratios))
+    for name, cycles in found.of.most_common(options.top):
+        print(f"  {cycles / 1e6:9.2f} Mcycles {100 * cycles / found.cycles:5.1f}%  {name[-130:]}")
+
+
+def main() -> None:
+    """Prints the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--row", nargs="+", choices=ROWS, default=["S"])
+    parser.add_argument("--preset", choices=SHARDING_PRESETS, default="fsdp+tensor")
+    parser.add_argument("--mesh", help="replica,data,mdl, of as many devices as the row has")
+    parser.add_argument("--layers", type=int, help="fewer; there are no ratios then")
+    parser.add_argument("--attention", default="einsum", help="atten_kernel")
+    parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
+    parser.add_argument("--by-hand", default="", help="data_axes of ShardMapPartitioner")
+    parser.add_argument("--compiler-option", action="append", default=[], help="name=value")
+    parser.add_argument("--top", type=int, default=0, help="costliest operations to show")
+    parser.add_argument("--dump", help="a file for the program's text")
+    options = parser.parse_args()
+    for row in options.row:
+        measured(options, row)
+
+
+if __name__ == "__main__":
+    main()
