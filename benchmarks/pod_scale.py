@@ -75,7 +75,7 @@ def model_config(name: str, attention: str, checkpoint_policy: str) -> fdl.Confi
     return rotary_lm(
         vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims,
         num_heads=num_heads, dim_per_head=dim_per_head, num_layers=num_layers,
-        fprop_dtype=jnp.bfloat16, attention={"atten_kernel": attention},
+        fprop_dtype=jnp.bfloat16, attention={"atten_kernel": attention, "float32_logits": False},
         tr_fflayer_tpl=fdl.Partial(
             TransformerFeedForward, activation="silu", use_gated_activation=True, has_bias=False
         ),

@@ -1,5 +1,6 @@
 """Split-dims mappings: what a layer writes, turned into a validated PartitionSpec."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -115,3 +116,15 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """Returns a spec of the same rank whose dims no longer split over `axes`."""
     left = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec)
     return PartitionSpec(*map(entry_of, left))
+
+
+def num_shards_of(split: DimSplit) -> int:
+    """Returns into how many parts the mesh splits a dim; 1 if no mesh is set.
+
+    Inside `jax.shard_map` its manual axes are left out.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    (entry,) = without_axes(to_partition_spec((split,), mesh.axis_names), mesh.manual_axes)
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))

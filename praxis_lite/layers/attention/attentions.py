@@ -62,6 +62,8 @@ class DotProductAttention(AttentionHeads):
       ln_before_rotary: it comes before the rotation, as in Qwen 3 and Gemma 3.
       ln_over_heads: it is over all heads at once, called with (N K, rngs=), as in OLMo 2.
       relative_bias_tpl: bias by distance, called with (N, rngs=).
+      float32_logits: logits and their softmax are float32, as Pax's; False: they are of the
+        queries' dtype, of half the memory in bfloat16, as MaxText's.
       atten_dropout_prob: of the attention probabilities.
       output_proj_use_nhd_shape: keep the output weight as [N, K, D].
       atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash" or "chunked", see
@@ -89,6 +91,7 @@ class DotProductAttention(AttentionHeads):
         attention_extra_logit: float | None = None,
         attention_sinks: bool = False,
         zero_fully_masked: bool = False,
+        float32_logits: bool = True,
         atten_dropout_prob: float = 0.0,
         atten_kernel: str = "auto",
         atten_chunk_size: int = 512,
@@ -127,6 +130,7 @@ class DotProductAttention(AttentionHeads):
             cap=atten_logit_cap,
             extra=attention_extra_logit,
             zero_fully_masked=zero_fully_masked,
+            float32_logits=float32_logits,
         )
         uses = {
             "atten_dropout_prob": atten_dropout_prob > 0.0,

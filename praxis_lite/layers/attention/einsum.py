@@ -23,12 +23,14 @@ class LogitOptions:
       extra: a logit more in the softmax, whose value is zero.
       zero_fully_masked: a query that sees no key gets zeros, not the mean of all values, which is
         what the softmax of equal logits gives.
+      float32_logits: logits and softmax are float32, as Pax's, not of the queries' dtype.
     """
 
     scale: float = 1.0
     cap: float = 0.0
     extra: float | None = None
     zero_fully_masked: bool = False
+    float32_logits: bool = True
 
     @property
     def averages(self) -> bool:
@@ -42,6 +44,7 @@ class LogitOptions:
             "atten_logit_cap": self.cap > 0.0,
             "attention_extra_logit": self.extra is not None,
             "zero_fully_masked": self.zero_fully_masked,
+            "float32_logits=False": not self.float32_logits,
         }
 
     def applied(self, logits: jax.Array) -> jax.Array:
@@ -78,14 +81,15 @@ def einsum_attention(
     """
     B, T, N, K = q_BTNK.shape
     S, G = k_BSGK.shape[1:3]
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dtype = jnp.float32 if options.float32_logits else q_BTNK.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=dtype)
     if G == N:
         logits_BNTS = product("btnk,bsnk->bnts", q_BTNK, k_BSGK)
     else:
         q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
         logits_BNTS = product("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK).reshape(B, N, T, S)
     if bias is not None:
-        logits_BNTS += jnp.broadcast_to(bias, logits_BNTS.shape)
+        logits_BNTS += jnp.broadcast_to(bias, logits_BNTS.shape).astype(dtype)
     logits_BNTS = options.applied(logits_BNTS)
     visible = mask.visible(T, S)
     visible = None if visible is None else visible[:, None]
@@ -93,10 +97,11 @@ def einsum_attention(
         seen = atten_mask >= 0.5 * LARGE_NEGATIVE
         visible = seen if visible is None else jnp.logical_and(*jnp.broadcast_arrays(visible, seen))
     if visible is not None:
-        logits_BNTS = jnp.where(visible, logits_BNTS, LARGE_NEGATIVE)
+        unseen = max(LARGE_NEGATIVE, 0.7 * float(jnp.finfo(dtype).min))
+        logits_BNTS = jnp.where(visible, logits_BNTS, jnp.asarray(unseen, dtype))
     extra = options.extra
     if sinks_N is not None:
-        extra = sinks_N.astype(jnp.float32)[None, :, None, None]
+        extra = sinks_N.astype(dtype)[None, :, None, None]
     probs_BNTS = _softmax(logits_BNTS, extra).astype(v_BSGK.dtype)
     if dropout is not None:
         probs_BNTS = dropout(probs_BNTS, key)

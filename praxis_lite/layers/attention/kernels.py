@@ -29,6 +29,7 @@ _ALL = frozenset(
         "attention_extra_logit",
         "attention_sinks",
         "cache",
+        "float32_logits=False",
         "num_kv_heads",
         "paddings",
         "relative_bias_tpl",
@@ -48,6 +49,7 @@ KERNELS: dict[str, frozenset[str]] = {
         "atten_mask",
         "attention_extra_logit",
         "attention_sinks",
+        "float32_logits=False",
         "zero_fully_masked",
     },
     "cudnn": frozenset({"num_kv_heads", "window"}),
@@ -62,7 +64,13 @@ KERNELS: dict[str, frozenset[str]] = {
         }
     ),
     "chunked": _ALL
-    - {"atten_dropout_prob", "atten_mask", "attention_sinks", "relative_bias_tpl"},
+    - {
+        "atten_dropout_prob",
+        "atten_mask",
+        "attention_sinks",
+        "float32_logits=False",
+        "relative_bias_tpl",
+    },
 }
 # From so many logits per head on, chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096

@@ -12,16 +12,14 @@ inputs, once, in the backward pass. What splits D is gathered chunk by chunk.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
-from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import DimSplit, without_axes
+from praxis_lite.sharding import SplitDims, constrain
+from praxis_lite.sharding.split_dims import DimSplit, num_shards_of
 from praxis_lite.sharding.varying import varying_alike
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
@@ -76,16 +74,6 @@ def token_stats(
     ]
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
     return _token_stats(chunks, [x for x, _ in factors], weights, bias_NS, class_ids)
-
-
-def num_shards_of(class_split: DimSplit) -> int:
-    """Returns into how many parts the mesh splits the classes; 1 if none is set."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    spec = to_partition_spec((class_split,), mesh.axis_names)
-    (entry,) = without_axes(spec, mesh.manual_axes)
-    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,5 +1,7 @@
 """Token embedding. Names and numerics are Pax's."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +15,8 @@ from praxis_lite.layers.base_layer import (
     xavier,
 )
 from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.sharding.split_dims import DimSplit
+from praxis_lite.sharding.logical_axes import axes_of
+from praxis_lite.sharding.split_dims import num_shards_of, to_partition_spec, without_axes
 
 # B batch, T time, D model dims, V classes.
 LOOKUP_STYLES = ("index", "matmul")
@@ -49,33 +52,73 @@ class Embedding(BaseLayer):
         self.emb_var = self.weight(
             (num_classes, input_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
         )
-        self.class_split = next(iter(weight_split_dims_mapping or ()), None)
+        self.weight_split_dims_mapping = weight_split_dims_mapping
         self.lookup_style = lookup_style
         self.scale = input_dims**0.5 if scale_sqrt_depth else 1.0
         self.fprop_dtype = fprop_dtype
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        table_VD = self.emb_var[...]
-        embs = lookup(table_VD, ids, self.class_split, self.lookup_style, self.fprop_dtype)
-        return placed(embs * self.scale, self.activation_split_dims_mapping)
+        split = self.activation_split_dims_mapping
+        embs = lookup(
+            self.emb_var[...], ids, self.weight_split_dims_mapping, self.lookup_style,
+            self.fprop_dtype, split,
+        )
+        return placed(embs * self.scale, split)
 
 
 def lookup(
-    table_VD: jax.Array, ids: jax.Array, class_split: DimSplit, lookup_style: str, dtype: jnp.dtype
+    table_VD: jax.Array,
+    ids: jax.Array,
+    weight_split_dims_mapping: SplitDims,
+    lookup_style: str,
+    dtype: jnp.dtype,
+    activation_split_dims_mapping: SplitDims,
 ) -> jax.Array:
     """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 
     "matmul" multiplies a one-hot [..., V] by the table. An id that has no row gives NaN by "index",
     which shows, and zeros by "matmul"; Pax's "index" takes the last row.
+
+    Args:
+      weight_split_dims_mapping: of the table, [V, D].
+      activation_split_dims_mapping: of what becomes of the rows.
     """
-    # Whole rows: from rows that are split XLA would go to the batch's split by way of full copies.
-    table_VD = constrain(table_VD, (class_split, None))
+    table_split = (*(weight_split_dims_mapping or ()), None, None)[:2]
     if lookup_style == "index":
+        split = _columns_split(table_VD, ids, table_split, activation_split_dims_mapping)
+        if split is None:
+            # Whole rows: from split ones XLA would go to the batch's split by way of full copies.
+            table_VD = constrain(table_VD, (table_split[0], None))
+        else:
+            ids = constrain(ids, split[:-1])
         # Cast after it: the gradients of a row, one for each time it is read, are added in float32.
-        return jnp.take(table_VD, ids, axis=0).astype(dtype)
+        return constrain(jnp.take(table_VD, ids, axis=0).astype(dtype), split)
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
+    table_VD = constrain(table_VD, (table_split[0], None))
     return jnp.einsum("...v,vd->...d", one_hot, table_VD.astype(dtype))
+
+
+def _columns_split(
+    table_VD: jax.Array, ids: jax.Array, table_split: SplitDims, activation_split: SplitDims
+) -> SplitDims:
+    """Returns the split [..., D] in which each device reads its own columns for all tokens.
+
+    The tokens' rows are then exchanged, which is less than to gather the table, and to scatter its
+    gradient, where a device has fewer tokens than rows. None: it has more, or columns are whole.
+    """
+    mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split
+    num_parts = num_shards_of(dim_split)
+    if num_parts == 1:
+        return None
+    spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
+    axes = [
+        axis for entry in to_partition_spec(table_split, mesh.axis_names) for axis in axes_of(entry)
+    ]
+    split = without_axes(spec, axes)[:-1]
+    num_rows = table_VD.shape[0] / num_shards_of(class_split)
+    num_read = ids.size / math.prod(num_shards_of(entry) for entry in split)
+    return (*split, dim_split) if num_read / num_parts < num_rows else None
 
 
 def placed(embs: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:

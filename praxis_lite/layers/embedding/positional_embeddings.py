@@ -99,7 +99,7 @@ class TrainablePositionalEmbedding(BaseLayer):
         self.emb_var = self.weight(
             (max_seq_length, embedding_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
         )
-        self.position_split = next(iter(weight_split_dims_mapping or ()), None)
+        self.weight_split_dims_mapping = weight_split_dims_mapping
         self.max_seq_length, self.lookup_style = max_seq_length, lookup_style
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
@@ -123,8 +123,11 @@ class TrainablePositionalEmbedding(BaseLayer):
         positions = _rows(positions, seq_length)
         self.check_length(positions.shape[-1])
         table = self.emb_var[...]
-        embs = lookup(table, positions, self.position_split, self.lookup_style, table.dtype)
-        return constrain(embs, self.activation_split_dims_mapping)
+        split = self.activation_split_dims_mapping
+        embs = lookup(
+            table, positions, self.weight_split_dims_mapping, self.lookup_style, table.dtype, split
+        )
+        return constrain(embs, split)
 
 
 class RotaryPositionalEmbedding(BaseLayer):

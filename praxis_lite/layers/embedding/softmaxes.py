@@ -87,7 +87,6 @@ class FullSoftmax(BaseLayer):
         self.chunk_size = chunk_size
         self.weight_split_dims_mapping = weight_split_dims_mapping
         self.activation_split_dims_mapping = activation_split_dims_mapping
-        self.class_split = (*(weight_split_dims_mapping or ()), None, None)[1]
         self.aux_loss = AuxLoss(jnp.zeros(())) if z_loss_weight else None
         self._project(feed_forward_tpl, has_bias, bias_init, weight_init, rngs)
 
@@ -241,7 +240,13 @@ class SharedEmbeddingSoftmax(FullSoftmax):
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
         """Returns [B, T, D] for ids [B, T]."""
         embs = 0.0
+        dim_split, class_split = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
         for table, into_D in self._tables():
-            rows = lookup(table, ids, self.class_split, self.lookup_style, self.fprop_dtype)
+            # Of the factors of a low-rank adapter the dims are not split.
+            table_split = (class_split, dim_split if into_D is None else None)
+            rows = lookup(
+                table, ids, table_split, self.lookup_style, self.fprop_dtype,
+                self.lookup_split_dims_mapping,
+            )
             embs += rows if into_D is None else rows @ into_D.astype(self.fprop_dtype)
         return placed(embs * self.emb_scale, self.lookup_split_dims_mapping)

@@ -39,11 +39,19 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
-def remat(step: Callable[..., Any], checkpoint_policy: str) -> Callable[..., Any]:
-    """Returns `step`, which the backward pass computes again but for what the policy keeps."""
+def remat(
+    step: Callable[..., Any], checkpoint_policy: str, *, is_scanned: bool
+) -> Callable[..., Any]:
+    """Returns `step`, which the backward pass computes again but for what the policy keeps.
+
+    Args:
+      is_scanned: it is the body of a scan of several turns. There XLA cannot merge the two
+        computations into one, which else must be prevented at the cost of fusions.
+    """
     if checkpoint_policy == "save_everything":
         return step
-    return jax.checkpoint(step, policy=CHECKPOINT_POLICIES[checkpoint_policy])
+    policy = CHECKPOINT_POLICIES[checkpoint_policy]
+    return jax.checkpoint(step, policy=policy, prevent_cse=not is_scanned)
 
 
 def check_policy(checkpoint_policy: str, layer: object) -> None:

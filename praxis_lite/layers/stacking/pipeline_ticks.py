@@ -157,7 +157,7 @@ def run_ticks(
     # No spmd_axis_name: under it a block's shard_map over other axes fails (jax 0.10), and XLA
     # finds the stages' layout from what is stated before and after.
     work_S = jax.vmap(
-        remat(work, checkpoint_policy),
+        remat(work, checkpoint_policy, is_scanned=True),  # There is more than one tick.
         in_axes=(1, 1, 0, 0, 0, 0, 0, 0),
         out_axes=(0, 1, 0),
     )

@@ -213,7 +213,9 @@ class Pipeline(BaseLayer):
 
         blocks, cache = to_repeated((self.blocks, cache))
         layers = blocks, jnp.arange(self.num_layers), cache
-        x_M, stacked_outputs = jax.lax.scan(remat(step, self.checkpoint_policy), x_M, layers)
+        x_M, stacked_outputs = jax.lax.scan(
+            remat(step, self.checkpoint_policy, is_scanned=self.num_layers > 1), x_M, layers
+        )
         cache, values = in_stages_form(stacked_outputs, self._stack_shape)
         return x_M, cache, values
 

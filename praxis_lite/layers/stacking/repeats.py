@@ -78,7 +78,8 @@ class Repeat(BaseLayer):
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
         keys = None if key is None else jax.random.split(key, self.num_layers)
-        step = remat(_step(inputs), self.checkpoint_policy)
+        is_scanned = not self.unroll and self.num_layers > 1
+        step = remat(_step(inputs), self.checkpoint_policy, is_scanned=is_scanned)
         if not self.unroll:
             x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
             assign(self.blocks, values)
@@ -147,7 +148,7 @@ class StackedTransformer(BaseLayer):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
-        step = remat(_step(inputs), self.checkpoint_policy)
+        step = remat(_step(inputs), self.checkpoint_policy, is_scanned=False)
         input_key, *keys = split_keys(key, 1 + len(self.layer_names))
         x, caches = self.input_dropout(x, input_key), {}
         for name, layer_key in zip(self.layer_names, keys, strict=True):
