@@ -48,19 +48,23 @@ class DpoTask(LanguageModelTask):
 
         loss; rewards/chosen, rewards/rejected: beta times how much likelier an answer is than by
         the reference, in nats; rewards/margins: their difference; rewards/accuracies: the share of
-        pairs in which it is positive.
+        pairs in which it is positive by more than rounding, as no pair is of a model that still is
+        the reference.
         """
         reference = reference_of(model)
         before = jax.lax.stop_gradient(_log_probs(reference, inputs, None))
-        rewards = self.beta * (_log_probs(model, inputs, key) - before)
+        log_probs = _log_probs(model, inputs, key)
+        rewards = self.beta * (log_probs - before)
         margins = rewards[:, 0] - rewards[:, 1]
+        summed = jnp.sum(jnp.abs(log_probs) + jnp.abs(before), axis=-1)
+        rounding = 16 * jnp.finfo(summed.dtype).eps * self.beta * summed
         right, wrong = jax.nn.log_sigmoid(margins), jax.nn.log_sigmoid(-margins)
         per_pair = {
             "loss": -(1 - self.label_smoothing) * right - self.label_smoothing * wrong,
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
             "rewards/margins": margins,
-            "rewards/accuracies": (margins > 0).astype(jnp.float32),
+            "rewards/accuracies": (margins > rounding).astype(jnp.float32),
         }
         weights = inputs["weights"].astype(jnp.float32)
         total = jnp.sum(weights)

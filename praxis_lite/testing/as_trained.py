@@ -1,6 +1,6 @@
 """A mesh's first step in the experiment's own types: how far rounding may take it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -9,6 +9,7 @@ from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison, differences, largest
 from praxis_lite.testing.runs import variants
 from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, report
+from praxis_lite.testing.runs.states import NUDGE
 from praxis_lite.testing.tolerances import kind_of
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # Between the rounding of float32, 2^-24, and of bfloat16, 2^-9: far from the one, below the other.
 FLOAT32_OFF = 2.0**-11
+FLOAT32_ROUNDING = 2.0**-24
 
 
 def as_trained(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
@@ -31,7 +33,8 @@ def as_trained(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
     if low:
         check.remark(f"Sums are not held against float32, for {low[0]} is of fewer bits.")
     else:
-        yield _in_float32(wanted, own)
+        (moved, *_), _ = check.trained_on_one(reference, 1, nudged=True)
+        yield _in_float32(wanted, own, differences(wanted, moved))
 
 
 def _report(check: "Check", one: OnMesh) -> Leaves:
@@ -44,15 +47,24 @@ def _report(check: "Check", one: OnMesh) -> Leaves:
     return report(jax.device_get(outputs))
 
 
-def _in_float32(wanted: Leaves, own: Leaves) -> list[Comparison]:
-    """Returns comparisons that tell sums in bfloat16 from sums in float32, on one device."""
+def _in_float32(
+    wanted: Leaves, own: Leaves, moved: Mapping[str, float]
+) -> list[Comparison]:
+    """Returns comparisons that tell sums in bfloat16 from sums in float32, on one device.
+
+    Args:
+      moved: how far each leaf goes in float64 for weights moved by `NUDGE`; in float32 a difference
+        of large numbers, such as a reward before anything is learnt, is off in that proportion.
+    """
     gradients = [largest(x) for leaf, x in wanted.items() if kind_of(leaf) == "gradients"]
     of_all = {"gradients": 1e-5 * max(gradients, default=0.0)}
     why = "float32 on one device: 2^-11 of the leaf; bfloat16 is further off"
     return [
         Comparison(
             "one device", f"{kind_of(leaf)} in float32", leaf, 0, apart,
-            FLOAT32_OFF * largest(wanted[leaf]) + of_all.get(kind_of(leaf), 1e-6), why,
+            FLOAT32_OFF * largest(wanted[leaf]) + of_all.get(kind_of(leaf), 1e-6)
+            + 4.0 * moved.get(leaf, 0.0) * FLOAT32_ROUNDING / NUDGE,
+            why,
         )
         for leaf, apart in differences(wanted, own).items()
     ]
