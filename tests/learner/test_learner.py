@@ -146,9 +146,14 @@ def spoilt(i, value):
     return grads
 
 
+# A condition on a CPU, a choice for each element elsewhere.
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("clip", slow_but({3.0}, [0.0, 3.0]))
 @pytest.mark.parametrize("what", ["nan gradient", "inf gradient", "nan loss", "inf loss"])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(what, clip):
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
+    what, clip, platform, monkeypatch
+):
+    monkeypatch.setattr("praxis_lite.learner.learner.compiled_platform", lambda: platform)
     value = np.nan if "nan" in what else np.inf
     in_gradient = "gradient" in what
     grads = [GRADS[0], spoilt(1, value) if in_gradient else GRADS[1], *GRADS[2:]]

@@ -275,6 +275,23 @@ def test_bfloat16_is_close_to_float32_and_used():
     assert 1e-4 < error < 0.03
 
 
+def test_logits_may_be_of_the_queries_dtype():
+    x = jax.random.normal(jax.random.key(0), (2, 9, 8)).astype(jnp.bfloat16)
+    outputs = {}
+    for name in ("einsum", "auto"):
+        for is_wide in (True, False):
+            module = ATTENTION(
+                8, 2, atten_kernel=name, float32_logits=is_wide, rngs=nnx.Rngs(0)
+            )
+            traced = str(jax.make_jaxpr(lambda x, module=module: module(x)[0])(x))
+            assert ("f32[2,2,9,9] = dot_general" in traced) == is_wide
+            outputs[name, is_wide] = np.asarray(module(x)[0], np.float32)
+    wide, narrow = outputs["einsum", True], outputs["einsum", False]
+    assert 0 < np.abs(wide - narrow).max() < 0.02 * np.abs(wide).max()
+    with pytest.raises(ConfigError, match="'chunked', which cannot do float32_logits=False"):
+        ATTENTION(8, 2, atten_kernel="chunked", float32_logits=False, rngs=nnx.Rngs(0))
+
+
 def test_gradients_are_those_of_finite_differences():
     model = NnxModel(
         partial(

@@ -10,6 +10,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers import AuxLoss, intermediates
+from praxis_lite.layers.embedding.cross_entropy import stats_of_logits
 from praxis_lite.models import NnxModel
 from tests.support.goldens import pax_options
 from tests.support.pax_options import flat, mdl_vars_from
@@ -148,3 +149,19 @@ def test_other_wrong_settings_are_named():
         CLASS_MAJOR(13, 7, activation="silo", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="neither class_ids nor class_probabilities"):
         FULL(13, 7, rngs=nnx.Rngs(0)).compute_loss(IN["x"], None, IN["weights"])
+
+
+def test_statistics_of_logits_are_those_of_jax():
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-3, 4, (6, 11)).astype(np.float32)  # With equals.
+    logits[3], logits[4, 5] = -np.inf, np.nan
+    logits[5, [2, 7]] = np.inf
+    stats = stats_of_logits(jnp.asarray(logits), None)
+    np.testing.assert_array_equal(stats.argmax, jnp.argmax(logits, axis=-1))
+    np.testing.assert_allclose(stats.log_z, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
+    own, jaxs = (
+        jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(logits[:3])
+        for f in (lambda x: stats_of_logits(x, None).log_z,
+                  lambda x: jax.nn.logsumexp(x, axis=-1))
+    )
+    np.testing.assert_allclose(own, jaxs, rtol=1e-6)
