@@ -110,9 +110,14 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         fdl.build(config), learner,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
+    compiler_options = dict(one.split("=", 1) for one in options.compiler_option)
+    if topology.startswith("v5p"):
+        compiler_options = UNREADABLE | compiler_options
+    settings = {"compiler_options": {"tpu": compiler_options}}
     if options.by_hand:
-        return ShardMapPartitioner(task, mesh, data_axes=tuple(options.by_hand.split(",")))
-    return Partitioner(task, mesh)
+        axes = tuple(options.by_hand.split(","))
+        return ShardMapPartitioner(task, mesh, data_axes=axes, **settings)
+    return Partitioner(task, mesh, **settings)
 
 
 def measured(options: argparse.Namespace, row: str) -> None:
@@ -123,11 +128,8 @@ def measured(options: argparse.Namespace, row: str) -> None:
     weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     batch = {"ids": ids, "labels": ids, "weights": weights, "segment_ids": ids, "segment_pos": ids}
     chip = topology.partition(":")[0]
-    compiler_options = dict(one.split("=", 1) for one in options.compiler_option)
-    if chip == "v5p":
-        compiler_options = UNREADABLE | compiler_options
     start = time.monotonic()
-    compiled = partitioner.lower("train", batch).compile(compiler_options or None)
+    compiled = partitioner.lower("train", batch).compile()
     seconds, text = time.monotonic() - start, compiled.as_text()
     if options.dump:
         with open(options.dump, "w", encoding="utf-8") as file:

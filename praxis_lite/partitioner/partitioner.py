@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.models.axis_rules import flax_axis_rules
 from praxis_lite.models.layer_paths import naming_the_layer
 from praxis_lite.partitioner import accumulation, steps
+from praxis_lite.partitioner.compiler_options import init_options, step_options
 from praxis_lite.partitioner.train_state import TrainState, state_layout
 from praxis_lite.sharding import global_batch, reshard_by_rank
 from praxis_lite.sharding.inputs import (
@@ -21,6 +22,7 @@ from praxis_lite.sharding.inputs import (
     replicated_key,
     true_rows,
 )
+from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.task import Task, WeightedScalars
 
@@ -38,15 +40,18 @@ class Partitioner:
       mesh: with Auto axes.
       value_and_grad: how a train step's gradients are made and summed; as `accumulation`'s.
       evaluate: a pure eval step; as `steps.eval_step`.
+      compiler_options: as of `MeshConfig`.
 
     Attributes:
       layout: StateLayout of the TrainState.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
+      compiler_options: that the steps are compiled with on this mesh; None: there are none.
       decode_step: (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch.
 
     Raises:
-      ConfigError: a weight's split does not fit; before anything compiles.
+      ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
+        anything compiles.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Partitioner:
         *,
         value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
         evaluate: Callable[..., Any] = steps.eval_step,
+        compiler_options: CompilerOptions | None = None,
     ):
         self.task, self.mesh = task, mesh
         self._value_and_grad, self._evaluate = value_and_grad, evaluate
@@ -65,6 +71,7 @@ class Partitioner:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         state_shardings = self.layout.shardings(mesh)
         mdl_shardings = state_shardings.mdl_vars
+        self.compiler_options = options = step_options(compiler_options, mesh)
         # The batch's sharding is None, "as it comes": `global_batch` has placed it.
         self.init = jax.jit(
             self._init, out_shardings=state_shardings, compiler_options=init_options(mesh)
@@ -74,17 +81,20 @@ class Partitioner:
             in_shardings=(state_shardings, None, self.replicated),
             out_shardings=(state_shardings, self.replicated),
             donate_argnums=0,
+            compiler_options=options,
         )
         self._eval = jax.jit(
             without_xla_errors(self._eval_step, static_argnums=3),
             static_argnums=3,
             in_shardings=(mdl_shardings, None, self.replicated),
             out_shardings=self.replicated,
+            compiler_options=options,
         )
         self.decode_step = jax.jit(
             without_xla_errors(self._decode_step),
             in_shardings=(mdl_shardings, None, self.replicated),
             out_shardings=self.replicated,
+            compiler_options=options,
         )
         self._eval_params = jax.jit(
             self._eval_params_of_state,
@@ -255,14 +265,3 @@ class Partitioner:
         with self._tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
             return steps.decode_step(self.task, mdl_vars, self._inputs(batch), key)
-
-
-def init_options(mesh: Mesh) -> dict[str, Any] | None:
-    """Returns compiler options under which init, which runs once, compiles fast.
-
-    LLVM spends half a second on each random draw on CPU; nearly without its optimisations a tenth.
-    Not at level 0: there it rounds a product before a sum or not as the code around them is, which
-    depends on the shard's shape, and a weight's last bit on the mesh.
-    """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return {"xla_backend_optimization_level": 1} if is_cpu else None

@@ -22,6 +22,7 @@ from praxis_lite.partitioner.sums_over_devices import (
 from praxis_lite.sharding import WeightSpec, constrain, pad_tree, unpad_tree
 from praxis_lite.sharding.gather import MappedWeight, mapped_weight, sharded
 from praxis_lite.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.sharding.varying import varying_over
 from praxis_lite.task import Task, WeightedScalars
 
@@ -62,7 +63,10 @@ class ShardMapPartitioner(Partitioner):
         over a data axis.
     """
 
-    def __init__(self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",)):
+    def __init__(
+        self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",),
+        compiler_options: CompilerOptions | None = None,
+    ):
         self.data_axes = _checked_axes(data_axes, mesh)
         # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
         self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
@@ -73,7 +77,8 @@ class ShardMapPartitioner(Partitioner):
             "Take Partitioner for it, or another mesh.",
         )
         super().__init__(
-            task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand
+            task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand,
+            compiler_options=compiler_options,
         )
         layout, groups = self._mdl_layout.select("params"), self.layout.groups
         self._weights = jax.tree_util.tree_map_with_path(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -15,6 +15,9 @@ from praxis_lite.errors import ConfigError, require
 
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class MeshConfig:
     axis_names: Sequence[str] = ("replica", "data", "mdl")
     allow_unused_devices: bool = False
     allow_split_physical_axes: bool = False
+    compiler_options: CompilerOptions | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self):
         names = tuple(self.axis_names)

@@ -68,7 +68,13 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )
     print(f"mesh ({axes}): {devices}", flush=True)
-    partitioner = (job.partitioner or Partitioner)(job.task, mesh)
+    options = {}
+    if job.mesh.compiler_options:  # A partitioner of the user's own may take none.
+        options = {"compiler_options": job.mesh.compiler_options}
+    partitioner = (job.partitioner or Partitioner)(job.task, mesh, **options)
+    if partitioner.compiler_options:
+        words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
+        print(f"compiler options: {words}", flush=True)
     if mode != "explain":
         check_fits(partitioner.layout, mesh, mode)
     check_averages(partitioner, job.run)

@@ -12,7 +12,7 @@ from praxis_lite import main, task
 from praxis_lite.experiment import experiment
 from praxis_lite.learner import learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.partitioner.partitioner import init_options
+from praxis_lite.partitioner.compiler_options import init_options
 from praxis_lite.sharding import mesh
 from praxis_lite.trainer.metrics import progress
 from tests.test_import_direction import ORDERS, imports

@@ -26,40 +26,24 @@ class TokenStats(NamedTuple):
 
 def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStats:
     """Returns the statistics of logits [..., V]; without labels the label logits are 0."""
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     if class_ids is None:
         label_logit = jnp.zeros(logits.shape[:-1], logits.dtype)
     else:
-        classes = jnp.arange(logits.shape[-1]).reshape((1,) * class_ids.ndim + (-1,))
         # No one-hot, and no gather from logits whose classes are split.
-        is_label = classes == class_ids[..., None]
-        label_logit = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    highest, argmax = _highest(jax.lax.stop_gradient(logits))
-    # As jax.nn.logsumexp, which would look for the highest logit in a pass of its own.
+        label_logit = jnp.sum(jnp.where(classes == class_ids[..., None], logits, 0.0), axis=-1)
+    # As jax.nn.logsumexp and jnp.argmax (NaN is the highest), but in one pass after the maximum's:
+    # XLA fuses sums of one array, and an argmax of its own would be a third.
+    fixed = jax.lax.stop_gradient(logits)
+    highest = jnp.max(fixed, axis=-1, keepdims=True)
+    is_highest = (fixed == highest) | (fixed != fixed)
     shift = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    sum_exp = jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1)
     return TokenStats(
-        log_z=jnp.log(sum_exp) + shift,
+        log_z=jnp.log(jnp.sum(jnp.exp(logits - shift), axis=-1)) + shift[..., 0],
         label_logit=label_logit,
         logit_sum=jnp.sum(logits, axis=-1),
-        argmax=argmax,
+        argmax=jnp.min(jnp.where(is_highest, classes, logits.shape[-1] - 1), axis=-1),
     )
-
-
-def _highest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the highest logit and its class, the first of equals, in one pass: [...] each.
-
-    As `jnp.argmax`, NaN is the highest of all.
-    """
-
-    def higher(best: tuple, other: tuple) -> tuple[jax.Array, jax.Array]:
-        (a, i), (b, j) = best, other
-        is_higher = (b > a) | (b != b)
-        is_first = is_higher | ((b == a) & (j < i))
-        return jnp.where(is_higher, b, a), jnp.where(is_first, j, i)
-
-    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    initial = (jnp.array(-jnp.inf, logits.dtype), jnp.array(0, jnp.int32))
-    return jax.lax.reduce((logits, classes), initial, higher, (logits.ndim - 1,))
 
 
 def cross_entropy(
