@@ -8,7 +8,6 @@ from praxis_lite.main import main
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
 
-
 TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
 
 
@@ -25,7 +24,7 @@ def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"cpu": {"xla_bogus": 1}}, "mesh.compiler_options of cpu: No such compile option: 'xla_bogus'"),
+    ({"cpu": {"xla_bogus": 1}}, "options of cpu: No such compile option: 'xla_bogus'"),
     ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "'maybe' is not a valid bool value"),
     ({"cuda": {}}, "a platform is 'cuda'; wanted is one of cpu, gpu, tpu"),
 ])
