@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.layers.attention.blocks import blocked_attention
 from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.fused import (
@@ -71,6 +72,7 @@ KERNELS: dict[str, frozenset[str]] = {
         "float32_logits=False",
         "relative_bias_tpl",
     },
+    "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},
 }
 # From so many logits per head on, chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096
@@ -92,7 +94,8 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
 
     "auto" is the hardware's own kernel where that can do what is needed, chunks where the logits
     would be many, otherwise the einsum. Calls with a cache, whose mask depends on the positions,
-    take the einsum or chunks whatever kernel is set.
+    take the einsum or chunks whatever kernel is set. "blocked" is never chosen: it is for programs
+    that must be planned, which a hardware's own kernel hides, and where there is none.
 
     Args:
       setting: a name in KERNELS, or "auto".
@@ -203,6 +206,8 @@ def attend(
     name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
     log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask, options
+    if name == "blocked":
+        return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
     if name == "chunked":
         return chunked_attention(*args, chunk_size=chunk_size)
     if name == "dot_product":

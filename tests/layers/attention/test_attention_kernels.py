@@ -10,8 +10,10 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.explain import hlo
 from praxis_lite.layers.attention import fused as attention_fused
 from praxis_lite.layers.attention import kernels as attention_kernels
+from praxis_lite.layers.attention.blocks import blocked_attention
 from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.kernels import Workload, choose_kernel
@@ -87,6 +89,7 @@ def all_answers() -> dict:
     kernels = {
         "einsum": einsum_attention,
         "chunks_of_4": functools.partial(chunked_attention, chunk_size=4),
+        "blocks_of_4": functools.partial(blocked_attention, block_size=4),
         "dot_product": attention_fused.dot_product_attention,
     }
 
@@ -95,8 +98,9 @@ def all_answers() -> dict:
             name: {
                 kernel: answers(fn, *case)
                 for kernel, fn in kernels.items()
-                # It knows of no option that changes logits.
-                if kernel != "dot_product" or not case[1]
+                # One knows of no option that changes logits, one of no indices but its own.
+                if not (kernel == "dot_product" and case[1])
+                and not (kernel == "blocks_of_4" and name == "positions")
             }
             for name, case in MASKS.items()
         }
@@ -165,6 +169,41 @@ def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
         assert_equal(found, wanted, str(mesh), atol=2e-5)
 
 
+def test_blocks_of_causal_attention_leave_out_what_is_not_seen():
+    # By hand: of 16 queries in blocks of 4, 4 x (4 + 8 + 12 + 16) logits instead of 256; with a
+    # window of 3, 4 x (4 + 6 + 6 + 6). Forward two matmuls of 2 N K flops per logit; backward four.
+    q, k = (np.ones((1, 16, heads, 5), np.float32) for heads in (6, 3))
+    for window, logits in ((None, 160), (3, 88)):
+        kernel = functools.partial(
+            blocked_attention, mask=AttentionMask(window, 0), options=LogitOptions(), block_size=4
+        )
+        forward = jax.jit(kernel).lower(q, k, k).compile()
+        assert hlo.flops(forward) == 2 * 2 * 6 * 5 * logits
+        both = jax.jit(jax.grad(lambda *x, f=kernel: jnp.sum(f(*x) ** 2), (0, 1, 2)))
+        assert hlo.flops(both.lower(q, k, k).compile()) == 6 * 2 * 6 * 5 * logits
+
+
+def test_blocks_have_the_gradients_of_sinks_and_of_bfloat16():
+    q, k, v = (
+        rng.normal(size=(2, 9, heads, 4)).astype(np.float32) for heads in (4, 2, 2)
+    )
+    sinks, mask = rng.normal(size=4).astype(np.float32), AttentionMask(5, 0)
+    for dtype, is_wide, atol in ((jnp.float32, True, 1e-5), (jnp.bfloat16, False, 0.15)):
+        options = LogitOptions(cap=2.0, float32_logits=is_wide)
+
+        def loss(q, k, v, sinks, kernel, dtype=dtype, options=options):
+            y = kernel(q.astype(dtype), k.astype(dtype), v.astype(dtype), mask, options,
+                       sinks_N=sinks)
+            assert y.dtype == dtype
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        found, wanted = (
+            jax.jit(jax.grad(functools.partial(loss, kernel=kernel), (0, 1, 2, 3)))(q, k, v, sinks)
+            for kernel in (functools.partial(blocked_attention, block_size=4), einsum_attention)
+        )
+        assert_equal(found, wanted, str(dtype), atol=atol)
+
+
 def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Workload:
     return Workload(platform, dtype, queries, keys, dim)
 
@@ -217,6 +256,7 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
         ("dot_product", "dot_product kernel: it is set"),
         ("splash", "splash kernel: it is set"),
         ("chunked", "chunked kernel: it is set"),
+        ("blocked", "blocked kernel: it is set"),
     ],
 )
 def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(setting, message):

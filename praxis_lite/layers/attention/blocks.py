@@ -1,0 +1,200 @@
+"""Attention in blocks of queries, each of which computes only the keys that it may see by index.
+
+Of causal attention that is little more than half of the logits, and of a window less. The blocks
+are written out, one after the other, in matmuls that the compiler sees: it plans and fuses them as
+any others, and says what they cost. The backward pass is by hand.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.masks import AttentionMask
+
+# B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
+# these, K dims per head, C queries of a block.
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def blocked_attention(
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    block_size: int,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K].
+
+    The backward pass keeps the probabilities, not yet divided by their sums, in the queries' dtype:
+    of B N T S logits those that a block computes. A layer that is computed again (remat) has them
+    for a moment.
+
+    Args:
+      q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`; the mask has no
+        indices of its own.
+      block_size: C, queries of a block.
+    """
+    B, T, N, K = q_BTNK.shape
+    G = k_BSGK.shape[2]
+    q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
+    extra = options.extra
+    if sinks_N is not None:
+        sinks = sinks_N.astype(jnp.float32).reshape(1, G, N // G, 1)
+    else:
+        sinks = None if extra is None else jnp.full((1, 1, 1, 1), extra, jnp.float32)
+    encoded = _attention(q_BTGRK, k_BSGK, v_BSGK, mask, sinks, options, block_size)
+    return encoded.reshape(B, T, N, v_BSGK.shape[-1])
+
+
+class _Block(NamedTuple):
+    """Queries [start, stop), which see keys of [first, end) alone."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        return x[:, self.start : self.stop]
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        return x[:, self.first : self.end]
+
+    def logits(self, q, k, mask: AttentionMask, options: LogitOptions) -> tuple[Any, Any]:
+        """Returns capped logits [B, G, R, C, S'], and what is visible, [B or 1, 1, 1, C, S']."""
+        dtype = jnp.float32 if options.float32_logits else q.dtype
+        logits = jnp.einsum(
+            "btgrk,bsgk->bgrts", self.queries(q), self.keys(k), preferred_element_type=dtype
+        )
+
+        def part(x: jax.Array | None, of_block: Any) -> jax.Array | None:
+            return None if x is None else of_block(x)
+
+        own = dataclasses.replace(
+            mask,
+            q_segments_BT=part(mask.q_segments_BT, self.queries),
+            kv_segments_BS=part(mask.kv_segments_BS, self.keys),
+            kv_visible_BS=part(mask.kv_visible_BS, self.keys),
+        )
+        index_T = jnp.arange(self.start, self.stop, dtype=jnp.int32)[None]
+        visible = own.visible_at(index_T, jnp.arange(self.first, self.end, dtype=jnp.int32))
+        return options.applied(logits), None if visible is None else visible[:, None, None]
+
+
+def _blocks(num_queries: int, num_keys: int, mask: AttentionMask, size: int) -> Iterator[_Block]:
+    for start in range(0, num_queries, size):
+        stop, first, end = min(start + size, num_queries), 0, num_keys
+        if mask.left_context is not None:
+            first = min(max(start - mask.left_context + 1, 0), num_keys - 1)
+        if mask.right_context is not None:
+            end = max(min(stop + mask.right_context, num_keys), first + 1)
+        yield _Block(start, stop, first, end)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q, k, v, mask, sinks, options, block_size):
+    return _forward(q, k, v, mask, sinks, options, block_size)[0]
+
+
+def _forward(q, k, v, mask, sinks, options, block_size):
+    """Returns the attended values and, of each block, what the backward pass reads."""
+    parts, kept = [], []
+    for block in _blocks(q.shape[1], k.shape[1], mask, block_size):
+        logits, visible = block.logits(q, k, mask, options)
+        lowest = float(jnp.finfo(logits.dtype).min)
+        if visible is not None:
+            logits = jnp.where(visible, logits, lowest)
+        highest = jnp.max(logits, axis=-1)
+        sees_any = highest > lowest
+        if sinks is not None:
+            highest = jnp.maximum(highest, sinks.astype(highest.dtype))
+        exp = jnp.exp(logits - highest[..., None]).astype(q.dtype)
+        total = jnp.sum(exp, axis=-1, dtype=jnp.float32)
+        highest = highest.astype(jnp.float32)
+        if sinks is not None:
+            total += jnp.exp(sinks - highest)
+        # A query that sees no key has ones for all: it takes no part.
+        share = jnp.where(sees_any, 1.0 / total, 0.0)
+        part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _of_outputs(share)
+        if _averages(q, k, mask, sinks, options):
+            mean = jnp.mean(v, axis=1, dtype=jnp.float32)[:, None, :, None]
+            part = jnp.where(_of_outputs(sees_any), part, mean)
+        parts.append(part.astype(q.dtype))
+        kept.append((exp, share, highest))
+    return jnp.concatenate(parts, axis=1), kept
+
+
+def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
+    """Returns True if there may be queries that see no key, and get the mean of all values."""
+    arrays = (mask.q_segments_BT, mask.kv_visible_BS)
+    may_see_none = any(x is not None for x in arrays) or q.shape[1] != k.shape[1]
+    return options.averages and sinks is None and may_see_none
+
+
+def _of_outputs(x_BGRT: jax.Array) -> jax.Array:
+    """Returns [B, T, G, R, 1]."""
+    return x_BGRT.transpose(0, 3, 1, 2)[..., None]
+
+
+def _forward_with_residuals(q, k, v, mask, sinks, options, block_size):
+    encoded, kept = _forward(q, k, v, mask, sinks, options, block_size)
+    return encoded, (q, k, v, mask, sinks, encoded, kept)
+
+
+def _backward(options, block_size, residuals, d_encoded):
+    q, k, v, mask, sinks, encoded, kept = residuals
+    num_keys, dq, dk, dv, d_sinks = k.shape[1], [], None, None, 0.0
+    blocks = list(_blocks(q.shape[1], num_keys, mask, block_size))
+    # From the last, which in causal attention sees all keys.
+    for block, (exp, share, highest) in zip(reversed(blocks), reversed(kept), strict=True):
+        d_out = block.queries(d_encoded)
+        d_sums = (d_out * _of_outputs(share)).astype(q.dtype)
+        # Sum over s of p_s dp_s, which the softmax's derivative subtracts.
+        inner = _einsum("btgrk,btgrk->bgrt", d_out, block.queries(encoded)) * share
+        logits_dtype = jnp.float32 if options.float32_logits else q.dtype
+        d_exp = jnp.einsum(
+            "btgrk,bsgk->bgrts", d_sums, block.keys(v), preferred_element_type=logits_dtype
+        )
+        d_logits = exp * (d_exp - inner[..., None].astype(logits_dtype))
+        if options.cap > 0.0:
+            logits, _ = block.logits(q, k, mask, options)
+            d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
+        if options.scale != 1.0:
+            d_logits = d_logits * options.scale
+        d_logits = d_logits.astype(q.dtype)
+        dq.append(_einsum("bgrts,bsgk->btgrk", d_logits, block.keys(k)).astype(q.dtype))
+        dk_part = _einsum("bgrts,btgrk->bsgk", d_logits, block.queries(q))
+        dv_part = _einsum("bgrts,btgrk->bsgk", exp, d_sums)
+        dk, dv = (
+            _added(total, part, block.first, num_keys)
+            for total, part in ((dk, dk_part), (dv, dv_part))
+        )
+        if _averages(q, k, mask, sinks, options):
+            sees_none = (share == 0.0).astype(d_out.dtype)
+            dv += _einsum("bgrt,btgrk->bgk", sees_none, d_out)[:, None] / num_keys
+        if sinks is not None:
+            d_sinks -= jnp.sum(jnp.exp(sinks - highest) * inner, axis=(0, 3), keepdims=True)
+    if sinks is not None and sinks.size == 1:  # A setting.
+        d_sinks = jnp.sum(d_sinks, keepdims=True)
+    dq = jnp.concatenate(dq[::-1], axis=1)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None if sinks is None else d_sinks
+
+
+def _added(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
+    """Returns [B, S, G, K] with the part of some keys added, from `first` on; None: zeros."""
+    end = first + part.shape[1]
+    if total is None:
+        return jnp.pad(part, [(0, 0), (first, num_keys - end), (0, 0), (0, 0)])
+    part += total[:, first:end]
+    return jax.lax.dynamic_update_slice_in_dim(total, part, first, axis=1)
+
+
+_attention.defvjp(_forward_with_residuals, _backward)
