@@ -69,19 +69,23 @@ PEERS = {
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 
 
-def model_config(name: str, attention: str, checkpoint_policy: str) -> fdl.Config:
+def model_config(name: str, options: argparse.Namespace) -> fdl.Config:
     """Returns the config of a Llama of MODELS, computed in bfloat16."""
+    attention = {
+        "atten_kernel": options.attention, "atten_chunk_size": options.chunk_size,
+        "float32_logits": options.attention == "chunked",
+    }
     model_dims, num_layers, num_heads, dim_per_head, hidden_dims, vocab_size = MODELS[name]
     return rotary_lm(
         vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims,
         num_heads=num_heads, dim_per_head=dim_per_head, num_layers=num_layers,
-        fprop_dtype=jnp.bfloat16, attention={"atten_kernel": attention, "float32_logits": False},
+        fprop_dtype=jnp.bfloat16, attention=attention,
         tr_fflayer_tpl=fdl.Partial(
             TransformerFeedForward, activation="silu", use_gated_activation=True, has_bias=False
         ),
         softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
         separate_embedding_tpl=fdl.Partial(Embedding),
-        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=checkpoint_policy),
+        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=options.remat),
     )
 
 
@@ -96,7 +100,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         MeshConfig(ici_mesh_shape=shape, allow_split_physical_axes=True), described.devices
     )
     preset = SHARDING_PRESETS[options.preset]
-    config = set_sharding_params(model_config(model, options.attention, options.remat), preset)
+    config = set_sharding_params(model_config(model, options), preset)
     if options.layers:
         config.num_layers = options.layers
     learner = Learner(
@@ -158,7 +162,8 @@ def main() -> None:
     parser.add_argument("--preset", choices=SHARDING_PRESETS, default="fsdp+tensor")
     parser.add_argument("--mesh", help="replica,data,mdl, of as many devices as the row has")
     parser.add_argument("--layers", type=int, help="fewer; there are no ratios then")
-    parser.add_argument("--attention", default="einsum", help="atten_kernel")
+    parser.add_argument("--attention", default="blocked", help="atten_kernel")
+    parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
     parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
     parser.add_argument("--by-hand", default="", help="data_axes of ShardMapPartitioner")
     parser.add_argument("--compiler-option", action="append", default=[], help="name=value")

@@ -118,5 +118,7 @@ def test_the_gradient_of_each_weight_is_that_on_one_device(name, place):
         jax.tree_util.tree_flatten_with_path(found)[0],
         jax.tree.leaves(wanted), jax.tree.leaves(weights), strict=True,
     ):
-        atol = 1e-5 * np.abs(right).max() + 3e-7 * np.abs(weight).max() + 1e-7
+        # A reward is a difference of sums over whole answers, and is off by their rounding.
+        share = 4e-5 if "Dpo" in name else 1e-5
+        atol = share * np.abs(right).max() + 3e-7 * np.abs(weight).max() + 1e-7
         np.testing.assert_allclose(grad, right, rtol=0, atol=atol, err_msg=str(path))

@@ -61,7 +61,12 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "sequence": {
         "batch": _OVER_DATA, "expert": None, "residual_length": "mdl", **_TENSOR_PARALLEL,
     },
-    # Both, and experts on an axis of their own, over which the batch splits, too (GShard,
+    # Weights as fsdp+tensor, time as sequence: the least memory and wire for large models on TPUs.
+    "fsdp+sequence": {
+        "batch": _OVER_DATA, "embed": "data", "expert": None, "residual_length": "mdl",
+        **_TENSOR_PARALLEL,
+    },
+    # As fsdp+tensor, and experts on an axis of their own, over which the batch splits, too (GShard,
     # arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
     "expert": {
         "batch": ("data", "expert"), "expert": "expert", "embed": "data", **_TENSOR_PARALLEL,

@@ -39,6 +39,7 @@ def uneven_run(word, shape):
 # tests/support/lm_runs.py has fsdp+tensor, on six meshes; test_accumulation.py has megatron.
 @pytest.mark.parametrize(("word", "shape"), [
     ("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3)),
+    ("fsdp+sequence", (1, 2, 3)),
 ])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     wanted, _ = uneven_run("replicated", (1, 1, 1))
@@ -116,9 +117,11 @@ def collectives(word, shape, **settings):
 
 
 @pytest.mark.slow
-def test_fsdp_gathers_each_weight_for_each_pass_and_sends_no_activations():
+def test_fsdp_gathers_each_weight_for_each_pass_and_sends_no_activations_but_the_embeddings():
     totals, per_layer, _ = collectives("fsdp", (1, 4, 2))
-    assert totals.keys() == {("all-gather", 8), ("all-reduce", 8)}
+    assert totals.keys() == {("all-gather", 8), ("all-reduce", 8), ("all-to-all", 8)}
+    # Each device looks up its columns for all; the rows, and their gradients, are exchanged.
+    assert totals["all-to-all", 8] == 2 * 4 * ROWS * TIME * DIMS // 8
     assert 2 * BLOCK <= per_layer["all-gather", 8] <= 2 * BLOCK + VECTORS
     gathered = totals["all-gather", 8] - NUM_LAYERS * per_layer["all-gather", 8]
     assert EMBEDDING <= gathered <= 2 * EMBEDDING

@@ -74,6 +74,9 @@ WANTED = {
     "megatron": ((None, "mdl", None), (None, "mdl"), (None, "mdl"), (DATA, None, None)),
     "fsdp+tensor": (("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (DATA, None, None)),
     "sequence": ((None, "mdl", None), (None, "mdl"), (None, "mdl"), (DATA, "mdl", None)),
+    "fsdp+sequence": (
+        ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (DATA, "mdl", None)
+    ),
     "expert": (
         ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"),
         (("data", "expert"), None, None),
