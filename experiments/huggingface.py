@@ -15,6 +15,7 @@ from praxis_lite.experiments.finetune import LORA
 from praxis_lite.inputs import ChatData, PreferenceData
 from praxis_lite.inputs.tokenizers.loading import has_tokenizer
 from praxis_lite.layers import (
+    SHARDING_PRESETS,
     TransformerFeedForwardMoe,
     adapted,
     set_sharding_params,
@@ -29,6 +30,10 @@ TINY = DecoderSettings(
     vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
     dim_per_head=12, use_gated_activation=True,
 )
+
+
+# Experts too, which are most of the weights of a model that has some.
+PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 
 
 @register
@@ -57,7 +62,8 @@ class CausalLm(lm.PyDocs):
         if settings.score_func == "sigmoid":  # A correction of loads, which no loss teaches.
             learner.bprop_variable_exclusion = ".*/gate_correction"
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(lm_config(settings)), learner=learner,
+            LanguageModelTask, model=set_sharding_params(lm_config(settings), PRESET),
+            learner=learner,
             inputs_split_mapping=lm.BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
             decoder=fdl.Config(Greedy, max_decode_steps=32),
         )
