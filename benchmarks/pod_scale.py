@@ -73,7 +73,7 @@ def model_config(name: str, options: argparse.Namespace) -> fdl.Config:
     """Returns the config of a Llama of MODELS, computed in bfloat16."""
     attention = {
         "atten_kernel": options.attention, "atten_chunk_size": options.chunk_size,
-        "float32_logits": options.attention == "chunked",
+        "float32_logits": options.attention not in ("einsum", "blocked"),  # Others have no choice.
     }
     model_dims, num_layers, num_heads, dim_per_head, hidden_dims, vocab_size = MODELS[name]
     return rotary_lm(

@@ -30,8 +30,6 @@ TINY = DecoderSettings(
     vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
     dim_per_head=12, use_gated_activation=True,
 )
-
-
 # Experts too, which are most of the weights of a model that has some.
 PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 

@@ -37,7 +37,10 @@ ORDERS = {
         {"whole_model"},
     ),
     "praxis_lite/learner": (
-        {"gradients", "loss_scaling", "optimizer_factories", "optimizers", "schedules"},
+        {
+            "gradients", "loss_scaling", "optimizer_factories", "optimizers", "schedules",
+            "skipped_steps",
+        },
         {"regularization"},
         {"optimizer_groups", "weight_groups"},
         {"slots"},

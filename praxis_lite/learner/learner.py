@@ -1,7 +1,7 @@
 """How parameters are updated: what is trained, by which optimizer, which steps are skipped."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +28,9 @@ from praxis_lite.learner.optimizers import collected_patterns, evaluation_params
 from praxis_lite.learner.optimizers.schedule_free import has_averages
 from praxis_lite.learner.optimizers.weight_averages import moving_average
 from praxis_lite.learner.regularization import VariationalNoise
+from praxis_lite.learner.skipped_steps import kept_if
 from praxis_lite.learner.slots import extended_specs
 from praxis_lite.learner.weight_groups import WeightGroups, grouped, merged
-from praxis_lite.sharding import compiled_platform
 from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -220,7 +220,7 @@ class Learner:
             return jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
-        trainable, new = _kept_if(is_kept, made, trainable, old)
+        trainable, new = kept_if(is_kept, made, trainable, old)
         trainable = groups.lay_out(trainable)
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
@@ -295,16 +295,3 @@ class Learner:
 
 def _patterns(patterns: Patterns) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _kept_if(is_kept: jax.Array, made: Callable[..., PyTree], *old: PyTree) -> PyTree:
-    """Returns `made(*old)`, or `old` unless `is_kept`.
-
-    On a CPU by a condition: a choice for each element has XLA:CPU write both out. Elsewhere by the
-    choice, which fuses with the update; a condition keeps its arguments apart from what made them,
-    padding from what is padded.
-    """
-
-    if compiled_platform() == "cpu":
-        return jax.lax.cond(is_kept, made, lambda *old: old, *old)
-    return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(*old), old)

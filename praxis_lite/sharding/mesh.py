@@ -16,7 +16,6 @@ from praxis_lite.errors import ConfigError, require
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
-
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
 
 
@@ -31,6 +30,8 @@ class MeshConfig:
       allow_unused_devices: accept a mesh smaller than the accelerators there are.
       allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
         not match the torus otherwise; collectives along it then share links with another axis.
+      compiler_options: by platform ("cpu", "gpu", "tpu"), options of XLA by name for the train,
+        eval and decode steps; those of other platforms wait until a job runs there.
     """
 
     ici_mesh_shape: Sequence[int]

@@ -153,7 +153,7 @@ def spoilt(i, value):
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     what, clip, platform, monkeypatch
 ):
-    monkeypatch.setattr("praxis_lite.learner.learner.compiled_platform", lambda: platform)
+    monkeypatch.setattr("praxis_lite.learner.skipped_steps.compiled_platform", lambda: platform)
     value = np.nan if "nan" in what else np.inf
     in_gradient = "gradient" in what
     grads = [GRADS[0], spoilt(1, value) if in_gradient else GRADS[1], *GRADS[2:]]
