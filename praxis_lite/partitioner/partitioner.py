@@ -11,6 +11,7 @@ from praxis_lite.models.axis_rules import flax_axis_rules
 from praxis_lite.models.layer_paths import naming_the_layer
 from praxis_lite.partitioner import accumulation, steps
 from praxis_lite.partitioner.compiler_options import init_options, step_options
+from praxis_lite.partitioner.narrow_scans import narrow_scans
 from praxis_lite.partitioner.train_state import TrainState, state_layout
 from praxis_lite.sharding import global_batch, reshard_by_rank
 from praxis_lite.sharding.inputs import (
@@ -77,7 +78,7 @@ class Partitioner:
             self._init, out_shardings=state_shardings, compiler_options=init_options(mesh)
         )
         self.train_step = jax.jit(
-            without_xla_errors(self._train_step),
+            without_xla_errors(self._train_step, also=narrow_scans),
             in_shardings=(state_shardings, None, self.replicated),
             out_shardings=(state_shardings, self.replicated),
             donate_argnums=0,

@@ -33,7 +33,9 @@ PyTree = Any
 
 
 def without_xla_errors(
-    function: Callable[..., PyTree], static_argnums: int | Sequence[int] = ()
+    function: Callable[..., PyTree],
+    static_argnums: int | Sequence[int] = (),
+    also: Callable[[core.Jaxpr], core.Jaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
     """Returns a function of the same numbers, right however its arrays are split.
 
@@ -43,12 +45,13 @@ def without_xla_errors(
 
     Args:
       static_argnums: as of `jax.jit`.
+      also: returns another program for the traced one, of the same numbers.
     """
 
     @functools.wraps(function)
     def right(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, static_argnums, return_shape=True)(*args)
-        closed = closed.replace(jaxpr=_of_jaxpr(closed.jaxpr, {}))
+        closed = closed.replace(jaxpr=_of_jaxpr(also(closed.jaxpr), {}))
         arrays = [x for i, x in enumerate(args) if i not in np.atleast_1d(static_argnums)]
         outputs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)

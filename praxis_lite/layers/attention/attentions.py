@@ -16,6 +16,12 @@ from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, cross_attention_mask, not_padding
 from praxis_lite.layers.base_layer import require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.stacking.tensor_parallel import (
+    HalfBlock,
+    axis_by_hand,
+    by_hand,
+    check_tensor_parallel,
+)
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import constrain
 
@@ -75,6 +81,8 @@ class DotProductAttention(AttentionHeads):
       kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if not the same; one
         head stays whole.
       output_split_dims_mapping: of the outputs, [B, T, D].
+      tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
+        that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.
     """
 
     @takes_settings_of(AttentionHeads)
@@ -97,6 +105,7 @@ class DotProductAttention(AttentionHeads):
         atten_kernel: str = "auto",
         atten_chunk_size: int = 512,
         dropout_tpl: Callable[..., Any] = Dropout,
+        tensor_parallel: str | None = None,
         **settings: Any,
     ):
         require_positive(self, atten_chunk_size=atten_chunk_size)
@@ -114,9 +123,16 @@ class DotProductAttention(AttentionHeads):
             "None with attention_sinks",
         )
         super().__init__(input_dim, num_heads, **settings)
-        split_N = (*(settings.get("weight_split_dims_mapping") or ()), None, None)[1]
+        check_tensor_parallel(
+            self, tensor_parallel, {
+                "atten_dropout_prob": atten_dropout_prob > 0.0,
+                "ln_over_heads": self.layer_norm_q is not None and self.ln_over_heads,
+                "relative_bias_tpl": self.relative_bias is not None,
+            },
+        )
+        self.tensor_parallel = tensor_parallel
         self.sinks = (
-            self.weight((num_heads,), (split_N,), init=zeros, rngs=settings["rngs"])
+            self.weight((num_heads,), (self.features_split,), init=zeros, rngs=settings["rngs"])
             if attention_sinks else None
         )
         require_one_source(self, self.combined_qkv is None or not is_cross_attention)
@@ -209,6 +225,18 @@ class DotProductAttention(AttentionHeads):
           key: turns dropout on.
         """
         check_call(self, inputs, encoded, cache, atten_mask)
+        axis = axis_by_hand(self, self.features_split) if cache is None else None
+        if axis is not None:
+            rows = {
+                "encoded": encoded, "positions": positions, "segment_ids": segment_ids,
+                "paddings": paddings, "encoded_paddings": encoded_paddings,
+                "encoded_segment_ids": encoded_segment_ids, "atten_mask": atten_mask,
+            }
+            half = HalfBlock(
+                self, lambda layer, x, rows: layer(x, **rows)[0], self.output_split_dims_mapping,
+                reads_sequences=True, output="post", prepared=self._heads_for,
+            )
+            return by_hand(half, axis, inputs, rows), None
         if positions is None:
             # Made here they are a constant of the program, and XLA folds the rotary sines and
             # cosines. Handed into a scan, they would cost it these for each head of each layer.

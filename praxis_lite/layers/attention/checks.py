@@ -136,6 +136,13 @@ def check_call(
             f"key is seen and LARGE_NEGATIVE ({LARGE_NEGATIVE:.3g}) where not: "
             "jnp.where(is_seen, 0.0, LARGE_NEGATIVE) of praxis_lite.layers.attention.masks."
         )
+    how = getattr(layer, "tensor_parallel", None)
+    if atten_mask is not None and atten_mask.shape[1] > 1 and how is not None and cache is None:
+        raise ConfigError(
+            f"{name}.tensor_parallel is {how!r}, which cannot do an atten_mask with a dim of heads "
+            f"(its shape is {atten_mask.shape}): wanted is [B or 1, 1, 1 or T, S]. Or set "
+            "tensor_parallel=None."
+        )
     attends_to_itself = not layer.is_cross_attention and encoded is None
     if atten_mask is not None and attends_to_itself and layer.refuses_mask:
         raise ConfigError(

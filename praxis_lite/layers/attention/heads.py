@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -107,6 +108,7 @@ class AttentionHeads(BaseLayer):
         self.layer_norm_k = None if ln_tpl is None else ln_tpl(k_dims, rngs=rngs)
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, G, K
+        self.features_split = (*(split or ()), None, None)[1]
         self.activation_split_dims_mapping = activation_split_dims_mapping
         if kv_split_dims_mapping is None and activation_split_dims_mapping is not None:
             kv_split_dims_mapping = (*activation_split_dims_mapping, None, None, None, None)[:4]
@@ -163,3 +165,38 @@ class AttentionHeads(BaseLayer):
         split = self.kv_split_dims_mapping
         splits = {"encoded_visible": None if split is None else tuple(split)[:2]}
         return {name: constrain(x, splits.get(name, split)) for name, x in kv.items()}
+
+    def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
+        """Returns a weight with as many heads as divide into `num_parts`, those of zeros last.
+
+        Each part has the heads of keys and values that its heads of queries read; where too few
+        are left to divide, each is there several times.
+
+        Args:
+          path: of the weight in this layer.
+          weight: whose `dim` has the heads, or their dims, head by head.
+        """
+        num_shared = self.num_heads // self.num_kv_heads
+        of_one_head = self.num_kv_heads == 1 < self.num_heads
+
+        def num_heads(num_copies: int) -> tuple[int, int]:
+            """Returns how many of queries there are with so many copies of keys, and the copies."""
+            num_kv = -(-self.num_kv_heads * num_copies // num_parts) * num_parts
+            return num_kv * num_shared // num_copies, num_copies
+
+        if of_one_head:  # Its weight has no dim of heads, and is everywhere.
+            num_q, num_copies, num_kv = -(-self.num_heads // num_parts) * num_parts, 1, 1
+        else:
+            copies = [n for n in range(1, num_shared + 1) if num_shared % n == 0]
+            num_q, num_copies = min(map(num_heads, copies))
+            num_kv = num_q * num_copies // num_shared
+        is_kv = path[0] in ("key", "value")
+        old, new = (self.num_kv_heads, num_kv) if is_kv else (self.num_heads, num_q)
+        if old == new:
+            return weight
+        shape = weight.shape
+        heads = weight.reshape(*shape[:dim], old, -1, *shape[dim + 1 :])
+        if is_kv:
+            heads = jnp.repeat(heads, num_copies, axis=dim)
+        missing = [(0, new - n if d == dim else 0) for d, n in enumerate(heads.shape)]
+        return jnp.pad(heads, missing).reshape(*shape[:dim], -1, *shape[dim + 1 :])

@@ -101,8 +101,9 @@ class AttentionProjection(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        D, N, K = self.shape_DNK
-        w = self.w[...].astype(inputs.dtype).reshape((N, K, D) if self.is_NKD else (D, N, K))
+        D, _, K = self.shape_DNK
+        # N: all heads, or a device's part of them.
+        w = self.w[...].astype(inputs.dtype).reshape((-1, K, D) if self.is_NKD else (D, -1, K))
         if self.is_output_projection:
             outputs = jnp.einsum(f"...nk,{'nkd' if self.is_NKD else 'dnk'}->...d", inputs, w)
         else:
@@ -179,11 +180,11 @@ class CombinedQKVProjectionLayer(BaseLayer):
         self.shape_DNK = (input_dim, num_heads, dim_per_head)
 
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        D, N, K = self.shape_DNK
-        w_3DNK = self.w[...].astype(inputs.dtype).reshape(3, D, N, K)
+        D, _, K = self.shape_DNK
+        w_3DNK = self.w[...].astype(inputs.dtype).reshape(3, D, -1, K)
         outputs = jnp.einsum("btd,cdnk->cbtnk", inputs, w_3DNK)
         if self.b is not None:
-            outputs += broadcast_as(self.b[...].reshape(3, 1, 1, N, K), outputs)
+            outputs += broadcast_as(self.b[...].reshape(3, 1, 1, -1, K), outputs)
         return outputs[0], outputs[1], outputs[2]
 
 

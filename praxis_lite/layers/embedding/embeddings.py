@@ -64,7 +64,7 @@ class Embedding(BaseLayer):
             self.emb_var[...], ids, self.weight_split_dims_mapping, self.lookup_style,
             self.fprop_dtype, split,
         )
-        return placed(embs * self.scale, split)
+        return placed(embs * self.scale, split, self.weight_split_dims_mapping)
 
 
 def lookup(
@@ -121,9 +121,19 @@ def _columns_split(
     return (*split, dim_split) if num_read / num_parts < num_rows else None
 
 
-def placed(embs: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:
-    """Returns embeddings [B, T, D] in their layout."""
-    split = activation_split_dims_mapping
-    # By way of a split of the batch alone: time may split over the axis that splits V. So each
-    # device adds up its rows for all times and keeps its part; else XLA would gather the table.
-    return constrain(constrain(embs, None if split is None else tuple(split)[:1]), split)
+def placed(
+    embs: jax.Array, activation_split_dims_mapping: SplitDims, weight_split_dims_mapping: SplitDims
+) -> jax.Array:
+    """Returns embeddings [B, T, D] in their layout.
+
+    Args:
+      weight_split_dims_mapping: of the table, [V, D].
+    """
+    split, mesh = activation_split_dims_mapping, jax.sharding.get_abstract_mesh()
+    if split is None or mesh.empty:
+        return embs
+    # By way of a split of the batch alone: time, or rows, may split over the axis that splits V. So
+    # each device adds up its rows for all and keeps its part; else XLA would gather the table.
+    spec = to_partition_spec(split, mesh.axis_names, rank=embs.ndim)
+    (classes,) = to_partition_spec(tuple(weight_split_dims_mapping or (None,))[:1], mesh.axis_names)
+    return constrain(constrain(embs, tuple(without_axes(spec[:1], axes_of(classes)))), split)

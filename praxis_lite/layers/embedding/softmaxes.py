@@ -128,13 +128,23 @@ class FullSoftmax(BaseLayer):
             activation_split_dims_mapping=self.activation_split_dims_mapping,
         )
 
+    def _gathered(self, inputs: jax.Array) -> jax.Array:
+        """Returns inputs split as the logits are, but for their classes.
+
+        Where `inputs` are split further, they are gathered before the product and their gradient is
+        scattered after it; left to itself, XLA may gather the logits' gradient instead.
+        """
+        split = self.activation_split_dims_mapping
+        return constrain(inputs, None if split is None else (*tuple(split)[: inputs.ndim - 1], None))
+
     def _activated(self, logits: jax.Array) -> jax.Array:
         cap = self.soft_cap_logits
         return cap * jnp.tanh(logits / cap) if cap else logits
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns float32 logits [..., V] of inputs [..., D]: Pax's get_logits."""
-        logits = self._activated(self._projected(inputs * self.scale).astype(jnp.float32))
+        inputs = self._gathered(inputs) * self.scale
+        logits = self._activated(self._projected(inputs).astype(jnp.float32))
         return constrain(logits, self.activation_split_dims_mapping)
 
     def compute_loss(
@@ -174,7 +184,7 @@ class FullSoftmax(BaseLayer):
             stats = stats_of_logits(logits, class_ids)
             outputs |= {"logits": logits, "log_probs": logits - stats.log_z[..., None]}
         else:
-            stats = self._token_stats(inputs * self.scale, class_ids)
+            stats = self._token_stats(self._gathered(inputs) * self.scale, class_ids)
         if class_probabilities is not None:
             target = jax.lax.stop_gradient(class_probabilities.astype(jnp.float32))
             xent = -jnp.sum(outputs["log_probs"] * target, axis=-1)
@@ -249,4 +259,5 @@ class SharedEmbeddingSoftmax(FullSoftmax):
                 self.lookup_split_dims_mapping,
             )
             embs += rows if into_D is None else rows @ into_D.astype(self.fprop_dtype)
-        return placed(embs * self.emb_scale, self.lookup_split_dims_mapping)
+        table_split = (class_split, dim_split)
+        return placed(embs * self.emb_scale, self.lookup_split_dims_mapping, table_split)

@@ -13,6 +13,12 @@ from praxis_lite.layers.base_layer import require_positive
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
+from praxis_lite.layers.stacking.tensor_parallel import (
+    HalfBlock,
+    axis_by_hand,
+    by_hand,
+    check_tensor_parallel,
+)
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, constrain
 
@@ -37,6 +43,8 @@ class TransformerFeedForward(ResidualBranch):
         transpose.
       hidden_split_dims_mapping: of the hidden activations, [B, T, F].
       activation_split_dims_mapping: of the outputs, [B, T, D].
+      tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
+        that splits F: a name in TENSOR_PARALLEL. None: the compiler's.
     """
 
     @takes_settings_of(ResidualBranch)
@@ -55,9 +63,16 @@ class TransformerFeedForward(ResidualBranch):
         weight_split_dims_mapping: SplitDims = None,
         hidden_split_dims_mapping: SplitDims = None,
         activation_split_dims_mapping: SplitDims = None,
+        tensor_parallel: str | None = None,
         rngs: nnx.Rngs,
         **settings: Any,
     ):
+        check_tensor_parallel(
+            self, tensor_parallel, {
+                "relu_dropout_prob": relu_dropout_prob > 0.0,
+                "output_dims": output_dims not in (None, input_dims),
+            },
+        )
         output_dims = output_dims or input_dims
         require_positive(
             self, input_dims=input_dims, hidden_dims=hidden_dims, output_dims=output_dims
@@ -98,6 +113,7 @@ class TransformerFeedForward(ResidualBranch):
         )
         self.relu_dropout = Dropout(relu_dropout_prob)
         self.apply_padding_first = apply_padding_first
+        self.tensor_parallel, self.features_split = tensor_parallel, split_F
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(
@@ -111,19 +127,36 @@ class TransformerFeedForward(ResidualBranch):
         """Args: inputs [B, T, D]; paddings [B, T], 1.0 where nothing is added to the inputs."""
         relu_key, residual_key, droppath_key = split_keys(key, 3)
 
-        def without_padding(x: jax.Array, is_first: bool) -> jax.Array:
-            if paddings is None or is_first != self.apply_padding_first:
-                return x
-            return x * (1.0 - paddings).astype(x.dtype)[..., None]
-
-        def feed_forward(x: jax.Array) -> jax.Array:
-            hidden_BTF = self.ffn_layer1(x)
-            if self.ffn_layer1_gate is not None:
-                hidden_BTF = hidden_BTF * self.ffn_layer1_gate(x)
-            hidden_BTF = self.relu_dropout(without_padding(hidden_BTF, False), relu_key)
-            outputs = checkpoint_name(self.ffn_layer2(hidden_BTF), "ffn2")
-            return without_padding(outputs, False)
-
-        inputs = without_padding(inputs, True)
-        outputs = self._with_branch(inputs, feed_forward, residual_key, droppath_key, key)
+        inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)
+        outputs = self._with_branch(
+            inputs, lambda x: self._fed(x, paddings, relu_key), residual_key, droppath_key, key
+        )
         return constrain(outputs, self.activation_split_dims_mapping)
+
+    def _fed(
+        self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
+    ) -> jax.Array:
+        """Returns what is added to the inputs."""
+        axis = axis_by_hand(self, self.features_split)
+        if axis is not None:
+            return by_hand(
+                HalfBlock(
+                    self,
+                    lambda layer, x, rows: layer._fed(x, rows.get("paddings"), None),
+                    self.activation_split_dims_mapping,
+                    reads_sequences=False,
+                    output="ffn_layer2",
+                ),
+                axis, x, {"paddings": paddings},
+            )
+        paddings = None if self.apply_padding_first else paddings
+        hidden_BTF = self.ffn_layer1(x)
+        if self.ffn_layer1_gate is not None:
+            hidden_BTF = hidden_BTF * self.ffn_layer1_gate(x)
+        hidden_BTF = self.relu_dropout(_without_padding(hidden_BTF, paddings), key)
+        outputs = checkpoint_name(self.ffn_layer2(hidden_BTF), "ffn2")
+        return _without_padding(outputs, paddings)
+
+
+def _without_padding(x: jax.Array, paddings: jax.Array | None) -> jax.Array:
+    return x if paddings is None else x * (1.0 - paddings).astype(x.dtype)[..., None]

@@ -66,6 +66,12 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
         "batch": _OVER_DATA, "embed": "data", "expert": None, "residual_length": "mdl",
         **_TENSOR_PARALLEL,
     },
+    # Weights as fsdp+tensor; between the parts of blocks `mdl` splits the batch, and a ring brings
+    # its rows to the devices along `mdl` while these compute.
+    "fsdp+ring": {
+        "batch": _OVER_DATA, "embed": "data", "expert": None, "residual_batch": _OVER_ALL,
+        "attention_collectives": "ring", "mlp_collectives": "ring", **_TENSOR_PARALLEL,
+    },
     # As fsdp+tensor, and experts on an axis of their own, over which the batch splits, too (GShard,
     # arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
     "expert": {
@@ -74,9 +80,11 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
 }
 
 # Names of weights' dims: embed (model dims), mlp (hidden dims), heads, head_dim, vocab, expert. Of
-# activations': batch, length, the same with activation_, and residual_length, time in the residual
-# stream between the parts of blocks. None is a dim that no preset splits.
-_RESIDUAL = ("batch", "residual_length", "activation_embed")
+# activations': batch, length, the same with activation_; residual_batch and residual_length are rows
+# and time in the residual stream between the parts of blocks, whose rows split as the batch does in
+# a preset without residual_batch. None is a dim that no preset splits. A name in place of dims is
+# one of a setting's value: attention_collectives and mlp_collectives have that of tensor_parallel.
+_RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
 _LOGITS = ("batch", "length", "activation_vocab")
 _SOFTMAX = {
     "weight_split_dims_mapping": ("embed", "vocab"),
@@ -100,13 +108,14 @@ LOGICAL_DIMS: dict[type, dict[str, Any]] = {
         "activation_split_dims_mapping": _RESIDUAL,
     },
     TrainablePositionalEmbedding: {"weight_split_dims_mapping": (None, "embed")},
-    DotProductAttention: _ATTENTION,
+    DotProductAttention: {**_ATTENTION, "tensor_parallel": "attention_collectives"},
     MultiHeadLatentAttention: _ATTENTION,
     RgLruBlock: _ATTENTION,
     TransformerFeedForward: {
         "weight_split_dims_mapping": ("embed", "mlp"),
         "hidden_split_dims_mapping": ("batch", "length", "activation_mlp"),
         "activation_split_dims_mapping": _RESIDUAL,
+        "tensor_parallel": "mlp_collectives",
     },
     TransformerFeedForwardMoe: {
         "weight_split_dims_mapping": ("expert", "embed", "mlp"),

@@ -13,6 +13,7 @@ from praxis_lite.layers.embedding.positional_embeddings import (
     PositionalEmbedding,
     TrainablePositionalEmbedding,
 )
+from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
 from praxis_lite.layers.whole_model.sharding_presets import (
     LEFT_WHOLE,
     LOGICAL_DIMS,
@@ -45,7 +46,7 @@ def set_sharding_params(
     """
     preset, unsplit = _checked(preset), {}
     _set_splits(model, preset, False, unsplit)
-    if not any(axes for name, axes in preset.items() if name != "batch"):
+    if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
         return model  # This preset wants every weight whole.
     for name, fields in unsplit.items():
         logging.getLogger("praxis_lite").warning(
@@ -67,14 +68,25 @@ def _checked(preset: str | Preset) -> Preset:
     known = dict.fromkeys(name for row in LOGICAL_DIMS.values() for name in _names(row))
     for name, axes in preset.items():
         require_choice(f"a name in {setting}", name, known)
+        if name in _settings():
+            require_choice(f"{setting}[{name!r}]", axes, (None, *TENSOR_PARALLEL))
+            continue
         is_right = isinstance(axes, str | int | list | tuple | None)
         require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
-    return preset
+    return {"residual_batch": preset.get("batch"), **preset}
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
     for dims in row.values():
-        yield from _names(dims) if isinstance(dims, Mapping) else filter(None, dims)
+        if isinstance(dims, Mapping):
+            yield from _names(dims)
+        else:
+            yield from [dims] if isinstance(dims, str) else filter(None, dims)
+
+
+def _settings() -> set[str]:
+    """Returns the names that stand for a setting's value, rather than for a dim."""
+    return {dims for row in LOGICAL_DIMS.values() for dims in row.values() if isinstance(dims, str)}
 
 
 def _set_splits(
@@ -166,6 +178,10 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
     for field, dims in row.items():
         if isinstance(dims, Mapping):
             continue  # A template's own row.
+        if isinstance(dims, str):
+            if preset.get(dims) is not None:
+                setattr(config, field, preset[dims])
+            continue
         split = tuple(preset.get(name) for name in dims)
         name_of: dict[Any, str] = {}
         for name, entry in zip(dims, split, strict=True):

@@ -1,0 +1,101 @@
+"""A sum over a mesh axis of what each device makes of all tokens: gathered and scattered, or a ring.
+
+Inside `jax.shard_map` a device has its tokens, the piece of `x` that the axis leaves it, and its
+part of the weights. What it makes of a piece is a term of the result; the terms of all devices
+along the axis add up to it, and the piece's device gets the sum.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+# From a piece and the rows that go with it to a term of the piece's outputs.
+Term = Callable[[jax.Array, PyTree], jax.Array]
+
+
+def gathered_and_scattered(
+    term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int | None, length: int | None = None
+) -> jax.Array:
+    """Returns the sums of this device's piece: one all-gather, one reduce-scatter.
+
+    Args:
+      x: this device's piece.
+      rows: of the tokens of all devices along the axis.
+      dim: of x, that the axis splits; None: all devices have all of x, and get all sums.
+      length: of `dim` over all devices, without filler at its end; None: there is none.
+    """
+    if dim is None:
+        return jax.lax.psum(term(x, rows), axis)
+    whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    filled = whole.shape[dim]
+    outputs = term(jax.lax.slice_in_dim(whole, 0, length, axis=dim), rows)
+    if outputs.shape[dim] != filled:
+        missing = [(0, filled - n if d == dim else 0) for d, n in enumerate(outputs.shape)]
+        outputs = jnp.pad(outputs, missing)
+    return jax.lax.psum_scatter(outputs, axis, scatter_dimension=dim, tiled=True)
+
+
+def in_ring(
+    term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int, halved_dim: int | None = None
+) -> jax.Array:
+    """Returns the sums of this device's piece: pieces go round a ring, and so do their sums.
+
+    While a device computes on one piece the next is on its way, which all-gather and reduce-scatter
+    cannot have (a collective matmul; Wang et al. 2023, doi:10.1145/3567955.3567959).
+
+    Args:
+      x: this device's piece.
+      rows: arrays of the tokens of all devices along the axis, in their order; a dim of 1 serves
+        all.
+      dim: of x and rows, that the axis splits.
+      halved_dim: of x, in two halves of which one goes each way round, so that both directions of
+        the links are in use; None: all goes one way.
+    """
+    num, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    size, num_halved = x.shape[dim], None if halved_dim is None else x.shape[halved_dim]
+    directions = (1,) if num_halved is None or num_halved < 2 else (1, -1)
+
+    def cut(piece: jax.Array) -> list[jax.Array]:
+        if len(directions) == 1 or piece.shape[halved_dim] == 1:
+            return [piece] * len(directions)
+        return jnp.split(piece, [num_halved // 2], axis=halved_dim)
+
+    def joined(halves: Sequence[jax.Array]) -> jax.Array:
+        return halves[0] if len(directions) == 1 else jnp.concatenate(halves, axis=halved_dim)
+
+    def of_turn(array: jax.Array, turn: int) -> jax.Array:
+        """Returns the rows of the piece that is here in a turn."""
+        if array.shape[dim] == 1:
+            pieces = [array] * len(directions)
+        else:
+            pieces = [
+                jax.lax.dynamic_slice_in_dim(array, (index - way * turn) % num * size, size, dim)
+                for way in directions
+            ]
+        halves = [cut(piece)[i] for i, piece in enumerate(pieces)]
+        is_one = halved_dim is not None and array.shape[halved_dim] == 1
+        return halves[0] if is_one else joined(halves)
+
+    def sent(piece: jax.Array, way: int) -> jax.Array:
+        return jax.lax.ppermute(piece, axis, [(i, (i + way) % num) for i in range(num)])
+
+    pieces, own, sums = cut(x), [], []
+    for turn in range(num):
+        terms = cut(term(joined(pieces), jax.tree.map(lambda a, t=turn: of_turn(a, t), rows)))
+        if turn == 0:
+            own = terms
+        elif turn == 1:
+            sums = terms
+        else:
+            sums = [
+                sent(total, way) + part
+                for total, way, part in zip(sums, directions, terms, strict=True)
+            ]
+        if turn < num - 1:
+            pieces = [sent(piece, way) for piece, way in zip(pieces, directions, strict=True)]
+    return joined([
+        sent(total, way) + part for total, way, part in zip(sums, directions, own, strict=True)
+    ])
