@@ -63,7 +63,8 @@ class Experiment:
 
     Attributes:
         SHARDING_PRESET: a word for `set_sharding_params`, such as "megatron", which overrides the
-            splits of the task's model and of the batches' rows. None: the task's own count.
+            splits of the task's model and of the batches' rows, and adds the preset's options to
+            those of `mesh().compiler_options`, which come first. None: the task's own count.
     """
 
     SHARDING_PRESET: str | None = None
@@ -128,7 +129,7 @@ class Experiment:
         # A copy, so that one job's --set does not reach a class's attribute, and so another job.
         config = copy.deepcopy(config)
         if self.SHARDING_PRESET is not None:
-            _set_preset(config.task, self.SHARDING_PRESET)
+            _set_preset(config, self.SHARDING_PRESET)
         return config
 
     def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
@@ -173,16 +174,23 @@ class Experiment:
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
 
-def _set_preset(task: fdl.Config, preset: str) -> None:
+def _set_preset(config: fdl.Config, preset: str) -> None:
     # Imported here, because the layers need jax, and most experiments need not wait for them.
-    from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
+    from praxis_lite.layers import COMPILER_OPTIONS, SHARDING_PRESETS, set_sharding_params
 
+    task = config.task
     set_sharding_params(task.model, preset)
     batch = SHARDING_PRESETS[preset]["batch"]
     mapping = getattr(task, "inputs_split_mapping", None) or {}
     if mapping:
         task.inputs_split_mapping = {
             rank: (batch, *dims[1:]) for rank, dims in mapping.items()
+        }
+    if preset in COMPILER_OPTIONS:
+        own = getattr(config.mesh, "compiler_options", None) or {}
+        config.mesh.compiler_options = dict(own) | {
+            platform: dict(options) | dict(own.get(platform, {}))
+            for platform, options in COMPILER_OPTIONS[preset].items()
         }
 
 

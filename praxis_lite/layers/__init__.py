@@ -68,10 +68,15 @@ from praxis_lite.layers.whole_model.quantization import (
     quantized_einsum,
 )
 from praxis_lite.layers.whole_model.reference import reference_of, with_reference
-from praxis_lite.layers.whole_model.sharding_presets import LOGICAL_DIMS, SHARDING_PRESETS
+from praxis_lite.layers.whole_model.sharding_presets import (
+    COMPILER_OPTIONS,
+    LOGICAL_DIMS,
+    SHARDING_PRESETS,
+)
 from praxis_lite.layers.whole_model.transformer_sharding import set_sharding_params
 
 __all__ = [
+    "COMPILER_OPTIONS",
     "AttentionProjection",
     "AuxLoss",
     "BaseLayer",

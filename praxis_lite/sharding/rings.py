@@ -1,4 +1,4 @@
-"""A sum over a mesh axis of what each device makes of all tokens: gathered and scattered, or a ring.
+"""A sum over a mesh axis of what each device makes of all tokens: by a gather, or in a ring.
 
 Inside `jax.shard_map` a device has its tokens, the piece of `x` that the axis leaves it, and its
 part of the weights. What it makes of a piece is a term of the result; the terms of all devices

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.errors import require
 from praxis_lite.layers.attention.cache import Cache, append, empty_cache, keep_encoded
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
@@ -16,8 +16,8 @@ from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, cross_attention_mask, not_padding
 from praxis_lite.layers.base_layer import require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.tensor_parallel import (
-    HalfBlock,
     axis_by_hand,
     by_hand,
     check_tensor_parallel,
@@ -169,28 +169,10 @@ class DotProductAttention(AttentionHeads):
         *,
         encoded_length: int | None = None,
     ) -> Cache:
-        """Returns an empty cache: keys and values [B, S, G, K].
-
-        That of cross-attention has `encoded_visible`, bool [B, S], too, and S is `encoded_length`.
-
-        Raises:
-          ConfigError: cross-attention without encoded_length, or bidirectional attention, where
-            a later token would change what earlier ones gave.
-        """
-        name, is_cross = type(self).__name__, self.is_cross_attention
-        if is_cross and encoded_length is None:
-            raise ConfigError(
-                f"{name}.init_cache of cross-attention needs encoded_length, the length of the "
-                "longest `encoded` that it will keep."
-            )
-        if not self.is_causal and not is_cross:
-            raise ConfigError(
-                f"{name} with is_causal=False has no cache: a later token changes what earlier "
-                "ones see. Run the whole sequence, or set is_causal=True."
-            )
-        length = encoded_length if is_cross else max_seq_length
-        shape_BSGK = (batch_size, length, self.num_kv_heads, self.dim_per_head)
-        return self._kv_laid_out(empty_cache(shape_BSGK, dtype, is_cross_attention=is_cross))
+        """Returns an empty cache, see `empty_cache`, laid out as keys and values are."""
+        return self._kv_laid_out(
+            empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
+        )
 
     def __call__(
         self,
@@ -225,18 +207,37 @@ class DotProductAttention(AttentionHeads):
           key: turns dropout on.
         """
         check_call(self, inputs, encoded, cache, atten_mask)
+        rows = {
+            "encoded": encoded, "positions": positions, "segment_ids": segment_ids,
+            "paddings": paddings, "encoded_paddings": encoded_paddings,
+            "encoded_segment_ids": encoded_segment_ids, "atten_mask": atten_mask,
+        }
         axis = axis_by_hand(self, self.features_split) if cache is None else None
-        if axis is not None:
-            rows = {
-                "encoded": encoded, "positions": positions, "segment_ids": segment_ids,
-                "paddings": paddings, "encoded_paddings": encoded_paddings,
-                "encoded_segment_ids": encoded_segment_ids, "atten_mask": atten_mask,
-            }
+        if axis is None:
+            outputs, cache = self._attend(inputs, rows, key, cache)
+        else:
             half = HalfBlock(
-                self, lambda layer, x, rows: layer(x, **rows)[0], self.output_split_dims_mapping,
+                self, lambda layer, x, rows: layer._attend(x, rows)[0],
+                self.output_split_dims_mapping,
                 reads_sequences=True, output="post", prepared=self._heads_for,
             )
-            return by_hand(half, axis, inputs, rows), None
+            outputs = by_hand(half, axis, inputs, rows)
+        return checkpoint_name(outputs, "out_proj"), cache
+
+    def _attend(
+        self,
+        inputs: jax.Array,
+        rows: Mapping[str, jax.Array | None],
+        key: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns outputs and cache; or, of a device's part of the heads, its term of them.
+
+        Args:
+          rows: the arguments of `__call__` that are of rows, by name.
+        """
+        encoded, positions, segment_ids = map(rows.get, ("encoded", "positions", "segment_ids"))
+        atten_mask = rows.get("atten_mask")
         if positions is None:
             # Made here they are a constant of the program, and XLA folds the rotary sines and
             # cosines. Handed into a scan, they would cost it these for each head of each layer.
@@ -246,7 +247,9 @@ class DotProductAttention(AttentionHeads):
             kv_positions = None if encoded is None else _arange(encoded.shape[1])
             # With a cache a row is one segment, and its padding is segment 0.
             own_segments = None if cache is not None else segment_ids
-            mask = cross_attention_mask(own_segments, encoded_paddings, encoded_segment_ids)
+            mask = cross_attention_mask(
+                own_segments, rows.get("encoded_paddings"), rows.get("encoded_segment_ids")
+            )
         else:
             encoded, kv_positions = inputs, positions
             is_all = atten_mask is not None and self.mask_is_all
@@ -255,7 +258,7 @@ class DotProductAttention(AttentionHeads):
                 None if is_all else self.right_context,
                 q_segments_BT=segment_ids,
                 kv_segments_BS=segment_ids,
-                kv_visible_BS=not_padding(paddings),
+                kv_visible_BS=not_padding(rows.get("paddings")),
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
@@ -289,8 +292,7 @@ class DotProductAttention(AttentionHeads):
         )
         # Rotary positions may give float32.
         encoded_BTNK = checkpoint_name(self._laid_out(encoded_BTNK.astype(inputs.dtype)), "context")
-        outputs = constrain(self.post(encoded_BTNK), self.output_split_dims_mapping)
-        return checkpoint_name(outputs, "out_proj"), cache
+        return constrain(self.post(encoded_BTNK), self.output_split_dims_mapping), cache
 
 
 def _arange(length: int) -> jax.Array:

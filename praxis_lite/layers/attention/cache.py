@@ -11,10 +11,32 @@ from praxis_lite.errors import ConfigError
 Cache = dict[str, jax.Array]
 
 
-def empty_cache(shape_BSGK: tuple[int, ...], dtype: Any, *, is_cross_attention: bool) -> Cache:
-    """Returns keys and values of zeros, for cross-attention with a mark that none is visible."""
+def empty_cache(
+    layer: Any, batch_size: int, max_seq_length: int, dtype: Any, encoded_length: int | None
+) -> Cache:
+    """Returns the empty cache of an attention layer: keys and values of zeros, [B, S, G, K].
+
+    That of cross-attention has `encoded_visible`, bool [B, S], too, and S is `encoded_length`.
+
+    Raises:
+      ConfigError: cross-attention without encoded_length, or bidirectional attention, where a later
+        token would change what earlier ones gave.
+    """
+    name, is_cross = type(layer).__name__, layer.is_cross_attention
+    if is_cross and encoded_length is None:
+        raise ConfigError(
+            f"{name}.init_cache of cross-attention needs encoded_length, the length of the "
+            "longest `encoded` that it will keep."
+        )
+    if not layer.is_causal and not is_cross:
+        raise ConfigError(
+            f"{name} with is_causal=False has no cache: a later token changes what earlier "
+            "ones see. Run the whole sequence, or set is_causal=True."
+        )
+    length = encoded_length if is_cross else max_seq_length
+    shape_BSGK = (batch_size, length, layer.num_kv_heads, layer.dim_per_head)
     cache = {name: jnp.zeros(shape_BSGK, dtype) for name in ("key", "value")}
-    if is_cross_attention:
+    if is_cross:
         cache["encoded_visible"] = jnp.zeros(shape_BSGK[:2], bool)
     return cache
 

@@ -135,7 +135,7 @@ class FullSoftmax(BaseLayer):
         scattered after it; left to itself, XLA may gather the logits' gradient instead.
         """
         split = self.activation_split_dims_mapping
-        return constrain(inputs, None if split is None else (*tuple(split)[: inputs.ndim - 1], None))
+        return inputs if split is None else constrain(inputs, tuple(split)[: inputs.ndim - 1])
 
     def _activated(self, logits: jax.Array) -> jax.Array:
         cap = self.soft_cap_logits

@@ -12,9 +12,9 @@ from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base_layer import require_positive
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.linears import FeedForward
+from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stacking.tensor_parallel import (
-    HalfBlock,
     axis_by_hand,
     by_hand,
     check_tensor_parallel,
@@ -129,7 +129,8 @@ class TransformerFeedForward(ResidualBranch):
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)
         outputs = self._with_branch(
-            inputs, lambda x: self._fed(x, paddings, relu_key), residual_key, droppath_key, key
+            inputs, lambda x: checkpoint_name(self._fed(x, paddings, relu_key), "ffn2"),
+            residual_key, droppath_key, key,
         )
         return constrain(outputs, self.activation_split_dims_mapping)
 
@@ -154,8 +155,7 @@ class TransformerFeedForward(ResidualBranch):
         if self.ffn_layer1_gate is not None:
             hidden_BTF = hidden_BTF * self.ffn_layer1_gate(x)
         hidden_BTF = self.relu_dropout(_without_padding(hidden_BTF, paddings), key)
-        outputs = checkpoint_name(self.ffn_layer2(hidden_BTF), "ffn2")
-        return _without_padding(outputs, paddings)
+        return _without_padding(self.ffn_layer2(hidden_BTF), paddings)
 
 
 def _without_padding(x: jax.Array, paddings: jax.Array | None) -> jax.Array:

@@ -30,6 +30,7 @@ from praxis_lite.layers.vision.batch_norms import BatchNorm, GroupNorm
 from praxis_lite.layers.vision.classifiers import ClassificationModel
 from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
 from praxis_lite.layers.vision.vits import VisionTransformer
+from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.sharding.split_dims import DimSplit
 
 # Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. For a mesh
@@ -45,6 +46,11 @@ _TENSOR_PARALLEL: dict[str, DimSplit] = {
     "activation_heads": "mdl",
     "activation_mlp": "mdl",
     "activation_vocab": "mdl",
+}
+
+_RING: dict[str, DimSplit] = {
+    "batch": _OVER_DATA, "residual_batch": _OVER_ALL, "embed": "data", "expert": None,
+    **_TENSOR_PARALLEL,
 }
 
 SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
@@ -66,11 +72,16 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
         "batch": _OVER_DATA, "embed": "data", "expert": None, "residual_length": "mdl",
         **_TENSOR_PARALLEL,
     },
-    # Weights as fsdp+tensor; between the parts of blocks `mdl` splits the batch, and a ring brings
-    # its rows to the devices along `mdl` while these compute.
+    # Weights as fsdp+tensor; between the parts of blocks `mdl` splits the batch, and its rows go
+    # round a ring of the devices along `mdl` while these compute (a collective matmul). The fastest
+    # with 2 to 8 devices along `mdl` where a gather of weights hides behind nothing (TPU v4, v5p).
     "fsdp+ring": {
-        "batch": _OVER_DATA, "embed": "data", "expert": None, "residual_batch": _OVER_ALL,
-        "attention_collectives": "ring", "mlp_collectives": "ring", **_TENSOR_PARALLEL,
+        **_RING, "attention_collectives": "ring", "mlp_collectives": "ring",
+    },
+    # The same, but attention's weights are gathered over `mdl`, not its tokens: the fastest where a
+    # gather of weights hides behind the matmuls (TPU v5e).
+    "fsdp+mlp_ring": {
+        **_RING, "attention_collectives": "weights", "mlp_collectives": "ring",
     },
     # As fsdp+tensor, and experts on an axis of their own, over which the batch splits, too (GShard,
     # arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
@@ -79,11 +90,25 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     },
 }
 
+# Options of the compiler by preset and platform (`MeshConfig.compiler_options`), where a step is
+# faster with them: benchmarks/README.md, "Pods". Without these, the compiler for TPUs passes parts
+# of activations round while it multiplies, in a way that costs more than it saves.
+_NO_WINDOWED_EINSUM = {
+    "tpu": {
+        "xla_tpu_enable_windowed_einsum_for_all_gather": False,
+        "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
+    }
+}
+COMPILER_OPTIONS: dict[str, CompilerOptions] = {
+    "fsdp+tensor": _NO_WINDOWED_EINSUM,
+    "fsdp+sequence": _NO_WINDOWED_EINSUM,
+}
+
 # Names of weights' dims: embed (model dims), mlp (hidden dims), heads, head_dim, vocab, expert. Of
-# activations': batch, length, the same with activation_; residual_batch and residual_length are rows
-# and time in the residual stream between the parts of blocks, whose rows split as the batch does in
-# a preset without residual_batch. None is a dim that no preset splits. A name in place of dims is
-# one of a setting's value: attention_collectives and mlp_collectives have that of tensor_parallel.
+# activations': batch, length, the same with activation_; residual_batch and residual_length, rows
+# and time of the residual stream between the parts of blocks. Its rows split as the batch does in a
+# preset without residual_batch. None is a dim that no preset splits. A name in place of dims stands
+# for a setting's value: attention_collectives and mlp_collectives for that of tensor_parallel.
 _RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
 _LOGITS = ("batch", "length", "activation_vocab")
 _SOFTMAX = {

@@ -69,7 +69,8 @@ def _checked(preset: str | Preset) -> Preset:
     for name, axes in preset.items():
         require_choice(f"a name in {setting}", name, known)
         if name in _settings():
-            require_choice(f"{setting}[{name!r}]", axes, (None, *TENSOR_PARALLEL))
+            if axes is not None:
+                require_choice(f"{setting}[{name!r}]", axes, TENSOR_PARALLEL)
             continue
         is_right = isinstance(axes, str | int | list | tuple | None)
         require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
@@ -179,8 +180,8 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
         if isinstance(dims, Mapping):
             continue  # A template's own row.
         if isinstance(dims, str):
-            if preset.get(dims) is not None:
-                setattr(config, field, preset[dims])
+            if preset.get(dims) is not None or getattr(config, field, None) is not None:
+                setattr(config, field, preset.get(dims))
             continue
         split = tuple(preset.get(name) for name in dims)
         name_of: dict[Any, str] = {}

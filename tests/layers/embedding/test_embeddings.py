@@ -124,7 +124,7 @@ def test_a_table_split_by_columns_stays_where_it_is_unless_tokens_are_more_than_
             dtype=jnp.float32, activation_split_dims_mapping=("data", None, None),
         )
         found, pull = jax.vjp(
-            lambda table: embeddings.placed(lookup(table), ("data", None, None)), table
+            lambda table: embeddings.placed(lookup(table), ("data", None, None), SPLIT), table
         )
         return found, pull(cotangent)[0]
 

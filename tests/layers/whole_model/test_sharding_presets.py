@@ -60,8 +60,12 @@ def small_lm(**settings):
 
 def test_no_word_is_fsdp_and_tensor_and_a_second_word_replaces_the_first():
     assert set_sharding_params(small_lm()) == set_sharding_params(small_lm(), "fsdp+tensor")
-    twice = set_sharding_params(set_sharding_params(small_lm()), "sequence")
-    assert twice == set_sharding_params(small_lm(), "sequence")
+    for first in ("fsdp+tensor", "fsdp+ring"):
+        twice = set_sharding_params(set_sharding_params(small_lm(), first), "sequence")
+        assert specs_of(twice) == specs_of(set_sharding_params(small_lm(), "sequence"))
+        block = twice.transformer_layer_tpl
+        assert getattr(block.tr_atten_tpl, "tensor_parallel", None) is None
+        assert block.tr_atten_tpl.output_split_dims_mapping == (DATA, "mdl", None)
 
 
 # How query/w [D, N, K], ffn_layer1 [D, F] and the embedding [D, V] split; the residual stream.
@@ -77,11 +81,15 @@ WANTED = {
     "fsdp+sequence": (
         ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (DATA, "mdl", None)
     ),
+    "fsdp+ring": (("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (AXES, None, None)),
+    "fsdp+mlp_ring": (("data", "mdl", None), ("data", "mdl"), ("data", "mdl"), (AXES, None, None)),
     "expert": (
         ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"),
         (("data", "expert"), None, None),
     ),
 }
+# Of attention and feed-forward.
+BY_HAND = {"fsdp+ring": ("ring", "ring"), "fsdp+mlp_ring": ("weights", "ring")}
 
 
 @pytest.mark.parametrize("word", SHARDING_PRESETS)
@@ -97,7 +105,10 @@ def test_a_word_sets_weights_and_activations(word):
     assert parts.tr_atten_tpl.output_split_dims_mapping == residual
     assert parts.tr_fflayer_tpl.activation_split_dims_mapping == residual
     assert config.softmax_tpl.lookup_split_dims_mapping == residual
-    batch, tensor = residual[0], hidden[1]
+    halves = (parts.tr_atten_tpl, parts.tr_fflayer_tpl)
+    by_hand = tuple(getattr(one, "tensor_parallel", None) for one in halves)
+    assert by_hand == BY_HAND.get(word, (None, None))
+    batch, tensor = SHARDING_PRESETS[word]["batch"], hidden[1]
     assert parts.tr_fflayer_tpl.hidden_split_dims_mapping == (batch, None, tensor)
     assert parts.tr_atten_tpl.activation_split_dims_mapping == (batch, None, tensor, None)
     assert config.softmax_tpl.activation_split_dims_mapping == (batch, None, tensor)
@@ -174,6 +185,7 @@ WRONG = {
     r"'data'": {"batch": DATA, "activation_mlp": ("mdl", "data")},
     r"'batch' and 'batch' both": {"batch": ("data", "data")},
     r"preset\['mlp'\] is 0\.5; wanted is a mesh axis": {"mlp": 0.5},
+    r"preset\['mlp_collectives'\] is 'rings'; .*Did you mean ring": {"mlp_collectives": "rings"},
 }
 
 
@@ -296,7 +308,8 @@ def test_every_field_exists_and_every_name_of_a_preset_is_some_layers():
     for layer, row in LOGICAL_DIMS.items():
         for field, dims in row.items():
             assert field in inspect.signature(layer).parameters
-            names |= set() if isinstance(dims, dict) else set(dims)
+            if not isinstance(dims, dict):
+                names |= {dims} if isinstance(dims, str) else set(dims)
     for preset in SHARDING_PRESETS.values():
         assert preset.keys() <= names
         set_sharding_params(small_lm(), dict(preset))
