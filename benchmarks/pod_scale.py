@@ -33,7 +33,7 @@ from praxis_lite.layers import (
     rotary_lm,
     set_sharding_params,
 )
-from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS
+from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
@@ -114,9 +114,10 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         fdl.build(config), learner,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
-    compiler_options = dict(one.split("=", 1) for one in options.compiler_option)
+    compiler_options = dict(COMPILER_OPTIONS.get(options.preset, {}).get("tpu", {}))
     if topology.startswith("v5p"):
-        compiler_options = UNREADABLE | compiler_options
+        compiler_options |= UNREADABLE
+    compiler_options |= dict(one.split("=", 1) for one in options.compiler_option)
     settings = {"compiler_options": {"tpu": compiler_options}}
     if options.by_hand:
         axes = tuple(options.by_hand.split(","))
@@ -166,7 +167,8 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
     parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
     parser.add_argument("--by-hand", default="", help="data_axes of ShardMapPartitioner")
-    parser.add_argument("--compiler-option", action="append", default=[], help="name=value")
+    parser.add_argument("--compiler-option", action="append", default=[],
+                        help="name=value, beside those of the preset")
     parser.add_argument("--top", type=int, default=0, help="costliest operations to show")
     parser.add_argument("--dump", help="a file for the program's text")
     options = parser.parse_args()

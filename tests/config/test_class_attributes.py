@@ -10,7 +10,12 @@ from praxis_lite import ConfigError, Experiment, RunConfig
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import dump_config, load_config
-from praxis_lite.layers import SHARDING_PRESETS, TransformerLm, set_sharding_params
+from praxis_lite.layers import (
+    COMPILER_OPTIONS,
+    SHARDING_PRESETS,
+    TransformerLm,
+    set_sharding_params,
+)
 from praxis_lite.learner import Learner
 from praxis_lite.sharding import MeshConfig
 from praxis_lite.tasks.language_model import LanguageModelTask
@@ -71,6 +76,25 @@ def test_a_preset_is_set_by_its_word_with_the_batchs_split():
     assert config.task.inputs_split_mapping == {"map_2d": (batch, None)}
     with pytest.raises(ConfigError, match="preset is 'megatorn'.*Did you mean megatron"):
         configured(Sized, ["SHARDING_PRESET=megatorn"])
+
+
+def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
+    class WithOptions(Sized):
+        def mesh(self):
+            own = {"cpu": {"xla_a": 1}, "tpu": {"xla_b": 2, **dict.fromkeys(of_preset, True)}}
+            return fdl.Config(MeshConfig, ici_mesh_shape=(1, 1, 1), compiler_options=own)
+
+    of_preset = COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
+    assert set(of_preset.values()) == {False}
+    found = configured(Sized, ["SHARDING_PRESET=fsdp+tensor"]).mesh.compiler_options
+    assert found == {"tpu": of_preset}
+    found = configured(WithOptions, ["SHARDING_PRESET=fsdp+tensor"]).mesh.compiler_options
+    wanted = {"cpu": {"xla_a": 1}, "tpu": {"xla_b": 2, **dict.fromkeys(of_preset, True)}}
+    assert found == wanted
+    given = "mesh.compiler_options={'tpu': {}}"
+    found = configured(Sized, ["SHARDING_PRESET=fsdp+tensor", given]).mesh.compiler_options
+    assert found == {"tpu": {}}
+    assert not configured(Sized, ["SHARDING_PRESET=fsdp"]).mesh.compiler_options
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class TransformerFeedForward(ResidualBranch):
       hidden_split_dims_mapping: of the hidden activations, [B, T, F].
       activation_split_dims_mapping: of the outputs, [B, T, D].
       tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
-        that splits F: a name in TENSOR_PARALLEL. None: the compiler's.
+        that splits F: a name in TENSOR_PARALLEL. None, and of one token a row: the compiler's.
     """
 
     @takes_settings_of(ResidualBranch)
@@ -138,7 +138,7 @@ class TransformerFeedForward(ResidualBranch):
         self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
         """Returns what is added to the inputs."""
-        axis = axis_by_hand(self, self.features_split)
+        axis = axis_by_hand(self, self.features_split) if x.shape[1] > 1 else None
         if axis is not None:
             return by_hand(
                 HalfBlock(

@@ -23,6 +23,7 @@ from praxis_lite.layers import (
     TransformerLm,
     intermediates,
 )
+from praxis_lite.layers.stacking import repeats
 from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAMES
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
@@ -138,6 +139,27 @@ def test_scanned_equals_unrolled_in_outputs_and_gradients(programs):
 def test_every_checkpoint_policy_gives_the_same_gradients(programs, policy, unroll):
     wanted = programs(unroll, "save_everything")
     assert_trees_close(programs(unroll, policy), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_on_tpu_a_turn_casts_its_own_weights_and_gives_the_same(monkeypatch):
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(5, DIMS)), jnp.float32)
+    layer = Repeat(Block, NUM_LAYERS, rngs=nnx.Rngs(0))
+
+    def loss(layer, x):
+        return jnp.sum(jnp.sin(layer(x, key=jax.random.key(7))[0]))
+
+    def gradient():
+        run = jax.grad(loss, argnums=(0, 1), allow_int=True)
+        # Another function, for jax keeps what it has traced.
+        found = jax.jit(lambda *args: jax.tree.leaves(run(*args))).lower(layer, x)
+        return found.compile()(layer, x), found.as_text()
+
+    wanted, without = gradient()
+    monkeypatch.setattr(repeats, "compiled_platform", lambda: "tpu")
+    found, text = gradient()
+    assert text.count("optimization_barrier") > without.count("optimization_barrier")
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
 def count_dots(jaxpr) -> int:
