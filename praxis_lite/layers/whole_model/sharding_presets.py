@@ -61,16 +61,14 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "fsdp": {"batch": _OVER_ALL, "embed": ("data", "mdl"), "expert": None},
     # Tensor parallel over `mdl`, data parallel over the rest: weights are whole along `data`.
     "megatron": {"batch": _OVER_DATA, "expert": None, **_TENSOR_PARALLEL},
-    # Both: two dims of each weight. It leaves experts as they are, as Pax's set_sharding_params_v1.
-    "fsdp+tensor": {"batch": _OVER_DATA, "embed": "data", **_TENSOR_PARALLEL},
-    # As megatron, and between the pairs `mdl` splits time (sequence parallelism, arXiv:2205.05198).
+    # Both, two dims of each weight; and between the pairs `mdl` splits time (sequence parallelism,
+    # arXiv:2205.05198). It leaves experts as they are, as Pax's set_sharding_params_v1.
+    "fsdp+tensor": {
+        "batch": _OVER_DATA, "embed": "data", "residual_length": "mdl", **_TENSOR_PARALLEL,
+    },
+    # As megatron, and between the pairs `mdl` splits time.
     "sequence": {
         "batch": _OVER_DATA, "expert": None, "residual_length": "mdl", **_TENSOR_PARALLEL,
-    },
-    # Weights as fsdp+tensor, time as sequence: the least memory and wire for large models on TPUs.
-    "fsdp+sequence": {
-        "batch": _OVER_DATA, "embed": "data", "expert": None, "residual_length": "mdl",
-        **_TENSOR_PARALLEL,
     },
     # Weights as fsdp+tensor; between the parts of blocks `mdl` splits the batch, and its rows go
     # round a ring of the devices along `mdl` while these compute (a collective matmul). The fastest
@@ -83,8 +81,8 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "fsdp+mlp_ring": {
         **_RING, "attention_collectives": "weights", "mlp_collectives": "ring",
     },
-    # As fsdp+tensor, and experts on an axis of their own, over which the batch splits, too (GShard,
-    # arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
+    # Weights as fsdp+tensor, and experts on an axis of their own, over which the batch splits, too
+    # (GShard, arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
     "expert": {
         "batch": ("data", "expert"), "expert": "expert", "embed": "data", **_TENSOR_PARALLEL,
     },
@@ -101,7 +99,6 @@ _NO_WINDOWED_EINSUM = {
 }
 COMPILER_OPTIONS: dict[str, CompilerOptions] = {
     "fsdp+tensor": _NO_WINDOWED_EINSUM,
-    "fsdp+sequence": _NO_WINDOWED_EINSUM,
 }
 
 # Names of weights' dims: embed (model dims), mlp (hidden dims), heads, head_dim, vocab, expert. Of

@@ -39,7 +39,6 @@ def uneven_run(word, shape):
 # tests/support/lm_runs.py has fsdp+tensor, on six meshes; test_accumulation.py has megatron.
 @pytest.mark.parametrize(("word", "shape"), [
     ("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3)),
-    ("fsdp+sequence", (1, 2, 3)),
 ])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
     wanted, _ = uneven_run("replicated", (1, 1, 1))
