@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from benchmarks import plain_jax_lm  # noqa: E402
 from praxis_lite.explain import hlo  # noqa: E402
 from praxis_lite.layers import (  # noqa: E402
+    SHARDING_PRESETS,
     TransformerFeedForward,
     rotary_lm,
     set_sharding_params,
@@ -63,7 +64,8 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     )
     task = fdl.Config(
         LanguageModelTask,
-        model=set_sharding_params(lm),
+        # As the other model splits: between the parts of blocks `mdl` splits nothing.
+        model=set_sharding_params(lm, SHARDING_PRESETS["fsdp+tensor"] | {"residual_length": None}),
         learner=fdl.Config(
             Learner,
             optimizer=fdl.Partial(optax.adamw),
