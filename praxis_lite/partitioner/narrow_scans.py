@@ -3,7 +3,7 @@
 The gradient of a float32 weight that a layer computes with in bfloat16 is a bfloat16 product, cast
 to float32 as the last thing that the layer's backward pass does. A scan over layers would keep the
 gradients of all layers after the cast, in twice the memory. Here the cast comes after the scan: the
-same numbers.
+same numbers, but for digits that XLA may keep where a rounding is followed by a cast back.
 """
 
 from collections.abc import Collection

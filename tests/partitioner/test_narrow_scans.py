@@ -37,21 +37,25 @@ def layers_gradient(w, x, dtype, remat=lambda f: f):
     return jax.grad(loss)(w)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("remat", [lambda f: f, jax.checkpoint, jax.jit])
-def test_gradients_stay_narrow_until_after_the_loop(dtype, remat):
+def test_gradients_stay_narrow_until_after_the_loop(remat):
     rng = np.random.default_rng(0)
     w = rng.normal(scale=0.3, size=(3, 8, 8)).astype(np.float32)
     x = rng.normal(size=(4, 8)).astype(np.float32)
 
     def gradient(w, x):
-        return layers_gradient(w, x, dtype, remat)
+        return layers_gradient(w, x, "bfloat16", remat)
 
     before = jax.make_jaxpr(gradient)(w, x)
     after = before.replace(jaxpr=narrow_scans(before.jaxpr))
     assert "float32" in stacked_dtypes(before.jaxpr)
-    assert set(stacked_dtypes(after.jaxpr)) == {dtype}
-    found, wanted = (jax.jit(core.jaxpr_as_fun(one))(w, x)[0] for one in (after, before))
+    assert set(stacked_dtypes(after.jaxpr)) == {"bfloat16"}
+    # Or XLA may leave out a rounding that is followed by a cast back, in the one and not the other.
+    exactly = {"xla_allow_excess_precision": False}
+    found, wanted = (
+        jax.jit(core.jaxpr_as_fun(one), compiler_options=exactly)(w, x)[0]
+        for one in (after, before)
+    )
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, wanted)
 

@@ -16,6 +16,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.explain import hlo
 from praxis_lite.layers import SHARDING_PRESETS, DotProductAttention, TransformerFeedForward
 from praxis_lite.layers.base_layer import variables
+from praxis_lite.layers.whole_model.adapters import lora
 from praxis_lite.layers.whole_model.quantization import QuantizationRule, quantized
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
@@ -115,7 +116,9 @@ def test_outputs_and_gradients_are_those_of_one_device(how, shape, sizes, residu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [
-    {"is_cross_attention": True}, {"atten_kernel": "blocked", "window": 3, "combine_qkv": True},
+    {"proj_tpl": lora(layers.AttentionProjection, rank=2)},
+    {"is_cross_attention": True},
+    {"atten_kernel": "blocked", "window": 3, "combine_qkv": True},
     {"attention_sinks": True, "output_proj_use_nhd_shape": True},
     {"ln_tpl": layers.RmsNorm, "atten_logit_cap": 5.0, "internal_enable_query_scale": False},
 ])
