@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> None:
     check_goes_with_mode(args)
     html = args.html and file_path(args, "--html", "explain.html")
     require(
-        args.mode not in ("explain", "summary", "check") or processes.count() == 1,
+        args.mode not in ("explain", "plan", "summary", "check") or processes.count() == 1,
         f"The number of processes of --mode={args.mode}", processes.count(), "1",
         "Start it once, without --coordinator.",
     )
@@ -131,6 +131,11 @@ def _run(args: argparse.Namespace) -> None:
 
         check(args, config, experiment)
         return
+    if args.mode == "plan":
+        from praxis_lite.plan.command import plan
+
+        plan(args, config, experiment)
+        return
     _check_same_command(args, experiment, config)
     job = build(config)
     prompts = _prompts(args)
@@ -143,8 +148,7 @@ def _run(args: argparse.Namespace) -> None:
     from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_of
 
     partitioner = partitioner_of(job, "load" if is_conversation else args.mode)
-    from praxis_lite.sharding.mesh import saying_what_this_cpu_lacks
-    from praxis_lite.trainer.memory import saying_what_is_large
+    from praxis_lite.trainer.memory import saying_what_is_large, saying_what_this_cpu_lacks
 
     with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
         # Imported after the checks, so that an error need not wait for Orbax.

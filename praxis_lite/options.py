@@ -1,19 +1,21 @@
 """The options of the command line, and which modes they go with."""
 
 import argparse
+import re
 from pathlib import Path
 
 from praxis_lite.config.command_line import Parser
 from praxis_lite.errors import ConfigError
 from praxis_lite.job.processes.start import START_SECONDS
 
-MODES = ("train", "eval", "decode", "explain", "check", "summary")
+MODES = ("train", "eval", "decode", "explain", "plan", "check", "summary")
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     found = Parser(
-        prog="main.py", description="Trains, evaluates, decodes, explains or checks an experiment."
+        prog="main.py",
+        description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
     )
     found.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
     found.add_argument(
@@ -47,10 +49,12 @@ def parser() -> argparse.ArgumentParser:
         "template; without prompts: read from the terminal, one after the other",
     )
     found.add_argument(
-        "--html", metavar="FILE", help="with --mode=explain: where to write it as a page as well"
+        "--html", metavar="FILE",
+        help="with --mode=explain or plan: where to write it as a page as well",
     )
     found.add_argument(
-        "--json", metavar="FILE", help="with --mode=check: where to write the certificate as well"
+        "--json", metavar="FILE",
+        help="with --mode=check or plan: where to write the certificate, or the plan, as well",
     )
     found.add_argument(
         "--meshes", metavar="1x4x2,...",
@@ -58,8 +62,29 @@ def parser() -> argparse.ArgumentParser:
         "alone, all axes, and one that divides as little as possible",
     )
     found.add_argument(
-        "--steps", metavar="N", type=int, default=None,
-        help="with --mode=check: the steps of training on the experiment's own mesh; default: 20",
+        "--steps", metavar="N|NAMES", type=_steps, default=None,
+        help="with --mode=check: the steps of training on the experiment's own mesh; default: 20. "
+        "With --mode=plan: which steps, of train,eval,decode; default: train",
+    )
+    found.add_argument(
+        "--topology", metavar="CHIP:SHAPE",
+        help="with --mode=plan: the devices to plan for, such as v5e:16x16, cpu:8, gpu:h100:4x8",
+    )
+    found.add_argument(
+        "--num_slices", metavar="N", type=int, default=None,
+        help="with --mode=plan: so many slices of that topology; default: 1",
+    )
+    found.add_argument(
+        "--search", action="store_true",
+        help="with --mode=plan: look for the fastest mesh, preset, remat and micro-batches",
+    )
+    found.add_argument(
+        "--search_minutes", metavar="M", type=float, default=None,
+        help="with --search: for how long; default: 10",
+    )
+    found.add_argument(
+        "--measure", action="store_true",
+        help="with --mode=plan: run ten steps on the attached devices, and compare",
     )
     found.add_argument(
         "--shrink", action="store_true",
@@ -89,6 +114,17 @@ def _step(word: str) -> int | str:
     return word if word == "best" else int(word)
 
 
+def _steps(words: str) -> int | list[str]:
+    if re.fullmatch(r"-?\d+", words):
+        return int(words)
+    names = _names(words)
+    if not set(names) <= {"train", "eval", "decode"}:
+        raise argparse.ArgumentTypeError(
+            f"{words!r} is neither a number nor names of steps: train, eval, decode"
+        )
+    return names
+
+
 def _names(words: str) -> list[str]:
     return [word.strip() for word in words.split(",")]
 
@@ -99,10 +135,15 @@ _OF_MODES = {
     "prompt": (("decode",), "gives texts to continue"),
     "prompts": (("decode",), "names a file of prompts"),
     "chat": (("decode",), "says how prompts are read"),
-    "html": (("explain",), "names the page to write"),
-    "json": (("check",), "names the certificate to write"),
+    "html": (("explain", "plan"), "names the page to write"),
+    "json": (("check", "plan"), "names the file to write"),
     "meshes": (("check",), "names the meshes to check on"),
-    "steps": (("check",), "says how long to train"),
+    "steps": (("check", "plan"), "says how long to train, or which steps to plan"),
+    "topology": (("plan",), "names the devices to plan for"),
+    "num_slices": (("plan",), "says how many slices to plan for"),
+    "search": (("plan",), "looks for the fastest configuration"),
+    "search_minutes": (("plan",), "limits the search"),
+    "measure": (("plan",), "runs the steps"),
     "shrink": (("check",), "checks a smaller model"),
 }
 
@@ -117,6 +158,10 @@ def check_goes_with_mode(args: argparse.Namespace) -> None:
                 f"--{name} {what} for {named}; --mode={args.mode} has no use for it{also}. Leave "
                 "it out."
             )
+    is_number = isinstance(args.steps, int)
+    if args.steps is not None and is_number != (args.mode == "check"):
+        wanted = "a number" if args.mode == "check" else "names, such as train,eval"
+        raise ConfigError(f"--steps={args.steps} with --mode={args.mode}; wanted is {wanted}.")
 
 
 def file_path(args: argparse.Namespace, option: str, example: str) -> Path:

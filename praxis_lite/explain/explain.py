@@ -46,7 +46,9 @@ def explain(
     explained = []
     for step, name, pipeline in steps:
         print_text(f"\n{step}_step, batches of {name}")
-        explained.append(_explained_step(partitioner, step, name, pipeline))
+        spec = pipeline.element_spec()
+        compiled = partitioner.lower(step, spec).compile()
+        explained.append(explained_step(partitioner, step, name, spec, compiled))
         for line in _step_text(explained[-1]).splitlines():
             print_text(f"  {line}".rstrip())
     if html is not None:
@@ -54,11 +56,11 @@ def explain(
         print_text(f"\nThe page to look at in a browser: {html.absolute()}")
 
 
-def _explained_step(
-    partitioner: Partitioner, step: str, name: str, pipeline: InputPipeline
+def explained_step(
+    partitioner: Partitioner, step: str, name: str, element_spec: dict,
+    compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
-    element_spec = pipeline.element_spec()
-    compiled = partitioner.lower(step, element_spec).compile()
+    """Returns what a compiled step holds and sends, of batches of the dataset `name`."""
     return ExplainedStep(
         step=step,
         dataset=name,

@@ -29,6 +29,7 @@ class ExplainedStep:
       memory: None if the backend does not tell.
       donated: bytes per device, and buffers.
       flops: of matmuls, per device.
+      figures: what a plan says besides, as (name, value).
     """
 
     step: str
@@ -38,6 +39,7 @@ class ExplainedStep:
     memory: hlo.MemoryPerDevice | None
     donated: tuple[int, int]
     flops: int
+    figures: Sequence[tuple[str, str]] = ()
 
 
 def page(
@@ -107,6 +109,7 @@ def _step(one: ExplainedStep) -> dict[str, Any]:
         "memory": one.memory and vars(one.memory),
         "donated": one.donated,
         "flops": one.flops,
+        "figures": one.figures,
     }
 
 

@@ -7,15 +7,17 @@ instruction counts as often as its loops run it. `compiled` is a `jax.stages.Com
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from praxis_lite.errors import format_bytes
-from praxis_lite.explain.hlo_layers import layers_of, together
+from praxis_lite.explain.hlo_groups import axes_of_groups, device_groups, devices_in_group
+from praxis_lite.explain.hlo_layers import layers_of, source_frames, source_line, together
 from praxis_lite.explain.hlo_text import (
     Array,
+    Instruction,
     Program,
     Site,
     arrays_of,
@@ -51,6 +53,8 @@ class Collective:
       op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
       layers: where the result comes from, and the bytes of each part: 'encoder/ffn' or 'gradient of
         encoder/ffn'; outside of any layer the source line, 'model.py:13', or ''.
+      axes: the mesh axes that it runs along; empty where no mesh was given.
+      source: the line that it comes from, 'model.py:13', or ''.
     """
 
     kind: str
@@ -62,6 +66,8 @@ class Collective:
     group_size: int | None
     op_name: str
     layers: tuple[tuple[str, int], ...] = (("", 0),)
+    axes: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def layer(self) -> str:
@@ -84,8 +90,14 @@ class MemoryPerDevice:
     peak: int
 
 
-def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
-    """Returns the collectives that a run of the program executes; start and done count once."""
+def collectives(
+    compiled: "jax.stages.Compiled | str", axis_sizes: Mapping[str, int] | None = None
+) -> list[Collective]:
+    """Returns the collectives that a run of the program executes; start and done count once.
+
+    Args:
+      axis_sizes: of the mesh, for the axes of each.
+    """
     program, found, seen = parse(compiled), [], set()
     for site in executed(program):
         opcode, attributes = site.instruction.opcode, site.instruction.attributes
@@ -109,7 +121,12 @@ def collectives(compiled: "jax.stages.Compiled | str") -> list[Collective]:
         group_size = devices_in_group(attributes, program)
         bounds = site.count, site.at_least, site.at_most
         op_name, layers = op_name_of(site.instruction), tuple(layers_of(program, site).items())
-        found.append(Collective(kind, size, dtypes, *bounds, group_size, op_name, layers))
+        groups = device_groups(attributes, program) if axis_sizes else None
+        axes = axes_of_groups(groups, axis_sizes) if groups is not None else ()
+        source = source_line(source_frames(program, site.instruction))
+        found.append(
+            Collective(kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source)
+        )
     return found
 
 
@@ -214,7 +231,10 @@ def flops(compiled: "jax.stages.Compiled | str") -> int:
     Branches count as taken, a loop of unknown trip count as one pass (see `unknown_loops`). Not
     counted: elementwise work, dots that XLA made a multiply and a sum, other custom calls.
     """
-    return sum(site.count * _matmul_flops(site) for site in executed(parse(compiled)))
+    return sum(
+        site.count * matmul_flops(site.instruction, site.computation)
+        for site in executed(parse(compiled))
+    )
 
 
 def unknown_loops(compiled: "jax.stages.Compiled | str") -> list[str]:
@@ -225,13 +245,14 @@ def unknown_loops(compiled: "jax.stages.Compiled | str") -> list[str]:
     return [op_name_of(site.instruction) or site.instruction.name for site in unknown]
 
 
-def _matmul_flops(site: Site) -> int:
-    opcode, attributes = site.instruction.opcode, site.instruction.attributes
+def matmul_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
+    """Returns the flops of a dot, a convolution or a cuBLAS call of a computation, or 0."""
+    opcode, attributes = one.opcode, one.attributes
     cublas = opcode == "custom-call" and 'target="__cublas$' in attributes
     if opcode not in ("dot", "convolution") and not cublas:
         return 0
-    dims = [arrays_of(site.computation[name].shape)[0].dims for name in site.instruction.operands]
-    result = arrays_of(site.instruction.shape)[0].dims  # cuBLAS's workspace is a second array.
+    dims = [arrays_of(around[name].shape)[0].dims for name in one.operands]
+    result = arrays_of(one.shape)[0].dims  # cuBLAS's workspace is a second array.
     if opcode == "convolution":
         return _convolution_flops(dims[0], dims[1], result, attributes)
     key = r'"lhs_contracting_dimensions":\[(.*?)\]' if cublas else r"lhs_contracting_dims={(.*?)}"
@@ -271,21 +292,3 @@ def _window_hits(
         for place in range(first, first + outputs * stride, stride)
         if 0 <= place <= (size - 1) * hole
     )
-
-
-def devices_in_group(attributes: str, program: Program) -> int | None:
-    """Returns how many devices one group of a collective has, or None if it has no groups."""
-    found = re.search(r"replica_groups=(.*)", attributes)
-    if found is None:
-        return None
-    if iota := re.match(r"\[\d+,(\d+)\]", found.group(1)):  # [4,2]<=[8]
-        return int(iota.group(1))
-    if mesh := re.match(r"mesh\[(.*?)\][^{]*\{(.*?)\}", found.group(1)):
-        # jax 0.12: mesh['data'=4,'mdl'=2] {'mdl'}; 'data':(1)2 is a part of an axis, of size 2.
-        sizes = dict(re.findall(r"'(.*?)'=(\d+)", mesh.group(1)))
-        parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh.group(2))
-        return math.prod(int(part or sizes[axis]) for axis, part in parts)
-    if listed := re.match(r"\{\{([\d,]*)\}", found.group(1)):  # {{0,1},{2,3}}
-        return len(listed.group(1).split(","))
-    everyone = re.findall(r"(?:num_partitions|replica_count)=(\d+)", program.header)
-    return math.prod(int(size) for size in everyone)  # {}

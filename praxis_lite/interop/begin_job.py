@@ -19,7 +19,7 @@ from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.job_dir import JobDir, open_for_training
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import make_mesh, simulate_devices
+from praxis_lite.sharding import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.trainer.job_checks import check_parts
 from praxis_lite.trainer.memory import check_fits
 
@@ -71,8 +71,9 @@ def begin_job_with(
     check_required(config)
     job = fdl.build(config)
     check_parts(job)
-    simulate_devices(job.mesh.num_devices)
-    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
+    mesh_config = filled_mesh(job.mesh)
+    simulate_devices(mesh_config.num_devices)
+    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(mesh_config))
     check_fits(partitioner.layout, partitioner.mesh, "train")
     arrays = {f"mdl_vars/{path}": x for path, x in weights(partitioner, job).items()}
     state = completed(partitioner, partitioner.key(job.run.seed), arrays)

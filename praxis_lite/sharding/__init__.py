@@ -9,6 +9,7 @@ from praxis_lite.sharding.mesh import (
     MeshConfig,
     attached_mesh,
     compiled_platform,
+    filled_mesh,
     make_mesh,
     simulate_devices,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "attached_mesh",
     "compiled_platform",
     "constrain",
+    "filled_mesh",
     "global_batch",
     "infer_sharding",
     "logical_to_mesh_axes",

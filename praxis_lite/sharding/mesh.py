@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -24,7 +24,8 @@ class MeshConfig:
     """How many devices lie along each named axis.
 
     Attributes:
-      ici_mesh_shape: devices along each axis within a slice (fast interconnect).
+      ici_mesh_shape: devices along each axis within a slice (fast interconnect). One size may be
+        -1: as many as there are devices for.
       dcn_mesh_shape: slices along each axis (data-centre network); None: there is one slice.
       axis_names: the names that split-dims mappings use, outermost axis first.
       allow_unused_devices: accept a mesh smaller than the accelerators there are.
@@ -49,16 +50,29 @@ class MeshConfig:
             shape = getattr(self, field)
             if shape is None:
                 continue
-            is_right = len(shape) == len(names) and all(
-                isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape
+            may_fill = field == "ici_mesh_shape"
+            is_right = len(shape) == len(names) and list(shape).count(-1) <= may_fill and all(
+                isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
+                for size in shape
             )
-            wanted = f"one positive integer for each of the axes {names}"
+            wanted = f"one positive integer for each of the axes {names}" + (
+                ", or -1 for one of them" if may_fill else ""
+            )
             change = f"Fix mesh.{field} or mesh.axis_names."
             require(is_right, f"mesh.{field}", tuple(shape), wanted, change)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Devices along each axis: the ICI and DCN shapes multiplied, axis by axis."""
+        """Devices along each axis: the ICI and DCN shapes multiplied, axis by axis.
+
+        Raises:
+          ConfigError: a size is -1, and `filled_mesh` has not filled it.
+        """
+        if -1 in self.ici_mesh_shape:
+            raise ConfigError(
+                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} has a size of -1, which is "
+                "known only where the devices are. Call filled_mesh(config) first, or say a number."
+            )
         dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
         return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
 
@@ -68,6 +82,29 @@ class MeshConfig:
 
     def __str__(self) -> str:
         return f"The mesh {dict(zip(self.axis_names, self.shape, strict=True))}"
+
+
+def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
+    """Returns `config` with the size of -1, if it has one, such that all devices are used.
+
+    Args:
+      num_devices: that there are; None: those that JAX shows, attached or simulated.
+
+    Raises:
+      ConfigError: the other sizes do not divide the number of devices.
+    """
+    if -1 not in config.ici_mesh_shape:
+        return config
+    count = len(jax.devices()) if num_devices is None else num_devices
+    others = math.prod(size for size in config.ici_mesh_shape if size != -1)
+    others *= math.prod(config.dcn_mesh_shape or ())
+    if count % others:
+        raise ConfigError(
+            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} cannot be filled: its other sizes "
+            f"make {others} (slices included), which does not divide {count} devices. Change them."
+        )
+    shape = tuple(count // others if size == -1 else size for size in config.ici_mesh_shape)
+    return dataclasses.replace(config, ici_mesh_shape=shape)
 
 
 def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
@@ -160,6 +197,7 @@ def attached_mesh(config: MeshConfig) -> MeshConfig:
     """
     devices = jax.devices()
     count = len(devices) if devices[0].platform != "cpu" else 1
+    config = filled_mesh(config, count)
     if config.num_devices == count:
         return config
     longest = config.shape.index(max(config.shape))
@@ -253,25 +291,3 @@ def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.nda
     grid = np.array(devices).reshape(dcn_mesh_shape + ici_mesh_shape)
     interleaved = [dim for axis in range(num_axes) for dim in (axis, num_axes + axis)]
     return grid.transpose(interleaved).reshape(config.shape)
-
-
-@contextlib.contextmanager
-def saying_what_this_cpu_lacks() -> Iterator[None]:
-    """Says in one paragraph that XLA cannot compile a program for this CPU.
-
-    XLA (jax 0.10 to 0.12) has no routine of its own that converts float16, and float8 by way of
-    it, where the CPU has no instruction for that: x86 without F16C.
-
-    Raises:
-      ConfigError: in place of XLA's error, which names neither.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "Failed to materialize symbols" not in str(error):
-            raise
-        raise ConfigError(
-            "XLA cannot compile a step for this CPU, most likely because it computes in float16 or "
-            "float8, for which this CPU has no instructions (F16C). Take bfloat16 or float32 "
-            f"(fprop_dtype, quantization rules), or another machine. XLA says: {str(error)[:300]}"
-        ) from error

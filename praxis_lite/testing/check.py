@@ -14,6 +14,7 @@ from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.sharding import filled_mesh
 from praxis_lite.sharding.mesh import attached_devices
 from praxis_lite.task import Task
 from praxis_lite.testing import data, own_mesh, properties, tolerances
@@ -85,10 +86,11 @@ class Check:
         """Returns the certificate; it ends at the first mesh or property that differs."""
         num_devices, platform = attached_devices()
         self.note(f"{num_devices} {platform} devices, jax {jax.__version__}")
-        own = reduced(self.job.mesh, num_devices)
-        if own != self.job.mesh.shape:
+        mesh = filled_mesh(self.job.mesh, num_devices)
+        own = reduced(mesh, num_devices)
+        if own != mesh.shape:
             self.remark(
-                f"The experiment's mesh {self.job.mesh.shape} is larger than the {num_devices} "
+                f"The experiment's mesh {mesh.shape} is larger than the {num_devices} "
                 f"devices; it is checked as {own}."
             )
         shapes = self._given_meshes or chosen_meshes(own, self.plain_one.layout, num_devices)

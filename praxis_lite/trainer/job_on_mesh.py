@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.experiment.experiment import Job
@@ -17,7 +18,8 @@ from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import make_mesh, simulate_devices
+from praxis_lite.sharding import filled_mesh, make_mesh, simulate_devices
+from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.trainer.job_checks import (
     check_averages,
     check_num_batches,
@@ -53,8 +55,9 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     """
     check_parts(job)
     use_compilation_cache()
-    simulate_devices(job.mesh.num_devices, processes.count())
-    mesh = make_mesh(job.mesh)
+    mesh_config = filled_mesh(job.mesh)
+    simulate_devices(mesh_config.num_devices, processes.count())
+    mesh = make_mesh(mesh_config)
     if jax.process_count() != processes.count():
         raise ConfigError(
             f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
@@ -68,10 +71,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )
     print(f"mesh ({axes}): {devices}", flush=True)
-    options = {}
-    if job.mesh.compiler_options:  # A partitioner of the user's own may take none.
-        options = {"compiler_options": job.mesh.compiler_options}
-    partitioner = (job.partitioner or Partitioner)(job.task, mesh, **options)
+    partitioner = partitioner_on(job, mesh)
     if partitioner.compiler_options:
         words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
         print(f"compiler options: {words}", flush=True)
@@ -121,6 +121,23 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     if mode == "train":
         check_watched_metrics(partitioner, job.datasets, job.run)
     return partitioner
+
+
+def partitioner_on(
+    job: Job, mesh: Mesh, more_options: CompilerOptions | None = None
+) -> Partitioner:
+    """Returns the job's task on a mesh, by the job's own partitioner if it has one.
+
+    Args:
+      more_options: of the compiler, besides those of `job.mesh`, which count first.
+    """
+    options = {
+        platform: {**(more_options or {}).get(platform, {}), **given}
+        for platform, given in ((more_options or {}) | (job.mesh.compiler_options or {})).items()
+    }
+    # A partitioner of the user's own may take none.
+    settings = {"compiler_options": options} if options else {}
+    return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 
 
 def check_reads(

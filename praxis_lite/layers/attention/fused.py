@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
 from praxis_lite.layers.attention.einsum import LogitOptions
@@ -16,6 +18,7 @@ from praxis_lite.sharding.split_dims import without_axes
 from praxis_lite.sharding.varying import varying_axes, varying_over
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
+SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.
 LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
 
 
@@ -113,11 +116,14 @@ def splash_attention(
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
         kernel = _splash_kernel(lengths, q.shape[2], mask, options, interpret)
+        # What a kernel of Pallas computes is not in a program's text; --mode=plan reads it there.
+        share = f"{_share_of_blocks(lengths, mask):.6f}"
 
         def one_row(q, k, v, *segments):
             q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))
             ids = splash_attention_kernel.SegmentIds(*segments) if segments else None
-            return kernel(q_NTK, k_GSK, v_GSK, ids).transpose(1, 0, 2)
+            with set_xla_metadata(**{SHARE_OF_BLOCKS: share}):
+                return kernel(q_NTK, k_GSK, v_GSK, ids).transpose(1, 0, 2)
 
         return jax.vmap(one_row)(q, k, v, *segments)
 
@@ -129,6 +135,32 @@ def splash_attention(
     mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
     mean_BNK = jnp.repeat(mean_BGK, q.shape[2] // k.shape[2], axis=1)
     return jnp.where(sees_any_BT[:, :, None, None], outputs, mean_BNK[:, None])
+
+
+def _block_sizes(lengths: tuple[int, int]) -> tuple[int, int]:
+    """Returns the queries and the keys of a block that splash works on."""
+    # Of 512 the fused backward kernel's tiles fit into a v5e's vector memory at 256 dims per head.
+    block_q, block_kv = (
+        max(size for size in (128, 256, 512) if length % size == 0) for length in lengths
+    )
+    return block_q, block_kv
+
+
+def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
+    """Returns the share of the blocks of logits that splash computes: those of which any is seen."""
+    block_q, block_kv = _block_sizes(lengths)
+    first_q, first_kv = (
+        np.arange(0, length, block) for length, block in zip(lengths, (block_q, block_kv), strict=True)
+    )
+    # The distances from a key to a query within a block, from the least to the largest.
+    least = first_q[:, None] - (first_kv[None, :] + block_kv - 1)
+    most = first_q[:, None] + block_q - 1 - first_kv[None, :]
+    is_seen = np.ones_like(least, bool)
+    if mask.left_context is not None:
+        is_seen &= least < mask.left_context
+    if mask.right_context is not None:
+        is_seen &= most >= -mask.right_context
+    return float(is_seen.mean())
 
 
 def _splash_kernel(
@@ -147,10 +179,7 @@ def _splash_kernel(
         head_mask = masks.FullMask(lengths)
     else:
         head_mask = masks.LocalMask(lengths, (left, mask.right_context), offset=0)
-    # Of 512 the fused backward kernel's tiles fit into a v5e's vector memory at 256 dims per head.
-    block_q, block_kv = (
-        max(size for size in (128, 256, 512) if length % size == 0) for length in lengths
-    )
+    block_q, block_kv = _block_sizes(lengths)
     sizes = splash.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,

@@ -1,0 +1,233 @@
+"""Published training runs (shared/published/steps.jsonl) built again of this library's layers.
+
+`partitioner_of(run)` is the run's model on its mesh, to be compiled for its TPUs; `why_not(run)` is
+the reason why a run cannot be built. What differs from what was run:
+
+- Parallel blocks have two norms, of the same input; MaxText's have one.
+- MaxText's norms of values are left out.
+- Kernels of attention are JAX's splash, whatever flash kernel was run.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.layers import (
+    DotProductAttention,
+    Embedding,
+    FullSoftmax,
+    LayerNorm,
+    Repeat,
+    RmsNorm,
+    SharedEmbeddingSoftmax,
+    Transformer,
+    TransformerFeedForward,
+    TransformerFeedForwardMoe,
+    TransformerLm,
+    set_sharding_params,
+)
+from praxis_lite.layers.attention.relative_bias import RelativeBias
+from praxis_lite.layers.stacking.repeats import CHECKPOINT_POLICIES
+from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
+from praxis_lite.learner import Learner
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+Run = dict[str, Any]
+
+# What the backward pass kept, as the policy of ours that keeps the same, or nearly.
+_POLICIES = {
+    "full": "save_nothing",
+    "minimal": "save_dot_with_no_batch_dims",
+    "default of AXLearn's transformer stack": "save_dot_for_mlperf_200b",
+    "dots_saveable under flash attention, else the default names": "save_dot_only",
+}
+CHECKPOINT_POLICIES["save_qkv_context"] = jax.checkpoint_policies.save_only_these_names(
+    "query_proj", "key_proj", "value_proj", "combined_qkv_proj", "context"
+)
+
+
+def why_not(run: Run) -> str:
+    """Returns why a run cannot be built again, or ''."""
+    if run["kind"] != "measured":
+        return "worked out, not run"
+    if not run["chip"].startswith(("v", "tpu")):
+        return "no TPU: its compiler is not here"
+    if not run["completeness"]["simulable"] or not run["derived"].get("step_seconds"):
+        return "incomplete: " + "; ".join(run["completeness"]["missing"])
+    if run["remat"]["offloaded_to_host"]:
+        return "keeps activations on the host, which is not modelled"
+    if run["quantization"]:
+        return f"computed in {run['quantization'].split(' ')[0]}; the matmuls of the plan are bf16"
+    if "dropless" in (run["model"].get("moe_dispatch") or ""):
+        return "dropless experts: grouped matmuls in a kernel that is not modelled"
+    axes = run["mesh"]["ici"]
+    if axes.get("context", 1) > 1:
+        return "splits sequences over a context axis"
+    return ""
+
+
+def mesh_of(run: Run) -> MeshConfig:
+    """Returns the mesh (replica, data, mdl): copies of weights, fsdp, and tensor parallelism."""
+    def along(part: str, *axes: str) -> int:
+        return math.prod((run["mesh"][part] or {}).get(axis) or 1 for axis in axes)
+
+    parts = [
+        (along(part, "data"), along(part, "fsdp", "fsdp_transpose"), along(part, "tensor"))
+        for part in ("ici", "dcn")
+    ]
+    if run["model"]["name"].startswith("honeycrisp"):  # Whole copies.
+        parts[0] = (1, parts[0][0], 1)
+    return MeshConfig(
+        ici_mesh_shape=parts[0], dcn_mesh_shape=parts[1] if run["slices"] > 1 else None,
+        allow_split_physical_axes=True,
+    )
+
+
+def _splits(run: Run) -> dict[str, Any]:
+    if run["model"]["name"].startswith("honeycrisp"):
+        return dict(SHARDING_PRESETS["replicated"])
+    if run["mesh"]["ici"].get("tensor", 1) == 1:
+        return dict(SHARDING_PRESETS["fsdp"])
+    # MaxText's rules: features of the residual stream split over the tensor axis.
+    preset = dict(SHARDING_PRESETS["fsdp+tensor"]) | {"activation_embed": "mdl"}
+    preset.pop("residual_length")
+    return preset
+
+
+def _attention(run: Run, window: int | None) -> fdl.Partial:
+    model = run["model"]
+    kernel = "splash" if "flash" in run["attention"]["kernel"] else "einsum"
+    positions = model["positions"]
+    settings: dict[str, Any] = {
+        "atten_kernel": kernel, "float32_logits": kernel == "splash",
+        "use_bias": bool(model["bias"]), "internal_enable_per_dim_scale": False,
+        "use_rotary_position_emb": positions == "rope", "window": window,
+    }
+    if model["num_kv_heads"] != model["num_heads"]:
+        settings["num_kv_heads"] = model["num_kv_heads"]
+    if "relative position bias (32 buckets), added" in positions:
+        settings["relative_bias_tpl"] = fdl.Partial(RelativeBias)
+    norm = model["norm"]
+    if "norm on q and k" in norm and "no norm on q" not in norm or "q and k norm" in norm:
+        settings["ln_tpl"] = RmsNorm
+    if model.get("fused_qkv"):
+        settings["combine_qkv"] = True
+    return fdl.Partial(DotProductAttention, **settings)
+
+
+def _block(run: Run, window: int | None = None) -> fdl.Partial:
+    model = run["model"]
+    feed_forward = {
+        "activation": model["activation"], "use_gated_activation": bool(model["gated_activation"]),
+    }
+    if model.get("experts"):
+        part = fdl.Partial(
+            TransformerFeedForwardMoe, num_experts=model["experts"], gating_func="top_k",
+            num_experts_per_token=model["experts_per_token"],
+            unadjusted_expert_capacity_factor=1.25 * model["experts_per_token"], **feed_forward,
+        )
+    else:
+        part = fdl.Partial(
+            TransformerFeedForward, has_bias=bool(model["bias"]), **feed_forward
+        )
+    has_four = "before and after" in model["norm"]
+    return fdl.Partial(
+        Transformer, ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
+        tr_atten_tpl=_attention(run, window), tr_fflayer_tpl=part,
+        is_parallel=model["block"].startswith("parallel"),
+        norm_policy="primer_hybrid" if has_four else "pre",
+    )
+
+
+def _model(run: Run, **sizes: int) -> fdl.Partial:
+    model = run["model"]
+    block: Any = _block(run)
+    if pattern := model.get("sliding_window"):
+        block = [_block(run, pattern)] * 5 + [block]
+    tiles = (run.get("settings") or {}).get("loss_vocab_tiles")
+    softmax: dict[str, Any] = {"has_bias": False}
+    if tiles:
+        softmax["chunk_size"] = model["vocab"] // tiles
+    style = "matmul" if run["embedding_lookup"].startswith("one-hot") else "index"
+    tied = bool(model["tied_embeddings"])
+    learned = int(model["positions"].split(", ")[1].split(" ")[0].replace(",", "")) if (
+        model["positions"].startswith("learned, ")) else None
+    policy = _POLICIES.get(run["remat"]["policy"])
+    if policy is None:
+        kept = set(run["remat"]["saved_on_device"])
+        policy = "save_qkv_context" if "query_proj" in kept else "save_nothing"
+    is_causal = run["attention"]["causal"]
+    return fdl.Partial(
+        TransformerLm, vocab_size=model["vocab"], model_dims=model["model_dims"],
+        hidden_dims=model["hidden_dims"], num_heads=model["num_heads"],
+        dim_per_head=model["head_dim"], fprop_dtype=jnp.bfloat16,
+        model_type="causal" if is_causal else "bidirectional",
+        num_layers=model["num_layers"], max_seq_length=learned, position_emb_tpl=None,
+        final_ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
+        softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax, lookup_style=style, **softmax)
+        if tied else fdl.Partial(FullSoftmax, **softmax),
+        separate_embedding_tpl=None if tied else fdl.Partial(Embedding, lookup_style=style),
+        transformer_layer_tpl=block,
+        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=policy),
+    )
+
+
+def _learner(run: Run) -> Learner:
+    optimizer = run["optimizer"]
+    mu = jnp.bfloat16 if optimizer["mu_dtype"] == "bfloat16" else None
+    decays = {} if optimizer["name"].startswith("adam ") else {"weight_decay": 0.1}
+    made = optax.adamw if decays else optax.adam
+    return Learner(
+        optimizer=fdl.build(fdl.Partial(made, b1=0.9, b2=0.95, eps=1e-8, mu_dtype=mu, **decays)),
+        learning_rate=optax.linear_schedule(0.0, 3e-5, 100),
+        **({} if run["chip"] == "v4" else {"clip_gradient_norm_to_value": 1.0}),
+    )
+
+
+def partitioner_of(
+    run: Run, devices: Any, more_options: Mapping[str, Any] = {}
+) -> Partitioner:
+    """Returns the run's model on its mesh over `devices`, of its topology."""
+    splits = _splits(run)
+    config = set_sharding_params(_model(run), splits)
+    batch = splits["batch"]
+    task = LanguageModelTask(
+        fdl.build(config), _learner(run),
+        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+    )
+    return Partitioner(
+        task, make_mesh(mesh_of(run), devices),
+        compiler_options={"tpu": _compiler_options(run) | dict(more_options)},
+    )
+
+
+def _compiler_options(run: Run) -> dict[str, Any]:
+    """Returns the options that the run set, those that today's compiler knows and takes."""
+    options: dict[str, Any] = {}
+    for flag in (run.get("software") or {}).get("xla_flags") or ():
+        name, _, value = flag.partition("=")
+        if name.startswith("xla_") and re.fullmatch(r"\w+", value):
+            options[name] = value
+    if run["chip"] != "v5e":
+        # libtpu 0.0.51 on other chips: "not supported/recommended".
+        options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
+    if run["mesh"]["ici"].get("tensor", 1) > 1:
+        options |= COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
+    if run["chip"] in ("v5p", "v6e", "tpu7x"):
+        # Text that XLA wrote of a gather on a SparseCore it cannot read back.
+        options["xla_tpu_offload_gather_to_sparsecore"] = "false"
+    return options
+
+
+def batch_of(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch."""
+    ids = jax.ShapeDtypeStruct((run["global_batch"], run["seq_len"]), jnp.int32)
+    return {"ids": ids, "labels": ids, "weights": jax.ShapeDtypeStruct(ids.shape, jnp.float32)}

@@ -1,0 +1,116 @@
+"""What a chip can do: a table of public figures, each with its source. Bytes are bytes, not bits."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from praxis_lite.errors import require_choice
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
+
+    Attributes:
+      name: as in a topology's name: "v5e" of "v5e:16x16".
+      flops: peak operations per second of a matmul, by element type.
+      hbm_bytes: memory for programs; less than what is sold, for the runtime keeps some.
+      hbm_bandwidth: bytes per second.
+      clock: of the matmul units in Hz, which the compiler's cycles count; None: it tells none.
+      torus_dims: of the interconnect within a slice (ICI); 0: every device reaches each other one
+        of its node alike (NVLink).
+      link_bandwidth: bytes per second of one link one way. Two links lie along each torus dim. Of
+        a node with torus_dims 0: all that a device can send within it.
+      wraps_at: a torus dim closes into a ring where its size is a multiple of this.
+      network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
+      sources: where the figures are from.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    hbm_bytes: int
+    hbm_bandwidth: float
+    clock: float | None
+    torus_dims: int
+    link_bandwidth: float
+    wraps_at: int
+    network_bandwidth: float
+    sources: tuple[str, ...]
+
+    def peak(self, dtype: str = "bf16") -> float:
+        """Returns the peak of a matmul in `dtype`; of another, unknown one that of bfloat16."""
+        return self.flops.get(dtype, self.flops["bf16"])
+
+
+_CLOUD = "https://docs.cloud.google.com/tpu/docs/"
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (bandwidth of a link, and to other slices)"
+# The memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks
+# follow from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
+CHIPS: dict[str, Chip] = {
+    one.name: one
+    for one in (
+        Chip(
+            name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
+            hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=45e9, wraps_at=4,
+            network_bandwidth=6.25e9, sources=(_CLOUD + "v4", _BOOK),
+        ),
+        Chip(
+            name="v5e", flops={"bf16": 197e12, "s8": 394e12}, hbm_bytes=int(15.75 * _GIB),
+            hbm_bandwidth=819e9, clock=1.5e9, torus_dims=2, link_bandwidth=45e9, wraps_at=16,
+            network_bandwidth=3.125e9, sources=(_CLOUD + "v5e", _BOOK),
+        ),
+        Chip(
+            name="v5p", flops={"bf16": 459e12, "s8": 918e12}, hbm_bytes=int(95.74 * _GIB),
+            hbm_bandwidth=2765e9, clock=1.75e9, torus_dims=3, link_bandwidth=90e9, wraps_at=4,
+            network_bandwidth=6.25e9, sources=(_CLOUD + "v5p", _BOOK),
+        ),
+        Chip(
+            name="v6e", flops={"bf16": 918e12, "s8": 1836e12}, hbm_bytes=int(31.25 * _GIB),
+            hbm_bandwidth=1640e9, clock=1.75e9, torus_dims=2, link_bandwidth=90e9, wraps_at=16,
+            network_bandwidth=12.5e9, sources=(_CLOUD + "v6e", _BOOK),
+        ),
+        Chip(
+            name="tpu7x", flops={"bf16": 2307e12 / 2, "f8e4m3fn": 4614e12 / 2},
+            hbm_bytes=int(94.74 * _GIB), hbm_bandwidth=7380e9 / 2, clock=2.2e9, torus_dims=3,
+            link_bandwidth=50e9, wraps_at=4, network_bandwidth=6.25e9,
+            sources=(_CLOUD + "tpu7x (per chip; halved)", "its interconnect is 1,200 GB/s a chip"),
+        ),
+        Chip(
+            name="a100", flops={"bf16": 312e12, "s8": 624e12}, hbm_bytes=int(79 * _GIB),
+            hbm_bandwidth=2039e9, clock=None, torus_dims=0, link_bandwidth=300e9, wraps_at=1,
+            network_bandwidth=25e9,
+            sources=("https://www.nvidia.com/en-us/data-center/a100/ (SXM 80GB; HDR 200 Gb/s)",),
+        ),
+        Chip(
+            name="h100", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
+            hbm_bandwidth=3350e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
+            network_bandwidth=50e9,
+            sources=("https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s)",),
+        ),
+        Chip(
+            name="h200", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
+            hbm_bandwidth=4800e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
+            network_bandwidth=50e9,
+            sources=("https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s)",),
+        ),
+        Chip(
+            name="b200", flops={"bf16": 2250e12, "f8e4m3fn": 4500e12}, hbm_bytes=int(178 * _GIB),
+            hbm_bandwidth=8000e9, clock=None, torus_dims=0, link_bandwidth=900e9, wraps_at=1,
+            network_bandwidth=50e9,
+            sources=("https://www.nvidia.com/en-us/data-center/dgx-b200/",),
+        ),
+        # No figures of a maker's: what one core of a server or laptop does, to an order.
+        Chip(
+            name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9, clock=None,
+            torus_dims=0, link_bandwidth=2e9, wraps_at=1, network_bandwidth=1e9,
+            sources=("nominal: one core of a machine whose devices are simulated",),
+        ),
+    )
+}
+
+
+def chip_named(name: str) -> Chip:
+    """Returns the chip of CHIPS; raises ConfigError with the names there are if there is none."""
+    require_choice("The chip of --topology", name, CHIPS)
+    return CHIPS[name]

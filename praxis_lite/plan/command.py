@@ -1,0 +1,158 @@
+"""`main.py --mode=plan`: an experiment's steps on a topology, as text, JSON and a page."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.config.build import build
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.explain.compiler_warnings import explained_warnings
+from praxis_lite.explain.explain import explained_step
+from praxis_lite.explain.explain_page import page
+from praxis_lite.explain.layout_table import layout_warnings
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.options import file_path
+from praxis_lite.partitioner import Partitioner
+from praxis_lite.plan.predict import StepPlan, plan_step
+from praxis_lite.plan.report import figures, plan_text
+from praxis_lite.plan.topology import Topology, topology_of
+from praxis_lite.sharding import filled_mesh, make_mesh
+from praxis_lite.trainer.job_checks import check_parts
+from praxis_lite.trainer.job_on_mesh import check_reads, partitioner_on, use_compilation_cache
+
+# Text that XLA wrote of what it offloads to the SparseCores of these it cannot read back.
+_SPARSE_CORES = ("v5p", "v6e", "tpu7x")
+PLANNING_OPTIONS = {"tpu": {"xla_tpu_offload_gather_to_sparsecore": "false"}}
+
+
+def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
+    """Prints the plan of each step; raises ConfigError, after all is said, if one does not fit."""
+    path = args.json and file_path(args, "--json", "plan.json")
+    html = args.html and file_path(args, "--html", "plan.html")
+    topology = chosen_topology(args)
+    use_compilation_cache()
+    if args.search:
+        from praxis_lite.plan.search import search
+
+        search(args, config, experiment, topology)
+        return
+    plans = plan_job(build(config), topology, args.steps or [TRAIN], title=experiment, html=html)
+    if path:
+        first, *others = (one.to_json() for one in plans)
+        path.write_text(json.dumps(first | {"other_steps": others}, indent=1) + "\n", "utf-8")
+    if not all(one.fits for one in plans):
+        too_large = next(one for one in plans if not one.fits)
+        raise ConfigError(
+            f"{experiment} does not fit on {topology.name}: its {too_large.step} step needs "
+            f"{too_large.peak_bytes_per_device / 2**30:.2f} GiB on each device, which has "
+            f"{too_large.hbm_bytes_per_device / 2**30:.2f} GiB. {too_large.why_not}"
+        )
+
+
+def chosen_topology(args: argparse.Namespace) -> Topology:
+    """Returns the topology of --topology and --num_slices; raises ConfigError without one."""
+    if args.topology is None:
+        raise ConfigError(
+            "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
+            "--topology=v5e:16x16."
+        )
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # No device is asked for: none need be there.
+    return topology_of(args.topology, args.num_slices or 1)
+
+
+def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
+    """Returns the job's task on its mesh, laid over a topology; -1 in its shape is filled.
+
+    Raises:
+      ConfigError: the mesh does not fill the topology, or parts of the job do not go together.
+    """
+    check_parts(job)
+    mesh_config = job.mesh
+    if topology.num_slices > 1 and mesh_config.dcn_mesh_shape is None and not (
+        topology.compiled_for == "cpu"
+    ):
+        raise ConfigError(
+            f"--num_slices={topology.num_slices}, but mesh.dcn_mesh_shape is None. Say along which "
+            f"axis the slices lie, for instance --set mesh.dcn_mesh_shape="
+            f"({topology.num_slices},{','.join('1' * (len(mesh_config.axis_names) - 1))})."
+        )
+    mesh_config = filled_mesh(mesh_config, len(topology.devices))
+    if mesh_config.num_devices != len(topology.devices) and not mesh_config.allow_unused_devices:
+        raise ConfigError(
+            f"{mesh_config} has {mesh_config.num_devices} devices, but {topology.name}"
+            f"{f' x {topology.num_slices}' if topology.num_slices > 1 else ''} has "
+            f"{len(topology.devices)}. Change mesh.ici_mesh_shape (-1 stands for what is left over)"
+            ", as in --set mesh.ici_mesh_shape="
+            f"({','.join(['1', '-1', *'1' * (len(mesh_config.axis_names) - 2)])}), or the topology."
+        )
+    mesh = make_mesh(mesh_config, topology.devices)
+    options = PLANNING_OPTIONS if topology.chip.name in _SPARSE_CORES else None
+    return partitioner_on(job, mesh, options)
+
+
+def step_specs(
+    job: Job, partitioner: Partitioner, steps: Sequence[str]
+) -> list[tuple[str, str, dict]]:
+    """Returns (step, dataset, shapes and types of a batch) of the steps asked for; reads no data.
+
+    Raises:
+      ConfigError: there is no dataset for a step, or the task cannot take its batches.
+    """
+    found = []
+    for step in steps:
+        root = "decode_datasets" if step == "decode" else "datasets"
+        names = [
+            name for name in getattr(job, root)
+            if step == "decode" or (name == TRAIN) == (step == "train")
+        ]
+        if not names:
+            raise ConfigError(
+                f"--steps={step}, but the experiment's {root}() has no dataset for it. Leave "
+                f"{step} out."
+            )
+        pipeline = getattr(job, root)[names[0]]
+        spec = checked_spec(pipeline, f"{root}.{names[0]}")
+        check_reads(partitioner, step, spec, f"{root}.{names[0]}")
+        found.append((step, names[0], spec))
+    return found
+
+
+def plan_job(
+    job: Job, topology: Topology, steps: Sequence[str], *, title: str = "",
+    html: Path | None = None,
+) -> list[StepPlan]:
+    """Returns the plans of a job's steps, printed as they are made; `html`: a page of them, too."""
+    partitioner = planned_partitioner(job, topology)
+    mesh, layout = partitioner.mesh, partitioner.layout
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    print(f"mesh ({axes}) on {topology.name}: {mesh.size} devices, none of them needed here")
+    if partitioner.compiler_options:
+        words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
+        print(f"compiler options: {words}")
+    warnings = layout_warnings(layout)
+    for warning in warnings:
+        print(f"WARNING: {warning}")
+    plans, explained = [], []
+    for step, name, spec in step_specs(job, partitioner, steps):
+        print(f"\n{step}_step, batches of {name}: compiling", flush=True)
+        with explained_warnings(print):
+            one = plan_step(partitioner, step, spec, topology)
+        plans.append(one)
+        print(plan_text(one), flush=True)
+        if html is not None and one.compiled is not None:
+            shown = explained_step(partitioner, step, name, spec, one.compiled)
+            explained.append(dataclasses.replace(shown, figures=figures(one)))
+        plans[-1] = dataclasses.replace(one, compiled=None)  # Large, and no longer needed.
+    if html is not None:
+        html.write_text(page(title, mesh, layout, warnings, explained), "utf-8")
+        print(f"\nThe page to look at in a browser: {html.absolute()}")
+    return plans

@@ -1,0 +1,141 @@
+"""The devices that are planned for, by name: of a TPU slice, of a GPU cluster, simulated ones."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.plan.chips import CHIPS, Chip, chip_named
+from praxis_lite.sharding.mesh import MAX_SIMULATED_DEVICES, simulate_devices
+
+# Examples of what each kind of name looks like, for errors. libtpu takes others, too.
+_EXAMPLES = {
+    2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
+    3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
+}
+_TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
+_GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to plan for.
+
+    Attributes:
+      name: as it was asked for, "v5e:16x16".
+      chip: what one device can do.
+      dims: of a slice's torus in chips; of GPUs (nodes, devices of a node); of "cpu:8" (8,).
+      num_slices: slices, or nodes of GPUs.
+      devices: to compile for; on "cpu" real ones.
+    """
+
+    name: str
+    chip: Chip
+    dims: tuple[int, ...]
+    num_slices: int
+    devices: Sequence[jax.Device]
+
+    @property
+    def devices_per_slice(self) -> int:
+        return len(self.devices) // self.num_slices
+
+    @property
+    def compiled_for(self) -> str:
+        """The platform whose compiler makes the programs: "tpu", or "cpu" for what is modelled."""
+        return "tpu" if self.chip.torus_dims else "cpu"
+
+
+def topology_of(name: str, num_slices: int = 1) -> Topology:
+    """Returns the devices that a name stands for.
+
+    Args:
+      name: "v5e:16x16" (a TPU slice's torus, in chips), "cpu:8" (simulated devices), or
+        "gpu:h100:4x8" (nodes x GPUs of a node).
+      num_slices: of a TPU: that many such slices, joined by the data-centre network.
+
+    Raises:
+      ConfigError: no such chip or shape, or its compiler is not installed.
+    """
+    kind, _, shape = name.partition(":")
+    if kind == "gpu":
+        kind, _, shape = shape.partition(":")
+        if kind not in _GPUS:
+            raise _unknown(name, f"{kind!r} is no GPU of its table")
+    elif kind not in (*_TPUS, "cpu"):
+        raise _unknown(name, f"{kind!r} is no TPU of its table")
+    chip = chip_named(kind)
+    if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", shape) is None:
+        raise _unknown(name, f"{shape!r} is no shape")
+    dims = tuple(map(int, shape.split("x")))
+    if num_slices < 1 or (num_slices > 1 and not chip.torus_dims):
+        raise ConfigError(
+            f"--num_slices={num_slices}; wanted is 1 or more, and 1 but for TPUs: the nodes of "
+            "GPUs are in the topology's name, as in gpu:h100:4x8."
+        )
+    if chip.torus_dims:
+        return Topology(name, chip, dims, num_slices, _tpus(name, chip, dims, num_slices))
+    wanted = 1 if kind == "cpu" else 2
+    if len(dims) != wanted:
+        raise _unknown(name, f"{shape!r} has {len(dims)} dims")
+    return Topology(
+        name, chip, dims, dims[0] if wanted == 2 else 1, _simulated(name, math.prod(dims))
+    )
+
+
+def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
+    if len(dims) != chip.torus_dims:
+        raise _unknown(name, f"a {chip.name}'s torus has {chip.torus_dims} dims")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"--topology={name} is compiled by libtpu, which is not installed. Install it: "
+            "pip install 'praxis_lite[plan]' (or: pip install libtpu)."
+        )
+    # libtpu else asks Google's metadata server what machine this is, and locks itself.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    options = {"num_slices": num_slices}
+    if chip.name == "v4":
+        options = {"chip_config_name": "megacore"}  # A device is a chip, as on v5p.
+        if num_slices > 1:
+            options["num_slices"] = num_slices
+    try:
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{chip.name}:{'x'.join(map(str, dims))}", **options
+        ).devices
+    except Exception as error:  # libtpu's own words say which shapes it takes.
+        raise _unknown(name, f"libtpu says: {str(error).splitlines()[0][:200]}") from error
+
+
+def _simulated(name: str, count: int) -> Sequence[jax.Device]:
+    if count > MAX_SIMULATED_DEVICES:
+        raise ConfigError(
+            f"--topology={name} has {count} devices; at most {MAX_SIMULATED_DEVICES} are "
+            "simulated. Plan for fewer, with the same mesh along all axes but one."
+        )
+    simulate_devices(count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ConfigError(
+            f"--topology={name} needs {count} simulated devices, but JAX made {len(devices)}. "
+            "Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
+        )
+    return devices[:count]
+
+
+def _unknown(name: str, why: str) -> ConfigError:
+    shapes = "; ".join(
+        f"{', '.join(one for one in _TPUS if CHIPS[one].torus_dims == dims)} with {examples}"
+        for dims, examples in _EXAMPLES.items()
+    )
+    return ConfigError(
+        f"--topology={name}: {why}. Wanted is CHIP:SHAPE, such as v5e:16x16. TPUs: {shapes}. "
+        f"GPUs: gpu:CHIP:NODESxGPUS with {', '.join(_GPUS)}, such as gpu:h100:4x8. Simulated "
+        "devices: cpu:8."
+    )
