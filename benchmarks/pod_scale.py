@@ -4,8 +4,8 @@
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
 
 A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
-expects, the seconds that its schedule takes (benchmarks/tpu_schedule.py: a model, held against no
-hardware), and their ratios to MaxText's step and to the best one written by hand in plain JAX, both
+expects, the seconds that its schedule takes (praxis_lite/plan/schedule.py), and their ratios to
+MaxText's step and to the best one written by hand in plain JAX, both
 compiled in the same way. `--top` shows where the cycles go.
 """
 
@@ -20,9 +20,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental import topologies
-from tpu_schedule import schedule
 
 from praxis_lite.explain import hlo
 from praxis_lite.layers import (
@@ -36,6 +36,9 @@ from praxis_lite.layers import (
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.plan.chips import CHIPS
+from praxis_lite.plan.costs import Efficiencies
+from praxis_lite.plan.schedule import Mesh, schedule
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 
@@ -65,6 +68,8 @@ PEERS = {
     "B16": {"MaxText": (2614.8, 2.437, 3.133), "by hand": (1834.8, 1.2314, 1.0466)},
     "F": {"MaxText": (3494.3, 0.831, 0.610), "by hand": (2962.4, 0.6587, 0.4571)},
 }
+# The peers' seconds are of the compiler's own cycles, links at 90% and no latency.
+AS_THE_PEERS = Efficiencies(cycles=1.0, link=0.9, hop_seconds=0.0)
 # On v5p an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 
@@ -139,21 +144,27 @@ def measured(options: argparse.Namespace, row: str) -> None:
     if options.dump:
         with open(options.dump, "w", encoding="utf-8") as file:
             file.write(text)
-    found = schedule(text, chip)
+    shape = dict(partitioner.mesh.shape)
+    mesh = Mesh(shape, np.zeros(partitioner.mesh.size, int))
+    found, one_link = (
+        schedule(text, CHIPS[chip], mesh, AS_THE_PEERS, both_links=both) for both in (True, False)
+    )
+    cycles = (found.compute + found.memory) * CHIPS[chip].clock
     figures = (
-        compiled.memory_analysis().peak_memory_in_bytes / 1e6, found.cycles / 1e9, found.seconds
+        compiled.memory_analysis().peak_memory_in_bytes / 1e6, cycles / 1e9, found.seconds
     )
     print(f"{row}  {topology}  {options.preset}  {partitioner.mesh.shape_tuple}")
     print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
-          f"{found.waits:.4f} s wait for {found.wire_bytes / 1e9:.2f} GB on the wire; "
-          f"{schedule(text, chip, 0.5).seconds:.4f} s with rings on one link")
+          f"{found.exposed:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings on one "
+          "link")
     print(f"  {hlo.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     for peer, of_peer in PEERS.get(row, {}).items():
         if not options.layers:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
             print("  / {:8} {:.2f} peak  {:.2f} cycles  {:.2f} s".format(peer, *ratios))
-    for name, cycles in found.of.most_common(options.top):
-        print(f"  {cycles / 1e6:9.2f} Mcycles {100 * cycles / found.cycles:5.1f}%  {name[-130:]}")
+    for name, seconds in found.of.most_common(options.top):
+        of_it = seconds * CHIPS[chip].clock
+        print(f"  {of_it / 1e6:9.2f} Mcycles {100 * of_it / cycles:5.1f}%  {name[-130:]}")
 
 
 def main() -> None:

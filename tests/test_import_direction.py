@@ -23,6 +23,7 @@ ORDERS = {
         {"experiment"},
         {"trainer"},
         {"options"},
+        {"plan"},
         {"interop", "testing"},
         {"main"},
     ),

@@ -18,7 +18,6 @@ from praxis_lite.explain.hlo_layers import layers_of, source_frames, source_line
 from praxis_lite.explain.hlo_text import (
     Array,
     Instruction,
-    Program,
     Site,
     arrays_of,
     braced,
@@ -55,6 +54,7 @@ class Collective:
         encoder/ffn'; outside of any layer the source line, 'model.py:13', or ''.
       axes: the mesh axes that it runs along; empty where no mesh was given.
       source: the line that it comes from, 'model.py:13', or ''.
+      dims: of the arrays of the result.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class Collective:
     layers: tuple[tuple[str, int], ...] = (("", 0),)
     axes: tuple[str, ...] = ()
     source: str = ""
+    dims: tuple[tuple[int, ...], ...] = ()
 
     @property
     def layer(self) -> str:
@@ -124,8 +125,9 @@ def collectives(
         groups = device_groups(attributes, program) if axis_sizes else None
         axes = axes_of_groups(groups, axis_sizes) if groups is not None else ()
         source = source_line(source_frames(program, site.instruction))
+        dims = tuple(array.dims for array in arrays)
         found.append(
-            Collective(kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source)
+            Collective(kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source, dims)
         )
     return found
 

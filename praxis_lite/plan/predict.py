@@ -118,7 +118,7 @@ def plan_step(
     common: dict[str, Any] = {
         "step": step, "topology": topology.name, "num_devices": partitioner.mesh.size,
         "hbm_bytes_per_device": chip.hbm_bytes, "parameters": num_parameters(layout),
-        "unit": partitioner.task.weight_unit,
+        "unit": "rows" if step == "decode" else partitioner.task.weight_unit,
     }
     start = time.monotonic()
     lowered = partitioner.lower(step, element_spec)
@@ -140,10 +140,11 @@ def plan_step(
     text = text_of(compiled, topology)
     memory = memory_of(layout, planned, text, step)
     fits = memory.peak <= chip.hbm_bytes
-    batch_size = num_units(partitioner, element_spec)
+    batch_size = num_units(element_spec)
     return StepPlan(
         **common, fits=fits, peak_bytes_per_device=memory.peak, compile_seconds=seconds,
-        memory=memory, compiled=compiled, why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
+        memory=memory, compiled=compiled,
+        why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
         **timed(text, topology, mesh_of(partitioner.mesh, topology), batch_size, efficiencies),
     )
 
@@ -203,7 +204,7 @@ def num_parameters(layout: StateLayout) -> int:
     )
 
 
-def num_units(partitioner: Partitioner, element_spec: PyTree) -> int:
+def num_units(element_spec: PyTree) -> int:
     """Returns how many tokens, or rows, a batch has: the elements of `weights`, if it has any."""
     weights = element_spec.get("weights") if isinstance(element_spec, dict) else None
     if weights is not None:

@@ -56,7 +56,7 @@ def plan_text(plan: StepPlan) -> str:
 
 
 def collectives_text(plan: StepPlan) -> str:
-    """Returns the bytes and seconds of collectives, by kind and axes, and of the costliest layers."""
+    """Returns bytes and seconds of collectives, by kind and axes, and of the costliest layers."""
     found = list(plan.timeline.collectives.values())
     if not found:
         return "no collectives"

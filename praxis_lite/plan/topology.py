@@ -11,12 +11,17 @@ import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.plan.chips import CHIPS, Chip, chip_named
-from praxis_lite.sharding.mesh import MAX_SIMULATED_DEVICES, simulate_devices
+from praxis_lite.sharding.mesh import simulated_devices
 
 # Examples of what each kind of name looks like, for errors. libtpu takes others, too.
 _EXAMPLES = {
     2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
     3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
+}
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
 _TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
 _GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
@@ -83,7 +88,7 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     if len(dims) != wanted:
         raise _unknown(name, f"{shape!r} has {len(dims)} dims")
     return Topology(
-        name, chip, dims, dims[0] if wanted == 2 else 1, _simulated(name, math.prod(dims))
+        name, chip, dims, dims[0] if wanted == 2 else 1, simulated_devices(math.prod(dims))
     )
 
 
@@ -95,9 +100,9 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
             f"--topology={name} is compiled by libtpu, which is not installed. Install it: "
             "pip install 'praxis_lite[plan]' (or: pip install libtpu)."
         )
-    # libtpu else asks Google's metadata server what machine this is, and locks itself.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # Else libtpu asks Google's metadata server what machine this is, complains, and locks itself.
+    for setting, value in _LIBTPU.items():
+        os.environ.setdefault(setting, value)
     from jax.experimental import topologies
 
     options = {"num_slices": num_slices}
@@ -111,22 +116,6 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         ).devices
     except Exception as error:  # libtpu's own words say which shapes it takes.
         raise _unknown(name, f"libtpu says: {str(error).splitlines()[0][:200]}") from error
-
-
-def _simulated(name: str, count: int) -> Sequence[jax.Device]:
-    if count > MAX_SIMULATED_DEVICES:
-        raise ConfigError(
-            f"--topology={name} has {count} devices; at most {MAX_SIMULATED_DEVICES} are "
-            "simulated. Plan for fewer, with the same mesh along all axes but one."
-        )
-    simulate_devices(count)
-    devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ConfigError(
-            f"--topology={name} needs {count} simulated devices, but JAX made {len(devices)}. "
-            "Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
-        )
-    return devices[:count]
 
 
 def _unknown(name: str, why: str) -> ConfigError:

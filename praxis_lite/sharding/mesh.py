@@ -131,6 +131,12 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
             jax.config.update("jax_num_cpu_devices", num_simulated)
 
 
+def simulated_devices(count: int) -> list[jax.Device]:
+    """Returns simulated CPU devices, whatever is attached: `count`, or as many as JAX makes."""
+    simulate_devices(count)
+    return jax.devices("cpu")[:count]
+
+
 def _is_chosen_by_user() -> bool:
     """Returns True if the environment says how many CPU devices are simulated."""
     return "JAX_NUM_CPU_DEVICES" in os.environ or (

@@ -17,10 +17,11 @@ from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import filled_mesh
 from praxis_lite.sharding.mesh import attached_devices
 from praxis_lite.task import Task
-from praxis_lite.testing import data, own_mesh, properties, tolerances
+from praxis_lite.testing import tolerances
 from praxis_lite.testing.bisect import REFUSALS, first_difference
 from praxis_lite.testing.certificate import Certificate, Comparison, mesh_name
 from praxis_lite.testing.meshes import Shape, chosen_meshes, reduced
+from praxis_lite.testing.parts import data, own_mesh, properties
 from praxis_lite.testing.runs.on_mesh import (
     Batch,
     Leaves,

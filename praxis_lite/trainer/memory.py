@@ -1,4 +1,4 @@
-"""Whether a state fits into its devices, and the errors when memory runs out or a CPU is lacking."""
+"""Whether a state fits into its devices; the errors when memory, or what a CPU can do, ends."""
 
 import contextlib
 import math

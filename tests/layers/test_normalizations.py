@@ -17,8 +17,8 @@ from praxis_lite.models import NnxModel
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.tasks.image_classification import ClassificationTask
+from praxis_lite.testing.asserts.layers import assert_near, drawn, run_layers
 from tests.support.goldens import pax_options
-from tests.support.mesh_runs import assert_near, drawn, run_layers
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial

@@ -17,7 +17,7 @@ from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import WeightSharding, constrain
 from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.tasks.loss import LossTask
-from tests.support.mesh_runs import assert_near
+from praxis_lite.testing.asserts.layers import assert_near
 
 IDS = np.array([1, 2, 3, 1], np.int32)  # Four, on three devices; none is 0.
 UPDATES = np.array([2.0, 0.5, -3.0, 4.0], np.float32)

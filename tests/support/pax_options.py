@@ -11,8 +11,8 @@ from praxis_lite.interop.pax import mdl_vars_from_pax
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars
 from praxis_lite.models.nnx_model import mdl_vars_of
+from praxis_lite.testing.asserts.layers import assert_near
 from tests.support.goldens import Arrays, pax_options
-from tests.support.mesh_runs import assert_near
 
 
 def mdl_vars_from(model: NnxModel, case: Arrays) -> MdlVars:

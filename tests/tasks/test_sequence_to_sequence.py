@@ -14,7 +14,7 @@ from praxis_lite.experiments.seq2seq import END, ReversedWords
 from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
-from tests.support.mesh_runs import drawn
+from praxis_lite.testing.asserts.layers import drawn
 
 BATCH = {
     "src_ids": np.zeros((3, 2), np.int32), "src_paddings": np.zeros((3, 2), np.float32),

@@ -147,11 +147,9 @@ def _block_sizes(lengths: tuple[int, int]) -> tuple[int, int]:
 
 
 def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
-    """Returns the share of the blocks of logits that splash computes: those of which any is seen."""
+    """Returns the share of the blocks of logits that splash computes: those with any seen."""
     block_q, block_kv = _block_sizes(lengths)
-    first_q, first_kv = (
-        np.arange(0, length, block) for length, block in zip(lengths, (block_q, block_kv), strict=True)
-    )
+    first_q, first_kv = np.arange(0, lengths[0], block_q), np.arange(0, lengths[1], block_kv)
     # The distances from a key to a query within a block, from the least to the largest.
     least = first_q[:, None] - (first_kv[None, :] + block_kv - 1)
     most = first_q[:, None] + block_q - 1 - first_kv[None, :]

@@ -16,7 +16,7 @@ from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
 from praxis_lite.sharding.xla_errors import without_xla_errors
-from tests.support.mesh_runs import revealing
+from praxis_lite.testing.asserts.layers import revealing
 
 AXES = ("data", "expert", "mdl")
 BATCH = ("data", "expert")

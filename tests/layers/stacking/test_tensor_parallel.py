@@ -22,8 +22,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.testing.asserts.layers import assert_near
 from tests.layers.whole_model import preset_runs
-from tests.support.mesh_runs import assert_near
 
 DIMS, PER_HEAD = 16, 4
 SPLITS = {

@@ -15,10 +15,10 @@ from praxis_lite.learner import Learner
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.testing.asserts.layers import assert_near, drawn
 from tests.layers import test_pax_goldens as goldens
 from tests.support.goldens import pax_cases, pax_options
 from tests.support.marks import slow_but
-from tests.support.mesh_runs import assert_near, drawn
 from tests.support.pax_options import flat, mdl_vars_from
 
 partial = functools.partial

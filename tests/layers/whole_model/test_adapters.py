@@ -17,7 +17,7 @@ from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.models.nnx_model import mdl_vars_of
-from tests.support.mesh_runs import assert_near, run_layers
+from praxis_lite.testing.asserts.layers import assert_near, run_layers
 
 partial = functools.partial
 PROJECTION = partial(layers.AttentionProjection, 5, 3, 4)

@@ -21,9 +21,9 @@ from praxis_lite.explain import hlo
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
+from praxis_lite.testing.asserts.layers import assert_near, drawn
 from tests.layers.whole_model import preset_runs
 from tests.layers.whole_model.preset_runs import EVEN, NUM_LAYERS, both_ends, mesh_of
-from tests.support.mesh_runs import assert_near, drawn
 
 UNEVEN_BATCH = preset_runs.batch_of(11, 7, 37)
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from praxis_lite.config.build import build
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.testing import data, properties, tolerances
-from praxis_lite.testing.as_trained import as_trained
-from praxis_lite.testing.by_hand import update_by_hand
+from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
-from praxis_lite.testing.resumed import resumed
+from praxis_lite.testing.parts import data, properties
+from praxis_lite.testing.parts.as_trained import as_trained
+from praxis_lite.testing.parts.by_hand import update_by_hand
+from praxis_lite.testing.parts.resumed import resumed
 from praxis_lite.testing.runs import variants
 from praxis_lite.testing.runs.on_mesh import OnMesh, reporting
 from praxis_lite.testing.runs.parts import micro_batches_in_turn

@@ -1,4 +1,7 @@
-"""Layers run on a mesh or without one: outputs, gradients and new statistics of many at once."""
+"""Layers run on a mesh or without one: outputs, gradients and new statistics of many at once.
+
+What the library's own tests compare one device with many by.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +16,7 @@ from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.sharding.xla_errors import without_xla_errors
 
-# What builds a layer, what calls it on (module, x, key), and its inputs.
+# What builds a layer (called with rngs=), what calls it on (module, x, key), and its inputs.
 LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]
 
 

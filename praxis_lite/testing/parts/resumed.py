@@ -21,7 +21,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
-from praxis_lite.testing.data import structs, with_rows
+from praxis_lite.testing.parts.data import structs, with_rows
 from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, cut, leaves_of
 from praxis_lite.trainer import launch
 from praxis_lite.trainer.job_on_mesh import JobOnMesh

@@ -1,0 +1,186 @@
+"""Predicted against published step times: how far a plan may be trusted.
+
+    pip install libtpu
+    python benchmarks/plan_published.py --rows ../shared/published/steps.jsonl [--id ID ...]
+    python benchmarks/plan_published.py --rows FILE --fit    # prints the efficiencies, fitted anew
+
+Each run is built again of our layers (benchmarks/published_runs.py) and compiled for its TPUs, one
+to seven minutes each; what was compiled is kept in --cache, so that a call that was ended goes on
+where it stopped. Runs are in two halves by family: efficiencies are fitted on one, and the other
+says how good they are. A run that cannot be built is listed with the reason.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from published_runs import Run, batch_of, mesh_of, partitioner_of, why_not
+from scipy.optimize import least_squares
+
+from praxis_lite.explain import hlo
+from praxis_lite.plan.costs import FITTED, Efficiencies
+from praxis_lite.plan.memory import out_of_memory
+from praxis_lite.plan.predict import mesh_of as mesh_of_devices
+from praxis_lite.plan.predict import timed
+from praxis_lite.plan.topology import topology_of
+
+# Families whose runs the efficiencies are fitted on; all others are held out.
+FITTED_FAMILIES = (
+    "maxtext-22b", "maxtext-16b", "maxtext-64b", "maxtext-256b", "mixtral-8x7b", "honeycrisp-3b",
+)
+# What is fitted, with where it starts, and between which bounds it stays.
+_FREE = {
+    "cycles": (1.0, 0.8, 1.1), "kernel": (0.5, 0.2, 0.75), "link": (0.9, 0.5, 1.0),
+    "network": (0.8, 0.1, 3.0),
+}
+
+
+def compiled(run: Run, cache: Path) -> dict[str, Any]:
+    """Returns what compiling a run gave: `text` and `peak`, or `too_large` or `failed`."""
+    kept, program = cache / f"{run['id']}.json", cache / f"{run['id']}.hlo.gz"
+    if not kept.exists():
+        start = time.monotonic()
+        print(f"compiling {run['id']} for {run['slices']} x {run['topology']}", file=sys.stderr)
+        record: dict[str, Any] = {}
+        try:
+            partitioner = partitioner_of(run, topology(run).devices)
+            step = partitioner.lower("train", batch_of(run)).compile()
+            record["peak"] = hlo.memory_per_device(step).peak
+            program.write_bytes(gzip.compress(step.as_text().encode(), 3))
+        except Exception as error:  # One run of many: the others go on.
+            wanted = out_of_memory(error)
+            record = {"too_large": wanted[1]} if wanted else {"failed": str(error)[:300]}
+        record["compile_seconds"] = time.monotonic() - start
+        kept.write_text(json.dumps(record))
+    record = json.loads(kept.read_text())
+    if program.exists():
+        record["text"] = gzip.decompress(program.read_bytes()).decode()
+    return record
+
+
+def topology(run: Run) -> Any:
+    """Returns the devices that a run had."""
+    return topology_of(run["topology"], run["slices"])
+
+
+@dataclasses.dataclass
+class Row:
+    """A run that was compiled, and its prediction."""
+
+    run: Run
+    record: dict[str, Any]
+    devices: Any
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def published(self) -> float:
+        return self.run["derived"]["step_seconds"]
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.run["model"]["name"] in FITTED_FAMILIES
+
+    def predict(self, efficiencies: Efficiencies) -> float:
+        """Returns the predicted seconds of a step over the published ones."""
+        mesh = self._mesh()
+        self.plan = timed(
+            self.record["text"], self.devices, mesh, self.run["tokens_per_step"], efficiencies
+        )
+        return self.plan["step_seconds"] / self.published
+
+    def _mesh(self) -> Any:
+        if not hasattr(self, "_made"):
+            from praxis_lite.sharding import make_mesh
+
+            mesh = make_mesh(mesh_of(self.run), self.devices.devices)
+            self._made = mesh_of_devices(mesh, self.devices)
+        return self._made
+
+
+def fit(rows: Sequence[Row]) -> Efficiencies:
+    """Returns the efficiencies that make the relative errors of `rows` smallest."""
+    names = list(_FREE)
+    start, low, high = (np.log([_FREE[name][k] for name in names]) for k in range(3))
+
+    def efficiencies(logs: np.ndarray) -> Efficiencies:
+        values = map(float, np.exp(logs))
+        return dataclasses.replace(FITTED, **dict(zip(names, values, strict=True)))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        made = efficiencies(logs)
+        misses = [np.log(row.predict(made)) for row in rows]
+        # A weak pull towards where it starts, for what no run tells apart.
+        return np.array([*misses, *(0.05 * (logs - start))])
+
+    found = least_squares(
+        errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=20
+    )
+    made = efficiencies(found.x)
+    misses = sorted(abs(np.log(row.predict(made))) for row in rows)
+    return dataclasses.replace(made, spread=float(np.expm1(np.quantile(misses, 0.8))))
+
+
+def main() -> None:
+    """Prints the table, and the runs that are not in it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", required=True, help="a file of published runs, a line each")
+    parser.add_argument("--id", nargs="+", help="only these runs")
+    parser.add_argument("--cache", default="~/.cache/praxis_lite/published")
+    parser.add_argument("--fit", action="store_true", help="fit the efficiencies")
+    options = parser.parse_args()
+    cache = Path(options.cache).expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    rows, left_out = [], []
+    with open(options.rows, encoding="utf-8") as file:
+        runs = [json.loads(line) for line in file]
+    for run in runs:
+        if options.id and run["id"] not in options.id:
+            continue
+        reason = why_not(run)
+        record = {} if reason else compiled(run, cache)
+        if "text" in record:
+            rows.append(Row(run, record, topology(run)))
+        else:
+            words = {"too_large": "does not fit: ", "failed": "does not compile: "}
+            left_out.append((run["id"], reason or "".join(
+                words[key] + value for key, value in record.items() if key in words
+            )))
+    efficiencies = FITTED
+    if options.fit:
+        efficiencies = fit([row for row in rows if row.is_fitted])
+        print(efficiencies)
+    table(rows, efficiencies)
+    print("\nNot predicted:")
+    for name, reason in left_out:
+        print(f"  {name}: {reason}")
+
+
+def table(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
+    """Prints a line per run, and what the two halves come to."""
+    print(f"{'run':<44}{'half':>6}{'published':>11}{'predicted':>11}{'range':>17}{'error':>8}"
+          f"{'peak GiB':>10}{'fits':>6}")
+    for row in rows:
+        error = row.predict(efficiencies) - 1
+        plan, peak = row.plan, row.record["peak"]
+        between = f"{plan['step_seconds_low']:.2f}-{plan['step_seconds_high']:.2f}"
+        print(f"{row.run['id']:<44}{'fit' if row.is_fitted else 'held':>6}{row.published:>11.3f}"
+              f"{plan['step_seconds']:>11.3f}{between:>17}{error:>8.1%}{peak / 2**30:>10.1f}"
+              f"{'yes' if peak <= row.devices.chip.hbm_bytes else 'NO':>6}")
+    for name, half in (("fitted on", True), ("held out", False)):
+        errors = [abs(r.predict(efficiencies) - 1) for r in rows if r.is_fitted == half]
+        if errors:
+            near = sum(error <= 0.2 for error in errors) / len(errors)
+            print(f"{name}: {len(errors)} runs, median error {statistics.median(errors):.1%}, "
+                  f"{near:.0%} within 20%")
+
+
+if __name__ == "__main__":
+    main()
