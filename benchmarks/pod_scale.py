@@ -68,8 +68,8 @@ PEERS = {
     "B16": {"MaxText": (2614.8, 2.437, 3.133), "by hand": (1834.8, 1.2314, 1.0466)},
     "F": {"MaxText": (3494.3, 0.831, 0.610), "by hand": (2962.4, 0.6587, 0.4571)},
 }
-# The peers' seconds are of the compiler's own cycles, links at 90% and no latency.
-AS_THE_PEERS = Efficiencies(cycles=1.0, link=0.9, hop_seconds=0.0)
+# The peers' seconds are of the compiler's own cycles, whole links and no latency.
+AS_THE_PEERS = Efficiencies(cycles=1.0, link=1.0, hop_seconds=0.0)
 # On v5p an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 

@@ -58,13 +58,32 @@ def _parse(text: str) -> Program:
         raise ValueError(f"Not the text of an HLO module: {text[:80]!r}; pass compiled.as_text().")
     computations: dict[str, _Computation] = {}
     entry, current = "", None
-    for line in text[header.end() :].splitlines():
+    for line in _lines(text[header.end() :]):
         if opening := re.match(r"(ENTRY )?%?([\w.\-]+) (\(.*\) -> .*)?\{$", line):
             current = computations.setdefault(opening.group(2), {})
             entry = opening.group(2) if opening.group(1) else entry
         elif current is not None and (head := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)):
             current[head.group(2)] = _instruction(head, re.sub(r"/\*index=\d+\*/", "", line))
     return Program(header.group(0), computations, entry, _tables(text))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yields lines; an attribute of Pallas (kernel_metadata) stands on several, here on one."""
+    parts: list[str] = []
+    for line in text.splitlines():
+        depth = sum(part.count("{") - part.count("}") for part in parts)
+        if parts and (line.startswith('"') or (depth > 0 and line.startswith("}"))):
+            parts.append(line)
+            continue
+        if parts:
+            yield "".join(parts)
+        # Only an instruction goes on: its line is indented, and has open braces at its end.
+        parts = [line]
+        if not (line.startswith("  ") and line.endswith("{")):
+            yield line
+            parts = []
+    if parts:
+        yield "".join(parts)
 
 
 def _tables(text: str) -> dict[str, dict[int, str]]:

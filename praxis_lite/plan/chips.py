@@ -44,37 +44,37 @@ class Chip:
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
-_BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (to other slices)"
-# Of a link: what the maker says of a chip's interconnect, over its links and both ways. The memory
-# for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks
-# follow from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, and to other slices)"
+# Of a link: 0.9 of what the maker says of a chip's interconnect, over its links and both ways. The
+# memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
+# from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
 CHIPS: dict[str, Chip] = {
     one.name: one
     for one in (
         Chip(
             name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
-            hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=50e9, wraps_at=4,
+            hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=45e9, wraps_at=4,
             network_bandwidth=6.25e9, sources=(_CLOUD + "v4", _BOOK),
         ),
         Chip(
             name="v5e", flops={"bf16": 197e12, "s8": 394e12}, hbm_bytes=int(15.75 * _GIB),
-            hbm_bandwidth=819e9, clock=1.5e9, torus_dims=2, link_bandwidth=50e9, wraps_at=16,
+            hbm_bandwidth=819e9, clock=1.5e9, torus_dims=2, link_bandwidth=45e9, wraps_at=16,
             network_bandwidth=3.125e9, sources=(_CLOUD + "v5e", _BOOK),
         ),
         Chip(
             name="v5p", flops={"bf16": 459e12, "s8": 918e12}, hbm_bytes=int(95.74 * _GIB),
-            hbm_bandwidth=2765e9, clock=1.75e9, torus_dims=3, link_bandwidth=100e9, wraps_at=4,
+            hbm_bandwidth=2765e9, clock=1.75e9, torus_dims=3, link_bandwidth=90e9, wraps_at=4,
             network_bandwidth=6.25e9, sources=(_CLOUD + "v5p", _BOOK),
         ),
         Chip(
             name="v6e", flops={"bf16": 918e12, "s8": 1836e12}, hbm_bytes=int(31.25 * _GIB),
-            hbm_bandwidth=1640e9, clock=1.75e9, torus_dims=2, link_bandwidth=100e9, wraps_at=16,
+            hbm_bandwidth=1640e9, clock=1.75e9, torus_dims=2, link_bandwidth=90e9, wraps_at=16,
             network_bandwidth=12.5e9, sources=(_CLOUD + "v6e", _BOOK),
         ),
         Chip(
             name="tpu7x", flops={"bf16": 2307e12 / 2, "f8e4m3fn": 4614e12 / 2},
             hbm_bytes=int(94.74 * _GIB), hbm_bandwidth=7380e9 / 2, clock=2.2e9, torus_dims=3,
-            link_bandwidth=50e9, wraps_at=4, network_bandwidth=6.25e9,
+            link_bandwidth=45e9, wraps_at=4, network_bandwidth=6.25e9,
             sources=(_CLOUD + "tpu7x (per chip; halved)", _BOOK),
         ),
         Chip(

@@ -1,0 +1,273 @@
+"""The fastest way to lay an experiment out on a topology: meshes, presets, remat, micro-batches.
+
+All candidates are ordered by formulas (`formulas`), those that cannot fit left out; then the best
+are compiled, as many as there is time for, and only these are plans.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.config.build import build
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.errors import ConfigError
+from praxis_lite.experiment import registry
+from praxis_lite.explain.compiler_warnings import explained_warnings
+from praxis_lite.explain.layout_table import bytes_per_device
+from praxis_lite.plan.command import planned_partitioner, step_specs
+from praxis_lite.plan.formulas import POLICIES, Layout, Shape, peak_bytes, step_seconds
+from praxis_lite.plan.predict import StepPlan, num_parameters, num_units, plan_step
+from praxis_lite.plan.report import seconds_text
+from praxis_lite.plan.search_report import picture, table, written_class
+from praxis_lite.plan.topology import Topology
+
+DEFAULT_MINUTES = 10.0
+FOLDER = Path("plan_search")
+_AXES = ("replica", "data", "mdl")
+# Presets of one word that are candidates, and whether `mdl` splits features in them.
+_PRESETS = {
+    "fsdp": False, "replicated": False, "megatron": True, "fsdp+tensor": True, "fsdp+ring": True,
+    "fsdp+mlp_ring": True,
+}
+_MOST_TENSOR = 32
+# What formulas may be off by before a candidate is not worth compiling.
+_SLACK_BYTES, _SLACK_SECONDS = 1.5, 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to lay a job out, as lines for --set, with what formulas say of it."""
+
+    settings: tuple[str, ...]
+    layout: Layout
+    preset: str
+    seconds: float
+    bytes: float
+
+    @property
+    def name(self) -> str:
+        shape = "x".join(map(str, (self.layout.replica, self.layout.data, self.layout.mdl)))
+        micro = f", {self.layout.micro_batches} micro-batches" * (self.layout.micro_batches > 1)
+        return f"{self.preset} on {shape}, {self.layout.policy}{micro}"
+
+
+def search(
+    args: argparse.Namespace, config: "fdl.Config", experiment: str, topology: Topology
+) -> None:
+    """Prints what was found as it is, and writes table, picture and class into `plan_search/`.
+
+    Raises:
+      ConfigError: the experiment's mesh has other axes, or nothing that was compiled fits.
+    """
+    minutes = DEFAULT_MINUTES if args.search_minutes is None else args.search_minutes
+    if minutes <= 0:
+        raise ConfigError(f"--search_minutes={minutes:g}; wanted is a number above 0.")
+    until = time.monotonic() + 60 * minutes
+    shape = shape_of(config, topology)
+    found = sorted(candidates(config, shape, topology), key=lambda one: one.seconds)
+    fitting = [one for one in found if one.bytes <= _SLACK_BYTES * topology.chip.hbm_bytes]
+    print(
+        f"{len(found)} candidates, of which {len(fitting)} may fit by formulas; compiling the best "
+        f"for {minutes:g} minutes", flush=True,
+    )
+    plans: list[tuple[Candidate, StepPlan]] = []
+    for index, one in enumerate(spread(fitting)):
+        best = fastest(plans)
+        late = time.monotonic() > until
+        if best is not None and (late or one.seconds > _SLACK_SECONDS * best[0].seconds):
+            break
+        if late and plans:
+            break
+        left = max(0.0, until - time.monotonic())
+        print(f"[{index + 1}] {one.name}: {seconds_text(one.seconds)} by formulas; compiling, "
+              f"{left / 60:.1f} minutes left", flush=True)
+        made = planned(args, one, topology)
+        if made is not None:
+            plans.append((one, made))
+            said = "fits" if made.fits else "does not fit"
+            took = seconds_text(made.step_seconds) if made.step_seconds else "no time known"
+            print(f"    {said}, {made.peak_bytes_per_device / 2**30:.2f} GiB, {took}", flush=True)
+    best = fastest(plans)
+    print(f"\n{table(plans)}")
+    if best is None:
+        raise ConfigError(
+            f"Of {len(plans)} candidates that were compiled for {topology.name} none fits. Take a "
+            "larger topology or a smaller batch, or search longer (--search_minutes)."
+        )
+    _write(args, experiment, topology, plans, best)
+
+
+def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
+    """Returns what fits and takes least time, or None."""
+    fitting = [one for one in plans if one[1].fits and one[1].step_seconds is not None]
+    return min(fitting, key=lambda one: one[1].step_seconds, default=None)
+
+
+def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
+    """Returns the sizes that formulas read from an experiment's config.
+
+    Raises:
+      ConfigError: the mesh has other axes than the presets, or the model's config has no sizes.
+    """
+    if tuple(config.mesh.axis_names) != _AXES:
+        raise ConfigError(
+            f"--search tries the sharding presets, which are for meshes of the axes {_AXES}; the "
+            f"experiment's mesh has {tuple(config.mesh.axis_names)}. Plan its meshes one by one."
+        )
+    model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
+    sizes = {name: getattr(model, name, None) for name in names}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        raise ConfigError(
+            f"--search orders its candidates by {', '.join(names)}, which task.model does not have "
+            "(those of TransformerLm do). Plan its meshes one by one."
+        )
+    job = build(config)
+    mesh = dataclasses.replace(
+        job.mesh, ici_mesh_shape=_whole(job, topology), allow_split_physical_axes=True
+    )
+    partitioner = planned_partitioner(dataclasses.replace(job, mesh=mesh), topology)
+    ((_, _, spec),) = step_specs(job, partitioner, ["train"])
+    held = bytes_per_device(partitioner.layout)
+    weights = max(held.get("weights", 0), 1)
+    rows = next(iter(jax.tree.leaves(spec))).shape[0]
+    return Shape(
+        parameters=num_parameters(partitioner.layout), **sizes,
+        vocab_size=getattr(model, "vocab_size", 0) or 0,
+        slots=(sum(held.values()) - weights) / weights,
+        rows=rows, tokens_per_row=num_units(spec) // rows,
+    )
+
+
+def _whole(job: Any, topology: Topology) -> tuple[int, ...]:
+    dcn = job.mesh.dcn_mesh_shape or (1,) * len(_AXES)
+    return (1, len(topology.devices) // math.prod(dcn), 1)
+
+
+def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
+    """Yields every mesh, preset, policy and number of micro-batches that go together."""
+    dcn = math.prod(config.mesh.dcn_mesh_shape or (1,))
+    per_slice = len(topology.devices) // dcn
+    paths = list(paths_of(config.task, "checkpoint_policy", "task"))
+    policies = tuple(POLICIES) if paths else ("save_everything",)
+    has_micro = "gradient_accumulation_steps" in _arguments(config.task.learner)
+    for (replica, data, mdl), (preset, splits), policy in itertools.product(
+        _meshes(per_slice), _PRESETS.items(), policies
+    ):
+        if (mdl > 1) != splits and not (mdl == 1 and preset == "fsdp"):
+            continue
+        if preset == "replicated" and (data > 1 or mdl > 1):
+            continue
+        if preset in ("fsdp",) and replica > 1 and replica == per_slice:
+            continue
+        for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
+            layout = Layout(
+                replica=replica * dcn, data=data, mdl=mdl, splits_features=splits,
+                gathers_weights=preset.startswith("fsdp"), policy=policy, micro_batches=micro,
+            )
+            settings = [
+                f"SHARDING_PRESET={preset}", f"mesh.ici_mesh_shape=({replica},{data},{mdl})",
+                "mesh.allow_split_physical_axes=true", *(f"{path}={policy}" for path in paths),
+            ]
+            if has_micro and micro > 1:
+                settings.append(f"task.learner.gradient_accumulation_steps={micro}")
+            yield Candidate(
+                tuple(settings), layout, preset, step_seconds(shape, layout, topology.chip),
+                peak_bytes(shape, layout),
+            )
+
+
+def spread(found: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yields candidates, best first, but one of each preset and policy before more of any."""
+    left = list(found)
+    while left:
+        seen: set[tuple[str, str]] = set()
+        later = []
+        for one in left:
+            key = (one.preset, one.layout.policy)
+            if key in seen:
+                later.append(one)
+            else:
+                seen.add(key)
+                yield one
+        left = later
+
+
+def planned(args: argparse.Namespace, one: Candidate, topology: Topology) -> StepPlan | None:
+    """Returns a candidate's plan, or None, said, where the experiment refuses it."""
+    try:
+        config = configured(
+            registry.get_experiment(args.exp, args.packages), [*args.settings, *one.settings],
+            registry.allowed_packages(args.packages),
+        )
+        job = build(config)
+        partitioner = planned_partitioner(job, topology)
+        ((step, _, spec),) = step_specs(job, partitioner, ["train"])
+        with explained_warnings(lambda warning: None):
+            made = plan_step(partitioner, step, spec, topology)
+    except (ConfigError, jax.errors.JaxRuntimeError) as error:
+        print(f"    refused: {str(error).splitlines()[0][:160]}", flush=True)
+        return None
+    return dataclasses.replace(made, compiled=None)
+
+
+def paths_of(config: Any, argument: str, path: str) -> Iterator[str]:
+    """Yields the paths of all configs that take an argument of that name, each with the name."""
+    if isinstance(config, fdl.Buildable):
+        if argument in _arguments(config):
+            yield f"{path}.{argument}"
+        for name, value in config.__arguments__.items():
+            yield from paths_of(value, argument, f"{path}.{name}")
+    elif isinstance(config, list | tuple):
+        for index, value in enumerate(config):
+            yield from paths_of(value, argument, f"{path}[{index}]")
+
+
+def _arguments(config: Any) -> frozenset[str]:
+    if not isinstance(config, fdl.Buildable):
+        return frozenset()
+    return frozenset(config.__signature_info__.parameters)
+
+
+def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
+    for mdl in range(1, min(devices, _MOST_TENSOR) + 1):
+        for replica in range(1, devices // mdl + 1):
+            if devices % (mdl * replica) == 0:
+                yield replica, devices // (mdl * replica), mdl
+
+
+def _micro_batches(shape: Shape, devices: int) -> list[int]:
+    most = max(1, shape.rows // devices)
+    return [number for number in (1, 2, 4, 8) if number <= most and shape.rows % number == 0]
+
+
+def _write(
+    args: argparse.Namespace, experiment: str, topology: Topology,
+    plans: Sequence[tuple[Candidate, StepPlan]], best: tuple[Candidate, StepPlan],
+) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "__init__.py").write_text('"""What --mode=plan --search found."""\n', "utf-8")
+    settings = [*args.settings, *best[0].settings]
+    made = written_class(experiment, topology, settings, best)
+    (FOLDER / "best.py").write_text(made.text, "utf-8")
+    picture(plans, topology, FOLDER / "pareto.png")
+    records = [
+        {"settings": list(one.settings), "seconds_by_formulas": one.seconds, **plan.to_json()}
+        for one, plan in plans
+    ]
+    (FOLDER / "plans.json").write_text(json.dumps(records, indent=1) + "\n", "utf-8")
+    if args.json:
+        Path(args.json).write_text(json.dumps(best[1].to_json(), indent=1) + "\n", "utf-8")
+    lines = " \\\n    ".join(f"'{one}'" for one in settings)
+    print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
+    packages = ",".join([str(FOLDER), *args.packages])
+    print(f"\nAs an experiment: --packages={packages} --exp={FOLDER}.best.{made.name}\n"
+          f"The picture: {FOLDER / 'pareto.png'}. All plans: {FOLDER / 'plans.json'}")
