@@ -154,9 +154,11 @@ def _run(args: argparse.Namespace) -> None:
         # Imported after the checks, so that an error need not wait for Orbax.
         if args.mode == "explain":
             from praxis_lite.explain.explain import explain
+            from praxis_lite.plan.attached import figures_of_attached
 
             explain(
-                partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html
+                partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html,
+                figures_of=figures_of_attached(partitioner),
             )
             return
 

@@ -1,8 +1,10 @@
 """What a job would do, without doing it: the layout, and each compiled step's collectives."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from praxis_lite.task import Task
 
 
+# (step, shapes of a batch, the step compiled, seconds of compiling) -> (name, value) each
+Figures = Callable[[str, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
+
+
 def explain(
     partitioner: Partitioner,
     datasets: Mapping[str, InputPipeline],
@@ -27,12 +33,15 @@ def explain(
     *,
     title: str = "",
     html: Path | None = None,
+    figures_of: Figures | None = None,
 ) -> None:
     """Prints the table of layout.txt, notes, warnings, and per step its batch and collectives.
 
     Args:
       print_text: takes a text without its last line break.
       title, html: of the page that draws what each device holds; html=None: no page is written.
+      figures_of: what else is said of a compiled step (step, spec of a batch, step compiled, its
+        seconds of compiling) -> (name, value) each; --mode=plan's figures of attached devices.
     """
     layout = partitioner.layout
     print_text(layout_table(layout))
@@ -47,8 +56,14 @@ def explain(
     for step, name, pipeline in steps:
         print_text(f"\n{step}_step, batches of {name}")
         spec = pipeline.element_spec()
+        start = time.monotonic()
         compiled = partitioner.lower(step, spec).compile()
-        explained.append(explained_step(partitioner, step, name, spec, compiled))
+        seconds = time.monotonic() - start
+        one = explained_step(partitioner, step, name, spec, compiled)
+        if figures_of is not None:
+            figures = figures_of(step, spec, compiled, seconds)
+            one = dataclasses.replace(one, figures=figures)
+        explained.append(one)
         for line in _step_text(explained[-1]).splitlines():
             print_text(f"  {line}".rstrip())
     if html is not None:
@@ -100,4 +115,5 @@ def _step_text(explained: ExplainedStep) -> str:
     size, number = explained.donated
     lines.append(f"donated per device: {format_bytes(size)} in {number} buffers")
     lines.append(f"matmul flops per device: {explained.flops:,}")
+    lines += [f"{name}: {value}" for name, value in explained.figures]
     return "\n".join(lines)

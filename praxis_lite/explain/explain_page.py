@@ -6,7 +6,8 @@ The page is explain_page.html; the data that it draws is put into it as one JSON
 import collections
 import html
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -18,6 +19,9 @@ from praxis_lite.explain import hlo
 from praxis_lite.explain.layout_table import bytes_per_device, kind_of
 from praxis_lite.partitioner import StateLayout
 from praxis_lite.partitioner.train_state import LeafLayout
+
+# Of more devices groups are drawn: a page of 4,096 squares is slow, and shows none.
+MOST_DRAWN = 256
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ def page(
     document = {
         "title": title,
         "versions": f"jax {jax.__version__}, {mesh.devices.flat[0].device_kind}",
-        "axes": list(layout.axis_sizes.items()),
-        "device_ids": [device.id for device in mesh.devices.flat],
+        "num_devices": math.prod(layout.axis_sizes.values()),
+        "mesh": list(layout.axis_sizes.items()),
+        **_drawn_mesh(layout.axis_sizes, [device.id for device in mesh.devices.flat]),
         "totals": bytes_per_device(layout),
         "notes": list(layout.notes),
         "warnings": list(warnings),
@@ -66,6 +71,30 @@ def page(
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     before, after = template.split("{{document}}")
     return before.replace("{{title}}", html.escape(title)) + text + after
+
+
+def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[str, Any]:
+    """Returns the axes that are drawn: of very many devices, groups, numbered from 0.
+
+    A group has the devices that lie beside each other along the longest axes.
+    """
+    sizes = dict(axis_sizes)
+    while math.prod(sizes.values()) > MOST_DRAWN:
+        longest = max(sizes, key=lambda axis: sizes[axis])
+        size = sizes[longest]
+        divisor = next(number for number in range(2, size + 1) if size % number == 0)
+        sizes[longest] = size // divisor
+    if sizes == dict(axis_sizes):
+        return {"axes": list(sizes.items()), "device_ids": device_ids, "groups": ""}
+    each = len(device_ids) // math.prod(sizes.values())
+    along = " and ".join(
+        f"{axis_sizes[axis] // size} along {axis}"
+        for axis, size in sizes.items() if size < axis_sizes[axis]
+    )
+    return {
+        "axes": list(sizes.items()), "device_ids": list(range(math.prod(sizes.values()))),
+        "groups": f"Each square, and each number, stands for {each} devices: {along}.",
+    }
 
 
 def _leaf(leaf: LeafLayout, kind: str) -> dict[str, Any]:

@@ -37,6 +37,9 @@ def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> Non
     """Prints the plan of each step; raises ConfigError, after all is said, if one does not fit."""
     path = args.json and file_path(args, "--json", "plan.json")
     html = args.html and file_path(args, "--html", "plan.html")
+    if args.measure:
+        _measure(args, config)
+        return
     topology = chosen_topology(args)
     use_compilation_cache()
     if args.search:
@@ -55,6 +58,19 @@ def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> Non
             f"{too_large.peak_bytes_per_device / 2**30:.2f} GiB on each device, which has "
             f"{too_large.hbm_bytes_per_device / 2**30:.2f} GiB. {too_large.why_not}"
         )
+
+
+def _measure(args: argparse.Namespace, config: "fdl.Config") -> None:
+    from praxis_lite.plan.attached import measure
+
+    if args.topology is not None or args.search:
+        raise ConfigError(
+            "--measure runs on the devices that are attached: leave --topology and --search out."
+        )
+    made, seconds = measure(build(config))
+    if args.json:
+        record = made.to_json() | {"measured_seconds": seconds}
+        file_path(args, "--json", "plan.json").write_text(json.dumps(record, indent=1), "utf-8")
 
 
 def chosen_topology(args: argparse.Namespace) -> Topology:

@@ -114,13 +114,7 @@ def plan_step(
     Raises:
       ConfigError: what a layer or the task refuses when it is traced, or XLA's text cannot be read.
     """
-    layout, chip = partitioner.layout, topology.chip
-    common: dict[str, Any] = {
-        "step": step, "topology": topology.name, "num_devices": partitioner.mesh.size,
-        "hbm_bytes_per_device": chip.hbm_bytes, "parameters": num_parameters(layout),
-        "unit": "rows" if step == "decode" else partitioner.task.weight_unit,
-    }
-    start = time.monotonic()
+    chip, start = topology.chip, time.monotonic()
     lowered = partitioner.lower(step, element_spec)
     try:
         compiled = lowered.compile()
@@ -129,24 +123,46 @@ def plan_step(
         if wanted is None:
             raise
         return StepPlan(
-            **common, fits=False, peak_bytes_per_device=max(wanted[0], chip.hbm_bytes + 1),
+            **_common(partitioner, step, topology), fits=False,
+            peak_bytes_per_device=max(wanted[0], chip.hbm_bytes + 1),
             compile_seconds=time.monotonic() - start, notes=(f"the compiler: {wanted[1]}",),
-            why_not=what_to_change(None, layout, chip.hbm_bytes),
+            why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
         )
-    seconds = time.monotonic() - start
+    return plan_of_compiled(
+        partitioner, step, element_spec, topology, compiled, time.monotonic() - start, efficiencies
+    )
+
+
+def plan_of_compiled(
+    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology,
+    compiled: jax.stages.Compiled, compile_seconds: float, efficiencies: Efficiencies = FITTED,
+) -> StepPlan:
+    """Returns the plan of a step that is compiled for the topology's devices; as `plan_step`."""
+    layout, chip = partitioner.layout, topology.chip
     planned = hlo.memory_per_device(compiled)
     if planned is None:
         raise ConfigError(f"The compiler for {topology.name} does not tell the memory of a step.")
     text = text_of(compiled, topology)
     memory = memory_of(layout, planned, text, step)
     fits = memory.peak <= chip.hbm_bytes
-    batch_size = num_units(element_spec)
     return StepPlan(
-        **common, fits=fits, peak_bytes_per_device=memory.peak, compile_seconds=seconds,
-        memory=memory, compiled=compiled,
+        **_common(partitioner, step, topology), fits=fits, peak_bytes_per_device=memory.peak,
+        compile_seconds=compile_seconds, memory=memory, compiled=compiled,
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
-        **timed(text, topology, mesh_of(partitioner.mesh, topology), batch_size, efficiencies),
+        **timed(
+            text, topology, mesh_of(partitioner.mesh, topology), num_units(element_spec),
+            efficiencies,
+        ),
     )
+
+
+def _common(partitioner: Partitioner, step: str, topology: Topology) -> dict[str, Any]:
+    return {
+        "step": step, "topology": topology.name, "num_devices": partitioner.mesh.size,
+        "hbm_bytes_per_device": topology.chip.hbm_bytes,
+        "parameters": num_parameters(partitioner.layout),
+        "unit": "rows" if step == "decode" else partitioner.task.weight_unit,
+    }
 
 
 def timed(
@@ -167,6 +183,8 @@ def timed(
         low = efficiencies.step_seconds + schedule(
             text, chip, mesh, efficiencies, both_links=True
         ).seconds
+    elif topology.compiled_for == "gpu":
+        notes.append("kernels of libraries that are no matmuls (cuDNN) count as no time")
     elif chip.name != "cpu":
         work = found.compute + found.memory
         low, middle = max(work, found.wire), (max(work, found.wire) + found.seconds) / 2

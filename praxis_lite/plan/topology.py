@@ -37,6 +37,7 @@ class Topology:
       dims: of a slice's torus in chips; of GPUs (nodes, devices of a node); of "cpu:8" (8,).
       num_slices: slices, or nodes of GPUs.
       devices: to compile for; on "cpu" real ones.
+      is_attached: they are there, so that programs are compiled for them, whatever they are.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Topology:
     dims: tuple[int, ...]
     num_slices: int
     devices: Sequence[jax.Device]
+    is_attached: bool = False
 
     @property
     def devices_per_slice(self) -> int:
@@ -51,8 +53,10 @@ class Topology:
 
     @property
     def compiled_for(self) -> str:
-        """The platform whose compiler makes the programs: "tpu", or "cpu" for what is modelled."""
-        return "tpu" if self.chip.torus_dims else "cpu"
+        """The platform whose compiler makes the programs; "cpu" for GPUs that are not there."""
+        if self.chip.torus_dims:
+            return "tpu"
+        return "gpu" if self.is_attached and self.chip.name != "cpu" else "cpu"
 
 
 def topology_of(name: str, num_slices: int = 1) -> Topology:
@@ -90,6 +94,30 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     return Topology(
         name, chip, dims, dims[0] if wanted == 2 else 1, simulated_devices(math.prod(dims))
     )
+
+
+def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
+    """Returns the topology of devices that are there; None of a kind that the table lacks."""
+    kind, platform = devices[0].device_kind.lower(), devices[0].platform
+    names = {
+        "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
+        "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
+    }
+    name = "cpu" if platform == "cpu" else names.get(kind) or next(
+        (one for one in _GPUS if one in kind), None
+    )
+    if name is None:
+        return None
+    chip, count = CHIPS[name], len(devices)
+    if chip.torus_dims:
+        slices = len({getattr(device, "slice_index", None) for device in devices})
+        coords = [device.coords for device in devices]
+        dims = tuple(max(at[dim] for at in coords) + 1 for dim in range(chip.torus_dims))
+    else:
+        slices = len({device.process_index for device in devices})
+        dims = (count,)
+    shape = "x".join(map(str, dims))
+    return Topology(f"{name}:{shape}", chip, dims, slices, devices, is_attached=True)
 
 
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
