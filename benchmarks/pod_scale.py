@@ -38,7 +38,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.plan.chips import CHIPS
 from praxis_lite.plan.costs import Efficiencies
-from praxis_lite.plan.schedule import Mesh, schedule
+from praxis_lite.plan.schedule import schedule
+from praxis_lite.plan.timeline import Mesh
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 

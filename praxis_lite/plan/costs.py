@@ -119,7 +119,7 @@ def _bytes_moved(
     if one.opcode in _FREE:
         return 0
     result = sum(array.bytes for array in arrays_of(one.shape))
-    if one.opcode in ("dynamic-slice", "slice", "gather"):
+    if one.opcode in _SLICES:
         return 2 * result
     if one.opcode == "dynamic-update-slice":
         return 2 * sum(array.bytes for array in arrays_of(around[one.operands[1]].shape))
@@ -140,8 +140,7 @@ def _bytes_moved(
     for name, index in parameters.items():
         users = [inner for inner in inside.values() if name in inner.operands]
         if users and index < len(reads) and all(
-            inner.opcode in ("dynamic-slice", "slice", "gather")
-            or (inner.opcode == "dynamic-update-slice" and inner.operands[0] == name)
+            inner.opcode in (*_SLICES, "dynamic-update-slice") and inner.operands[0] == name
             for inner in users
         ):
             reads[index] = sum(
@@ -151,6 +150,7 @@ def _bytes_moved(
     return result + sum(reads)
 
 
+_SLICES = ("dynamic-slice", "slice", "gather")  # They read what they give.
 # Names of values, and what a program has only to be written down.
 _FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",

@@ -14,9 +14,11 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.explain import hlo
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.train_state import StateLayout
+from praxis_lite.plan.bubbles import bubble_share
 from praxis_lite.plan.costs import FITTED, Efficiencies
 from praxis_lite.plan.memory import Memory, memory_of, out_of_memory, what_to_change
-from praxis_lite.plan.schedule import Mesh, Timeline, schedule
+from praxis_lite.plan.schedule import schedule
+from praxis_lite.plan.timeline import Mesh, Timeline
 from praxis_lite.plan.topology import Topology
 
 PyTree = Any
@@ -39,6 +41,8 @@ class StepPlan:
       mfu, hfu: the share of the device's peak, without and with what remat adds.
       tokens_per_second: of one device; of a task that counts no tokens, rows.
       unit: "tokens" or "rows".
+      bubble_share: of a pipeline's ticks, those in which a stage idles; None: there is no pipeline.
+        What idle stages compute is among the seconds of matmuls.
       timeline: collectives by kind, axes and layer, and the costliest operations.
       parameters: of the model.
       compile_seconds: of this step, lowering included.
@@ -69,6 +73,7 @@ class StepPlan:
     hfu: float | None = None
     tokens_per_second: float | None = None
     unit: str = "tokens"
+    bubble_share: float | None = None
     timeline: Timeline | None = None
     why_not: str = ""
     notes: tuple[str, ...] = ()
@@ -83,7 +88,7 @@ class StepPlan:
                 "step_seconds_low", "step_seconds_high", "flops_per_device", "mfu", "parameters",
                 "compile_seconds", "topology", "num_devices", "step", "hfu", "recomputed_flops",
                 "compute_seconds", "memory_seconds", "network_seconds", "exposed_seconds",
-                "tokens_per_second", "unit", "why_not",
+                "tokens_per_second", "unit", "bubble_share", "why_not",
             )
         }
         found = self.timeline.collectives.values() if self.timeline else ()
@@ -148,12 +153,18 @@ def plan_of_compiled(
     return StepPlan(
         **_common(partitioner, step, topology), fits=fits, peak_bytes_per_device=memory.peak,
         compile_seconds=compile_seconds, memory=memory, compiled=compiled,
+        bubble_share=_bubbles(partitioner, step, element_spec),
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
         **timed(
             text, topology, mesh_of(partitioner.mesh, topology), num_units(element_spec),
             efficiencies,
         ),
     )
+
+
+def _bubbles(partitioner: Partitioner, step: str, element_spec: PyTree) -> float | None:
+    rows = next(iter(jax.tree.leaves(element_spec))).shape[0]
+    return None if step == "decode" else bubble_share(partitioner.task.model, rows)
 
 
 def _common(partitioner: Partitioner, step: str, topology: Topology) -> dict[str, Any]:

@@ -38,6 +38,10 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
              f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
         ]
+    if plan.bubble_share is not None:
+        found.append(
+            ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
+        )
     found += [("compiled", f"in {plan.compile_seconds:.0f} s")]
     return found
 

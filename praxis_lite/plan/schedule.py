@@ -5,8 +5,6 @@ wire at a time; what is scheduled between its start and its end goes on beside i
 left of it then is waited for. What a kernel, a matmul or a collective costs is `costs`'.
 """
 
-import collections
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -35,91 +33,9 @@ from praxis_lite.plan.costs import (
     kernel_flops,
     wire_seconds,
 )
+from praxis_lite.plan.timeline import Mesh, OnWire, Timeline
 
 RECOMPUTED = "rematted_computation"  # In the names that jax.checkpoint gives.
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    """The mesh of a program, as far as its schedule needs it.
-
-    Attributes:
-      axis_sizes: devices along each axis.
-      slices: int [devices], the slice or node of each, row by row.
-      coords: int [devices, dims], each one's place in its slice's torus; None: there is no torus.
-      dims: of the torus.
-    """
-
-    axis_sizes: Mapping[str, int]
-    slices: np.ndarray
-    coords: np.ndarray | None = None
-    dims: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass
-class OnWire:
-    """A collective of a step, all its executions together.
-
-    Attributes:
-      kind: of `hlo.KINDS`.
-      axes: of the mesh, that it runs along; none for a transfer that does not say.
-      layer: "encoder/ffn", or "gradient of encoder/ffn".
-      source: the line it comes from, "model.py:13", or "".
-      count: executions.
-      bytes: of the results on one device.
-      wire_bytes: that a device sends.
-      seconds: on the wire.
-      exposed_seconds: of these, in which the device waits.
-      crosses: it leaves the slice or node.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    layer: str
-    source: str
-    count: int = 0
-    bytes: int = 0
-    wire_bytes: float = 0.0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    crosses: bool = False
-
-
-@dataclasses.dataclass
-class Timeline:
-    """What one step takes on one device.
-
-    Attributes:
-      seconds: from the first instruction to the last.
-      compute: of these in matmuls and kernels.
-      memory: in all else, which reads and writes memory.
-      kernel_flops, recomputed_flops: matmul flops in Pallas kernels; and, of all, of what the
-        backward pass computes again.
-      flops: matmul flops, those of kernels included.
-      unknown_kernels: Pallas kernels that cost nothing here, by name.
-      collectives: by kind, axes and layer.
-      of: by the JAX operation of an instruction, its seconds.
-    """
-
-    seconds: float = 0.0
-    compute: float = 0.0
-    memory: float = 0.0
-    flops: int = 0
-    kernel_flops: int = 0
-    recomputed_flops: int = 0
-    unknown_kernels: set[str] = dataclasses.field(default_factory=set)
-    collectives: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
-    of: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-
-    @property
-    def wire(self) -> float:
-        """Seconds of all collectives, overlapped or not."""
-        return sum(one.seconds for one in self.collectives.values())
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which the device waits for a collective."""
-        return sum(one.exposed_seconds for one in self.collectives.values())
 
 
 def schedule(

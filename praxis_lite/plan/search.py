@@ -6,11 +6,10 @@ are compiled, as many as there is time for, and only these are plans.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.experiment import registry
 from praxis_lite.explain.compiler_warnings import explained_warnings
 from praxis_lite.explain.layout_table import bytes_per_device
+from praxis_lite.plan.candidates import AXES, Candidate, candidates, paths_of, spread
 from praxis_lite.plan.command import planned_partitioner, step_specs
-from praxis_lite.plan.formulas import POLICIES, Layout, Shape, peak_bytes, step_seconds
+from praxis_lite.plan.formulas import Shape
 from praxis_lite.plan.predict import StepPlan, num_parameters, num_units, plan_step
 from praxis_lite.plan.report import seconds_text
 from praxis_lite.plan.search_report import picture, table, written_class
@@ -32,32 +32,8 @@ from praxis_lite.plan.topology import Topology
 
 DEFAULT_MINUTES = 10.0
 FOLDER = Path("plan_search")
-_AXES = ("replica", "data", "mdl")
-# Presets of one word that are candidates, and whether `mdl` splits features in them.
-_PRESETS = {
-    "fsdp": False, "replicated": False, "megatron": True, "fsdp+tensor": True, "fsdp+ring": True,
-    "fsdp+mlp_ring": True,
-}
-_MOST_TENSOR = 32
 # What formulas may be off by before a candidate is not worth compiling.
 _SLACK_BYTES, _SLACK_SECONDS = 1.5, 1.25
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One way to lay a job out, as lines for --set, with what formulas say of it."""
-
-    settings: tuple[str, ...]
-    layout: Layout
-    preset: str
-    seconds: float
-    bytes: float
-
-    @property
-    def name(self) -> str:
-        shape = "x".join(map(str, (self.layout.replica, self.layout.data, self.layout.mdl)))
-        micro = f", {self.layout.micro_batches} micro-batches" * (self.layout.micro_batches > 1)
-        return f"{self.preset} on {shape}, {self.layout.policy}{micro}"
 
 
 def search(
@@ -118,9 +94,10 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     Raises:
       ConfigError: the mesh has other axes than the presets, or the model's config has no sizes.
     """
-    if tuple(config.mesh.axis_names) != _AXES:
+    is_pipelined = next(paths_of(config.task, "num_microbatches", "task"), None) is not None
+    if tuple(config.mesh.axis_names) != AXES and not is_pipelined:
         raise ConfigError(
-            f"--search tries the sharding presets, which are for meshes of the axes {_AXES}; the "
+            f"--search tries the sharding presets, which are for meshes of the axes {AXES}; the "
             f"experiment's mesh has {tuple(config.mesh.axis_names)}. Plan its meshes one by one."
         )
     model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
@@ -131,10 +108,12 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
             "(those of TransformerLm do). Plan its meshes one by one."
         )
     job = build(config)
-    mesh = dataclasses.replace(
-        job.mesh, ici_mesh_shape=_whole(job, topology), allow_split_physical_axes=True
-    )
-    partitioner = planned_partitioner(dataclasses.replace(job, mesh=mesh), topology)
+    if not is_pipelined:
+        mesh = dataclasses.replace(
+            job.mesh, ici_mesh_shape=_whole(job, topology), allow_split_physical_axes=True
+        )
+        job = dataclasses.replace(job, mesh=mesh)
+    partitioner = planned_partitioner(job, topology)
     ((_, _, spec),) = step_specs(job, partitioner, ["train"])
     held = bytes_per_device(partitioner.layout)
     weights = max(held.get("weights", 0), 1)
@@ -148,57 +127,8 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
 
 
 def _whole(job: Any, topology: Topology) -> tuple[int, ...]:
-    dcn = job.mesh.dcn_mesh_shape or (1,) * len(_AXES)
+    dcn = job.mesh.dcn_mesh_shape or (1,) * len(AXES)
     return (1, len(topology.devices) // math.prod(dcn), 1)
-
-
-def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
-    """Yields every mesh, preset, policy and number of micro-batches that go together."""
-    dcn = math.prod(config.mesh.dcn_mesh_shape or (1,))
-    per_slice = len(topology.devices) // dcn
-    paths = list(paths_of(config.task, "checkpoint_policy", "task"))
-    policies = tuple(POLICIES) if paths else ("save_everything",)
-    has_micro = "gradient_accumulation_steps" in _arguments(config.task.learner)
-    for (replica, data, mdl), (preset, splits), policy in itertools.product(
-        _meshes(per_slice), _PRESETS.items(), policies
-    ):
-        if (mdl > 1) != splits and not (mdl == 1 and preset == "fsdp"):
-            continue
-        if preset == "replicated" and (data > 1 or mdl > 1):
-            continue
-        if preset in ("fsdp",) and replica > 1 and replica == per_slice:
-            continue
-        for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
-            layout = Layout(
-                replica=replica * dcn, data=data, mdl=mdl, splits_features=splits,
-                gathers_weights=preset.startswith("fsdp"), policy=policy, micro_batches=micro,
-            )
-            settings = [
-                f"SHARDING_PRESET={preset}", f"mesh.ici_mesh_shape=({replica},{data},{mdl})",
-                "mesh.allow_split_physical_axes=true", *(f"{path}={policy}" for path in paths),
-            ]
-            if has_micro and micro > 1:
-                settings.append(f"task.learner.gradient_accumulation_steps={micro}")
-            yield Candidate(
-                tuple(settings), layout, preset, step_seconds(shape, layout, topology.chip),
-                peak_bytes(shape, layout),
-            )
-
-
-def spread(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields candidates, best first, but one of each preset and policy before more of any."""
-    left = list(found)
-    while left:
-        seen: set[tuple[str, str]] = set()
-        later = []
-        for one in left:
-            key = (one.preset, one.layout.policy)
-            if key in seen:
-                later.append(one)
-            else:
-                seen.add(key)
-                yield one
-        left = later
 
 
 def planned(args: argparse.Namespace, one: Candidate, topology: Topology) -> StepPlan | None:
@@ -217,36 +147,6 @@ def planned(args: argparse.Namespace, one: Candidate, topology: Topology) -> Ste
         print(f"    refused: {str(error).splitlines()[0][:160]}", flush=True)
         return None
     return dataclasses.replace(made, compiled=None)
-
-
-def paths_of(config: Any, argument: str, path: str) -> Iterator[str]:
-    """Yields the paths of all configs that take an argument of that name, each with the name."""
-    if isinstance(config, fdl.Buildable):
-        if argument in _arguments(config):
-            yield f"{path}.{argument}"
-        for name, value in config.__arguments__.items():
-            yield from paths_of(value, argument, f"{path}.{name}")
-    elif isinstance(config, list | tuple):
-        for index, value in enumerate(config):
-            yield from paths_of(value, argument, f"{path}[{index}]")
-
-
-def _arguments(config: Any) -> frozenset[str]:
-    if not isinstance(config, fdl.Buildable):
-        return frozenset()
-    return frozenset(config.__signature_info__.parameters)
-
-
-def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
-    for mdl in range(1, min(devices, _MOST_TENSOR) + 1):
-        for replica in range(1, devices // mdl + 1):
-            if devices % (mdl * replica) == 0:
-                yield replica, devices // (mdl * replica), mdl
-
-
-def _micro_batches(shape: Shape, devices: int) -> list[int]:
-    most = max(1, shape.rows // devices)
-    return [number for number in (1, 2, 4, 8) if number <= most and shape.rows % number == 0]
 
 
 def _write(

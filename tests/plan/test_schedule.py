@@ -7,7 +7,8 @@ import pytest
 
 from praxis_lite.plan.chips import CHIPS
 from praxis_lite.plan.costs import FITTED
-from praxis_lite.plan.schedule import Mesh, schedule
+from praxis_lite.plan.schedule import schedule
+from praxis_lite.plan.timeline import Mesh
 
 # A loop of 3 turns: 1,500 cycles beside a permute of 4096 bytes; then an all-gather of 8 devices
 # of 1024 bytes each, awaited; and a condition of 300 or 600 cycles.
