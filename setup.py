@@ -71,6 +71,8 @@ setup(
             # The tests of int8 and fp8 products.
             "qwix>=0.1.8,<0.2",
         ],
+        # --mode=plan for TPUs: their compiler, on a machine without any.
+        "plan": ["libtpu>=0.0.51; sys_platform == 'linux'"],
         # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
         "quantization": ["qwix>=0.1.8,<0.2"],
         # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.

@@ -123,9 +123,13 @@ def fit(rows: Sequence[Row]) -> Efficiencies:
     found = least_squares(
         errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=20
     )
-    made = efficiencies(found.x)
-    misses = sorted(abs(np.log(row.predict(made))) for row in rows)
-    return dataclasses.replace(made, spread=float(np.expm1(np.quantile(misses, 0.8))))
+    return efficiencies(found.x)
+
+
+def spread(rows: Sequence[Row], efficiencies: Efficiencies) -> float:
+    """Returns by how much four of five runs are missed at most, relative."""
+    misses = [abs(np.log(row.predict(efficiencies))) for row in rows]
+    return float(np.expm1(np.quantile(misses, 0.8)))
 
 
 def main() -> None:
@@ -156,6 +160,7 @@ def main() -> None:
     efficiencies = FITTED
     if options.fit:
         efficiencies = fit([row for row in rows if row.is_fitted])
+        efficiencies = dataclasses.replace(efficiencies, spread=spread(rows, efficiencies))
         print(efficiencies)
     table(rows, efficiencies)
     print("\nNot predicted:")
@@ -174,8 +179,8 @@ def table(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
         print(f"{row.run['id']:<44}{'fit' if row.is_fitted else 'held':>6}{row.published:>11.3f}"
               f"{plan['step_seconds']:>11.3f}{between:>17}{error:>8.1%}{peak / 2**30:>10.1f}"
               f"{'yes' if peak <= row.devices.chip.hbm_bytes else 'NO':>6}")
-    for name, half in (("fitted on", True), ("held out", False)):
-        errors = [abs(r.predict(efficiencies) - 1) for r in rows if r.is_fitted == half]
+    for name, halves in (("fitted on", (True,)), ("held out", (False,)), ("all", (True, False))):
+        errors = [abs(r.predict(efficiencies) - 1) for r in rows if r.is_fitted in halves]
         if errors:
             near = sum(error <= 0.2 for error in errors) / len(errors)
             print(f"{name}: {len(errors)} runs, median error {statistics.median(errors):.1%}, "

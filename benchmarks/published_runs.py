@@ -37,6 +37,7 @@ from praxis_lite.layers.stacking.repeats import CHECKPOINT_POLICIES
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.plan.command import PLANNING_OPTIONS
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 
@@ -221,9 +222,7 @@ def _compiler_options(run: Run) -> dict[str, Any]:
         options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
     if run["mesh"]["ici"].get("tensor", 1) > 1:
         options |= COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
-    if run["chip"] in ("v5p", "v6e", "tpu7x"):
-        # Text that XLA wrote of a gather on a SparseCore it cannot read back.
-        options["xla_tpu_offload_gather_to_sparsecore"] = "false"
+    options |= PLANNING_OPTIONS.get(run["chip"], {})
     return options
 
 

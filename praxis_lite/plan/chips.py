@@ -105,7 +105,7 @@ CHIPS: dict[str, Chip] = {
         Chip(
             name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9, clock=None,
             torus_dims=0, link_bandwidth=2e9, wraps_at=1, network_bandwidth=1e9,
-            sources=("nominal: one core of a machine whose devices are simulated",),
+            sources=("nominal: one core of a machine; its memory is its part of the machine's",),
         ),
     )
 }

@@ -28,9 +28,15 @@ from praxis_lite.sharding import filled_mesh, make_mesh
 from praxis_lite.trainer.job_checks import check_parts
 from praxis_lite.trainer.job_on_mesh import check_reads, partitioner_on, use_compilation_cache
 
-# Text that XLA wrote of what it offloads to the SparseCores of these it cannot read back.
-_SPARSE_CORES = ("v5p", "v6e", "tpu7x")
-PLANNING_OPTIONS = {"tpu": {"xla_tpu_offload_gather_to_sparsecore": "false"}}
+# What chips with SparseCores offload to them, XLA cannot read back from its own text (jax 0.12).
+_NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore": "false"}
+_NO_COLLECTIVES = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "false"
+    for kind in ("all_gather", "all_reduce", "reduce_scatter")
+}
+PLANNING_OPTIONS: dict[str, dict[str, str]] = {
+    "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_COLLECTIVES,
+}
 
 
 def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
@@ -111,8 +117,7 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
             f"({','.join(['1', '-1', *'1' * (len(mesh_config.axis_names) - 2)])}), or the topology."
         )
     mesh = make_mesh(mesh_config, topology.devices)
-    options = PLANNING_OPTIONS if topology.chip.name in _SPARSE_CORES else None
-    return partitioner_on(job, mesh, options)
+    return partitioner_on(job, mesh, {"tpu": PLANNING_OPTIONS.get(topology.chip.name, {})})
 
 
 def step_specs(

@@ -20,7 +20,7 @@ POLICIES: dict[str, tuple[float, float, float]] = {
     "save_qkv_out_proj_separate": (5, 0, 0.7),
     "save_dot_for_mlperf_200b": (6, 0, 0.65),
     "save_dot_except_logits": (7, 2, 0.05),
-    "save_everything": (14, 5, 0.0),
+    "save_everything": (24, 8, 0.0),
 }
 
 

@@ -91,9 +91,16 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     wanted = 1 if kind == "cpu" else 2
     if len(dims) != wanted:
         raise _unknown(name, f"{shape!r} has {len(dims)} dims")
-    return Topology(
-        name, chip, dims, dims[0] if wanted == 2 else 1, simulated_devices(math.prod(dims))
-    )
+    devices = simulated_devices(math.prod(dims))
+    if kind == "cpu":
+        chip = _share_of_this_machine(chip, len(devices))
+    return Topology(name, chip, dims, dims[0] if wanted == 2 else 1, devices)
+
+
+def _share_of_this_machine(chip: Chip, count: int) -> Chip:
+    """Returns a simulated device: of this machine's memory it has its part."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return dataclasses.replace(chip, hbm_bytes=memory // count)
 
 
 def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
@@ -109,6 +116,8 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
     if name is None:
         return None
     chip, count = CHIPS[name], len(devices)
+    if name == "cpu":
+        chip = _share_of_this_machine(chip, count)
     if chip.torus_dims:
         slices = len({getattr(device, "slice_index", None) for device in devices})
         coords = [device.coords for device in devices]

@@ -135,6 +135,7 @@ def partitioner_on(
         platform: {**(more_options or {}).get(platform, {}), **given}
         for platform, given in ((more_options or {}) | (job.mesh.compiler_options or {})).items()
     }
+    options = {platform: given for platform, given in options.items() if given}
     # A partitioner of the user's own may take none.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)

@@ -1,4 +1,4 @@
-"""The formulas and the table of chips, against the scaling book's worked answers and hand counts."""
+"""Formulas and the table of chips, against the scaling book's answers and hand counts."""
 
 import pytest
 

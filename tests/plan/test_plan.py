@@ -1,4 +1,4 @@
-"""Plans of lm.PyDocs on simulated devices, against explain, the compiler's own words and by hand."""
+"""Plans of small models on simulated devices, against explain, the compiler and hand counts."""
 
 import dataclasses
 import json
@@ -26,7 +26,9 @@ CONTRACT = {
     "collectives": list, "parameters": int, "compile_seconds": float, "topology": str,
     "num_devices": int,
 }
-ONE = {"kind": str, "axes": list, "layer": str, "count": int, "bytes": int, "exposed_seconds": float}
+ONE = {
+    "kind": str, "axes": list, "layer": str, "count": int, "bytes": int, "exposed_seconds": float,
+}
 
 
 def job_of(*settings, exp="lm.Synthetic"):
