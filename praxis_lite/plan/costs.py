@@ -47,8 +47,8 @@ class Efficiencies:
 
 # By `benchmarks/plan_published.py --fit`; `matmul` is a guess, for no run on a GPU could be built.
 FITTED = Efficiencies(
-    cycles=1.08, kernel=0.38, matmul=0.6, link=1.1, network=0.17, hop_seconds=1e-6,
-    network_seconds=1e-4, step_seconds=0.0, spread=0.18,
+    cycles=1.077, kernel=0.377, matmul=0.6, link=1.11, network=0.171, hop_seconds=1e-6,
+    network_seconds=1e-4, step_seconds=0.0, spread=0.19,
 )
 
 
