@@ -388,6 +388,30 @@ def test_a_thousand_leaves_on_256_devices_are_drawn_as_they_come_into_sight(brow
     assert one.complaints == []
 
 
+def test_4096_devices_are_drawn_in_groups_and_a_plan_in_figures(browser):
+    devices = [types.SimpleNamespace(id=i, device_kind="TPU") for i in range(4096)]
+    mesh = types.SimpleNamespace(devices=np.array(devices, dtype=object))
+    sizes = {"replica": 1, "data": 512, "mdl": 8}
+    layout = layout_of({"mdl_vars/params/w": ((8192, 1024), P("data", "mdl"))}, sizes)
+    batch = layout_of({"ids": ((4096, 128), P(("replica", "data", "mdl"), None))}, sizes)
+    figures = (("step", "1.5 s (1.2 s to 1.9 s)"), ("fits", "yes: 3 GiB of 16 GiB"))
+    one = browser(mesh, layout, [dataclasses.replace(STEP, figures=figures, batch=batch)])
+    one.resize(1280, 900)
+    assert one.run("document.querySelectorAll('.mesh button').length") == 256
+    shown = one.run("document.getElementById('mesh').textContent")
+    assert "Each square, and each number, stands for 16 devices: 16 along data." in shown
+    # 32 groups along data of 16 x 16 rows of the weight each.
+    one.wait("document.querySelectorAll('.leaf .block').length >= 256")
+    title = one.run("document.querySelector('.leaf .block').title")
+    assert title.endswith("[0:256, 0:128]")
+    assert "4096 devices: replica 1, data 512, mdl 8" in one.run(
+        "document.getElementById('versions').textContent"
+    )
+    plan = one.run("document.querySelector('.figures').textContent")
+    assert "Plan of" in plan and "1.5 s (1.2 s to 1.9 s)" in plan
+    assert one.complaints == []
+
+
 def test_the_page_is_one_file_with_valid_data(mesh_222):
     text = page("x", mesh_222, layout_of(LEAVES, dict(mesh_222.shape)), [], [STEP])
     data = text.split('id="document">')[1].split("</script>")[0]
