@@ -1,0 +1,68 @@
+"""Plans by the TPU's own compiler, on a machine without a TPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.job_runs import CHECKOUT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the compiler for TPUs, is missing",
+    ),
+]
+
+
+def run(tmp_path, *words):
+    # Neither this suite's choice of a platform nor its flags for CPUs: as a user has it.
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-m", "praxis_lite.main", "--mode=plan", *words,
+         f"--json={tmp_path / 'plan.json'}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=500,
+        env={**environment, "PYTHONPATH": str(CHECKOUT)},
+    )
+
+
+def test_a_plan_for_a_slice_and_for_two(tmp_path):
+    done = run(tmp_path, "--exp=lm.PyDocs", "--topology=v5e:2x4")
+    assert done.returncode == 0, done.stderr
+    one = json.loads((tmp_path / "plan.json").read_text())
+    assert one["fits"] and one["num_devices"] == 8
+    assert 0 < one["step_seconds_low"] < one["step_seconds"] < one["step_seconds_high"] < 0.1
+    assert {axis for found in one["collectives"] for axis in found["axes"]} == {"data", "mdl"}
+    # Splash's matmuls are counted, and no kernel is unknown.
+    assert one["notes"] == []
+    done = run(
+        tmp_path, "--exp=lm.PyDocs", "--topology=v5e:2x2", "--num_slices=2", "--set",
+        "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)",
+    )
+    assert done.returncode == 0, done.stderr
+    two = json.loads((tmp_path / "plan.json").read_text())
+    assert two["num_devices"] == 8
+    assert any(found["crosses_slices"] for found in two["collectives"])
+    assert two["exposed_seconds"] > one["exposed_seconds"]  # Between slices it is slower.
+
+
+def test_what_does_not_fit_and_what_libtpu_refuses(tmp_path):
+    wide = "mesh.ici_mesh_shape=(1,1,1)"
+    size = ["task.model.model_dims=8192", "task.model.hidden_dims=32768", "task.model.num_heads=64",
+            "task.model.num_layers=16", "task.model.dim_per_head=128"]
+    done = run(tmp_path, "--exp=lm.PyDocs", "--topology=v5e:1x1", "--set", wide, *size)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "does not fit on v5e:1x1" in said and "a mesh of at least" in said
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
+    done = run(tmp_path, "--exp=lm.PyDocs", "--topology=v5e:3x7")
+    assert done.returncode == 2 and "libtpu says" in " ".join(done.stderr.split())
+    done = run(
+        tmp_path, "--exp=lm.PyDocs", "--topology=v5e:2x2", "--num_slices=2", "--set",
+        "mesh.ici_mesh_shape=(1,-1,2)",
+    )
+    assert done.returncode == 2 and "mesh.dcn_mesh_shape is None" in " ".join(done.stderr.split())
