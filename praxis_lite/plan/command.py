@@ -47,7 +47,11 @@ def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> Non
         _measure(args, config)
         return
     topology = chosen_topology(args)
-    use_compilation_cache()
+    if topology.compiled_for == "tpu":
+        # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        use_compilation_cache()
     if args.search:
         from praxis_lite.plan.search import search
 

@@ -25,7 +25,7 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     Path("my_pods.py").write_text(experiment, "utf-8")
     commands = re.findall(r"^python main.py .*", PAGE, re.MULTILINE)
     plan, of_7b, search, again = (
-        re.sub(r"v5e:\w+", "cpu:8", command).replace("minutes=12", "minutes=0.02")
+        re.sub(r"v5e:\w+", "cpu:8", command).replace("minutes=8", "minutes=0.02")
         for command in commands
     )
     assert "cpu:8" in plan
