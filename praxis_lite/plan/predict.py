@@ -128,7 +128,7 @@ def plan_step(
         if wanted is None:
             raise
         return StepPlan(
-            **_common(partitioner, step, topology), fits=False,
+            **_common(partitioner, step, element_spec, topology), fits=False,
             peak_bytes_per_device=max(wanted[0], chip.hbm_bytes + 1),
             compile_seconds=time.monotonic() - start, notes=(f"the compiler: {wanted[1]}",),
             why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
@@ -151,9 +151,9 @@ def plan_of_compiled(
     memory = memory_of(layout, planned, text, step)
     fits = memory.peak <= chip.hbm_bytes
     return StepPlan(
-        **_common(partitioner, step, topology), fits=fits, peak_bytes_per_device=memory.peak,
-        compile_seconds=compile_seconds, memory=memory, compiled=compiled,
-        bubble_share=_bubbles(partitioner, step, element_spec),
+        **_common(partitioner, step, element_spec, topology), fits=fits,
+        peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
+        compiled=compiled, bubble_share=_bubbles(partitioner, step, element_spec),
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
         **timed(
             text, topology, mesh_of(partitioner.mesh, topology), num_units(element_spec),
@@ -167,12 +167,17 @@ def _bubbles(partitioner: Partitioner, step: str, element_spec: PyTree) -> float
     return None if step == "decode" else bubble_share(partitioner.task.model, rows)
 
 
-def _common(partitioner: Partitioner, step: str, topology: Topology) -> dict[str, Any]:
+def _common(
+    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology
+) -> dict[str, Any]:
+    unit = partitioner.task.weight_unit
+    if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
+        unit = "tokens"  # A loss of one's own: a weight for each.
     return {
         "step": step, "topology": topology.name, "num_devices": partitioner.mesh.size,
         "hbm_bytes_per_device": topology.chip.hbm_bytes,
         "parameters": num_parameters(partitioner.layout),
-        "unit": "rows" if step == "decode" else partitioner.task.weight_unit,
+        "unit": "rows" if step == "decode" else unit,
     }
 
 
@@ -235,10 +240,14 @@ def num_parameters(layout: StateLayout) -> int:
 
 def num_units(element_spec: PyTree) -> int:
     """Returns how many tokens, or rows, a batch has: the elements of `weights`, if it has any."""
-    weights = element_spec.get("weights") if isinstance(element_spec, dict) else None
+    weights = _weights(element_spec)
     if weights is not None:
         return math.prod(weights.shape)
     return next(iter(jax.tree.leaves(element_spec))).shape[0]
+
+
+def _weights(element_spec: PyTree) -> Any:
+    return element_spec.get("weights") if isinstance(element_spec, dict) else None
 
 
 def mesh_of(mesh: DeviceMesh, topology: Topology) -> Mesh:
