@@ -9,6 +9,49 @@ _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CudaTarget:
+    """What XLA's compiler for CUDA asks of a GPU that is not there.
+
+    Attributes:
+      capability: CUDA's compute capability.
+      cores: streaming multiprocessors. Of each: `fpus`, units for float32; `shared`, bytes of shared
+        memory; `shared_of_block`, how much of it a block may take.
+      l2: bytes of the second-level cache.
+      clock: GHz.
+      memory: bytes, all of it.
+      description: the device's name.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    shared: int
+    shared_of_block: int
+    l2: int
+    clock: float
+    memory: int
+    description: str
+
+    def text(self, bandwidth: float) -> str:
+        """Returns it as XLA reads it, a GpuTargetConfigProto in text."""
+        major, minor = self.capability
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
+  shared_memory_per_block_optin: {self.shared_of_block}
+  core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {int(bandwidth)} l2_cache_size: {self.l2} device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{self.description}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """One JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
 
@@ -25,6 +68,7 @@ class Chip:
       wraps_at: a torus dim closes into a ring where its size is a multiple of this.
       network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
       sources: where the figures are from.
+      cuda: of a GPU: what its compiler asks.
     """
 
     name: str
@@ -37,10 +81,18 @@ class Chip:
     wraps_at: int
     network_bandwidth: float
     sources: tuple[str, ...]
+    cuda: CudaTarget | None = None
 
     def peak(self, dtype: str = "bf16") -> float:
         """Returns the peak of a matmul in `dtype`; of another, unknown one that of bfloat16."""
         return self.flops.get(dtype, self.flops["bf16"])
+
+
+def _hopper(memory: int, description: str) -> CudaTarget:
+    return CudaTarget(
+        capability=(9, 0), cores=132, fpus=128, shared=233_472, shared_of_block=232_448,
+        l2=52_428_800, clock=1.98, memory=memory, description=description,
+    )
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
@@ -82,24 +134,34 @@ CHIPS: dict[str, Chip] = {
             hbm_bandwidth=2039e9, clock=None, torus_dims=0, link_bandwidth=300e9, wraps_at=1,
             network_bandwidth=25e9,
             sources=("https://www.nvidia.com/en-us/data-center/a100/ (SXM 80GB; HDR 200 Gb/s)",),
+            cuda=CudaTarget(
+                capability=(8, 0), cores=108, fpus=64, shared=167_936, shared_of_block=166_912,
+                l2=41_943_040, clock=1.41, memory=85 * 10**9, description="NVIDIA A100-SXM4-80GB",
+            ),
         ),
         Chip(
             name="h100", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
             hbm_bandwidth=3350e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
             network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s)",),
+            cuda=_hopper(85 * 10**9, "NVIDIA H100 80GB HBM3"),
         ),
         Chip(
             name="h200", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
             hbm_bandwidth=4800e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
             network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s)",),
+            cuda=_hopper(150 * 10**9, "NVIDIA H200"),
         ),
         Chip(
             name="b200", flops={"bf16": 2250e12, "f8e4m3fn": 4500e12}, hbm_bytes=int(178 * _GIB),
             hbm_bandwidth=8000e9, clock=None, torus_dims=0, link_bandwidth=900e9, wraps_at=1,
             network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/dgx-b200/",),
+            cuda=CudaTarget(
+                capability=(10, 0), cores=148, fpus=128, shared=233_472, shared_of_block=232_448,
+                l2=132_120_576, clock=1.965, memory=192 * 10**9, description="NVIDIA B200",
+            ),
         ),
         # No figures of a maker's: what one core of a server or laptop does, to an order.
         Chip(

@@ -38,6 +38,9 @@ PLANNING_OPTIONS: dict[str, dict[str, str]] = {
     "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_COLLECTIVES,
 }
 
+# Without a GPU to try them on, XLA chooses tiles for Triton that it then cannot compile.
+NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
 
 def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
     """Prints the plan of each step; raises ConfigError, after all is said, if one does not fit."""
@@ -103,9 +106,8 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
     """
     check_parts(job)
     mesh_config = job.mesh
-    if topology.num_slices > 1 and mesh_config.dcn_mesh_shape is None and not (
-        topology.compiled_for == "cpu"
-    ):
+    of_slices = topology.num_slices > 1 and topology.chip.torus_dims
+    if of_slices and mesh_config.dcn_mesh_shape is None:
         raise ConfigError(
             f"--num_slices={topology.num_slices}, but mesh.dcn_mesh_shape is None. Say along which "
             f"axis the slices lie, for instance --set mesh.dcn_mesh_shape="
@@ -121,7 +123,8 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
             f"({','.join(['1', '-1', *'1' * (len(mesh_config.axis_names) - 2)])}), or the topology."
         )
     mesh = make_mesh(mesh_config, topology.devices)
-    return partitioner_on(job, mesh, {"tpu": PLANNING_OPTIONS.get(topology.chip.name, {})})
+    options = PLANNING_OPTIONS.get(topology.chip.name, {})
+    return partitioner_on(job, mesh, {"tpu": options, "gpu": NO_TRITON})
 
 
 def step_specs(

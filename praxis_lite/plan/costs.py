@@ -27,7 +27,8 @@ class Efficiencies:
       kernel: of the peak, that a Pallas kernel of attention reaches.
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
-      network: of the bandwidth to other slices or nodes.
+      network: of the bandwidth of a TPU to other slices.
+      nodes: of the bandwidth of a GPU to other nodes.
       hop_seconds: for a message to reach the next device of a ring.
       network_seconds: for a message to another slice or node.
       step_seconds: of a step, whatever is in it.
@@ -39,13 +40,14 @@ class Efficiencies:
     matmul: float = 0.6
     link: float = 1.0
     network: float = 1.0
+    nodes: float = 0.8
     hop_seconds: float = 1e-6
     network_seconds: float = 1e-4
     step_seconds: float = 0.0
     spread: float = 0.15
 
 
-# By `benchmarks/plan_published.py --fit`; `matmul` is a guess, for no run on a GPU could be built.
+# By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: no run on GPUs was built.
 FITTED = Efficiencies(
     cycles=1.077, kernel=0.377, matmul=0.6, link=1.11, network=0.171, hop_seconds=1e-6,
     network_seconds=1e-4, step_seconds=0.0, spread=0.19,
@@ -203,7 +205,8 @@ def wire_seconds(wire: Wire, chip: Chip, efficiencies: Efficiencies) -> float:
     if wire.group <= 1 and wire.kind != "collective-permute":
         return 0.0
     if wire.crosses:
-        bandwidth = chip.network_bandwidth * efficiencies.network
+        share = efficiencies.network if chip.torus_dims else efficiencies.nodes
+        bandwidth = chip.network_bandwidth * share
         return wire.sent / bandwidth + efficiencies.network_seconds
     if not chip.torus_dims:  # NVLink: every device reaches every other.
         bandwidth = chip.link_bandwidth * efficiencies.link

@@ -200,7 +200,10 @@ def timed(
             text, chip, mesh, efficiencies, both_links=True
         ).seconds
     elif topology.compiled_for == "gpu":
-        notes.append("kernels of libraries that are no matmuls (cuDNN) count as no time")
+        notes.append(
+            "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses; "
+            "kernels of libraries that are no matmuls (cuDNN) count as no time"
+        )
     elif chip.name != "cpu":
         work = found.compute + found.memory
         low, middle = max(work, found.wire), (max(work, found.wire) + found.seconds) / 2
@@ -208,7 +211,8 @@ def timed(
             f"modelled, not compiled: flops, bytes and collectives are those of the program that "
             f"XLA makes for {num_devices} CPU devices (reduce-scatters are all-reduces there, and "
             f"attention is no fused kernel); {chip.name} fills in the speeds. The range goes from "
-            "all collectives overlapped to none"
+            "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
+            "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
         )
     else:
         notes.append(

@@ -90,6 +90,8 @@ class _Walk:
                 now += self.run(self.costliest(one), count)
             elif one.opcode == "call":
                 now += self.run(called(one, "to_apply")[0], count)
+            elif one.opcode == "async-start" and (held := self.wrapped(one)):
+                pending[one.name] = sent(*held, fused=False)
             elif kind in hlo.KINDS or self.is_transfer(one):
                 end, entry = sent(one, computation, fused=False)
                 if one.opcode.endswith("-start") or one.opcode in ("send", "recv"):
@@ -109,6 +111,16 @@ class _Walk:
                     if ends_in[chain] == one.name and chain in pending:
                         now = waited(*pending.pop(chain))
         return now
+
+    def wrapped(self, one: Instruction) -> tuple[Instruction, Mapping] | None:
+        """Returns the collective that a GPU's asynchronous call holds, or None."""
+        return next(
+            (
+                (inner, self.program.computations[name])
+                for name in called(one, "calls")
+                for inner in self.program.computations[name].values() if inner.opcode in hlo.KINDS
+            ), None,
+        )
 
     def is_transfer(self, one: Instruction) -> bool:
         """Returns True for what a TPU sends to another slice, of which the text has two halves."""

@@ -37,7 +37,7 @@ class Topology:
       dims: of a slice's torus in chips; of GPUs (nodes, devices of a node); of "cpu:8" (8,).
       num_slices: slices, or nodes of GPUs.
       devices: to compile for; on "cpu" real ones.
-      is_attached: they are there, so that programs are compiled for them, whatever they are.
+      is_attached: they are there.
     """
 
     name: str
@@ -53,10 +53,9 @@ class Topology:
 
     @property
     def compiled_for(self) -> str:
-        """The platform whose compiler makes the programs; "cpu" for GPUs that are not there."""
-        if self.chip.torus_dims:
-            return "tpu"
-        return "gpu" if self.is_attached and self.chip.name != "cpu" else "cpu"
+        """The platform whose compiler makes the programs; "cpu" for GPUs without their plugin."""
+        platform = self.devices[0].platform
+        return "gpu" if platform == "cuda" else platform
 
 
 def topology_of(name: str, num_slices: int = 1) -> Topology:
@@ -91,6 +90,8 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     wanted = 1 if kind == "cpu" else 2
     if len(dims) != wanted:
         raise _unknown(name, f"{shape!r} has {len(dims)} dims")
+    if kind != "cpu" and (found := _gpus(name, chip, dims)):
+        return Topology(name, chip, dims, dims[0], found)
     devices = simulated_devices(math.prod(dims))
     if kind == "cpu":
         chip = _share_of_this_machine(chip, len(devices))
@@ -153,6 +154,19 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         ).devices
     except Exception as error:  # libtpu's own words say which shapes it takes.
         raise _unknown(name, f"libtpu says: {str(error).splitlines()[0][:200]}") from error
+
+
+def _gpus(name: str, chip: Chip, dims: tuple[int, ...]) -> Sequence[jax.Device] | None:
+    """Returns GPUs to compile for, or None where JAX's plugin for CUDA is not installed."""
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    if chip.cuda is None or not any(map(importlib.util.find_spec, plugins)):
+        return None
+    from jax.experimental import topologies
+
+    nodes, each = dims
+    return topologies.get_topology_desc(
+        name, "cuda", target_config=chip.cuda.text(chip.hbm_bandwidth), topology=f"1x{nodes}x{each}"
+    ).devices
 
 
 def _unknown(name: str, why: str) -> ConfigError:

@@ -59,3 +59,13 @@ def test_attached_devices_by_their_kind():
     gpus = attached_topology([device("NVIDIA H100 80GB HBM3", "gpu")] * 8)
     assert (gpus.chip.name, gpus.compiled_for) == ("h100", "gpu")
     assert attached_topology([device("Something else", "gpu")]) is None
+
+
+def test_what_the_compiler_for_cuda_is_told_of_each_gpu():
+    for chip in topologies.CHIPS.values():
+        assert (chip.cuda is not None) == (not chip.torus_dims and chip.name != "cpu")
+        if chip.cuda is not None:
+            text = chip.cuda.text(chip.hbm_bandwidth)
+            assert f"memory_bandwidth: {int(chip.hbm_bandwidth)}" in text
+            assert text.count("{") == text.count("}") == 3
+            assert chip.hbm_bytes < chip.cuda.memory  # The runtime keeps some.
