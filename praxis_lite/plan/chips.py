@@ -14,8 +14,9 @@ class CudaTarget:
 
     Attributes:
       capability: CUDA's compute capability.
-      cores: streaming multiprocessors. Of each: `fpus`, units for float32; `shared`, bytes of shared
-        memory; `shared_of_block`, how much of it a block may take.
+      cores: streaming multiprocessors.
+      fpus, shared, shared_of_block: of each: units for float32; bytes of shared memory; how much of
+        it a block may take.
       l2: bytes of the second-level cache.
       clock: GHz.
       memory: bytes, all of it.

@@ -47,7 +47,7 @@ class Efficiencies:
     spread: float = 0.15
 
 
-# By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: no run on GPUs was built.
+# By `benchmarks/plan_published.py --fit`. No run on GPUs was built: `matmul`, `nodes` are guesses.
 FITTED = Efficiencies(
     cycles=1.077, kernel=0.377, matmul=0.6, link=1.11, network=0.171, hop_seconds=1e-6,
     network_seconds=1e-4, step_seconds=0.0, spread=0.19,
