@@ -182,14 +182,18 @@ def damaged(folder, name):
     """Returns a copy of a checkpoint with one thing wrong."""
     copy = folder.parent / name
     shutil.copytree(folder, copy)
-    largest = max(copy.rglob("d/*"), key=lambda path: path.stat().st_size)
+    # All data, for Orbax may leave files that the manifest does not name, and nobody reads.
+    data = list(copy.rglob("d/*"))
+    largest = max(data, key=lambda path: path.stat().st_size)
     if name == "linked":
         largest.rename(copy.parent / "elsewhere")
         largest.symlink_to(copy.parent / "elsewhere")
     elif name == "cut":
-        os.truncate(largest, largest.stat().st_size // 2)
+        for path in data:
+            os.truncate(path, path.stat().st_size // 2)
     elif name == "gone":
-        largest.unlink()
+        for path in data:
+            path.unlink()
     elif name == "empty":
         (copy / "manifest.ocdbt").write_bytes(b"")
     elif name == "renamed":
