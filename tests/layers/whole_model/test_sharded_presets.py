@@ -216,4 +216,7 @@ def test_a_tpu_scatters_and_gathers_where_megatron_sums():
     block = 4 * dims * heads * per_head + 2 * dims * hidden
     assert counts("fsdp", "reduce-scatter", 4 * block // 8) == (1, 0)
     gathered = sum(n * size for kind, size, n in found["fsdp"] if kind == "all-gather")
-    assert gathered == 2 * (2 * NUM_LAYERS * block + 2 * dims * vocab)
+    # Of the vocabulary only the softmax's table. The lookup's stays split by its columns: every
+    # device looks all ids up in its own, and rows are exchanged for columns there and back.
+    assert gathered == 2 * (2 * NUM_LAYERS * block + dims * vocab) + 4 * rows * time
+    assert counts("fsdp", "all-to-all", activations // 8) == (0, 2)
