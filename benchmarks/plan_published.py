@@ -39,7 +39,7 @@ FITTED_FAMILIES = (
 # What is fitted, with where it starts, and between which bounds it stays.
 _FREE = {
     "cycles": (1.0, 0.8, 1.1), "kernel": (0.5, 0.2, 0.75), "link": (0.9, 0.5, 1.11),
-    "network": (0.8, 0.1, 3.0),
+    "network": (0.8, 0.1, 3.0), "waiting": (0.02, 0.001, 0.1),
 }
 
 
@@ -117,8 +117,10 @@ def fit(rows: Sequence[Row]) -> Efficiencies:
     def errors(logs: np.ndarray) -> np.ndarray:
         made = efficiencies(logs)
         misses = [np.log(row.predict(made)) for row in rows]
-        # A weak pull towards where it starts, for what no run tells apart.
-        return np.array([*misses, *(0.05 * (logs - start))])
+        # A pull towards where it starts, for what no run tells apart. How strong: leaving out one
+        # family of the fitted half in turn, its median error was 5.1%, 3.9%, 4.7% with pulls of
+        # 0.05, 0.15, 0.4 (mean square 6.5%, 6.6%, 7.2%).
+        return np.array([*misses, *(0.15 * (logs - start))])
 
     found = least_squares(
         errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=20

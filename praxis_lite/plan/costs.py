@@ -31,6 +31,7 @@ class Efficiencies:
       nodes: of the bandwidth of a GPU to other nodes.
       hop_seconds: for a message to reach the next device of a ring.
       network_seconds: for a message to another slice or node.
+      waiting: relative, that a step grows each time the slices double: all wait for the slowest.
       step_seconds: of a step, whatever is in it.
       spread: relative; four of five runs were that near to what was predicted.
     """
@@ -43,14 +44,15 @@ class Efficiencies:
     nodes: float = 0.8
     hop_seconds: float = 1e-6
     network_seconds: float = 1e-4
+    waiting: float = 0.0
     step_seconds: float = 0.0
     spread: float = 0.15
 
 
 # By `benchmarks/plan_published.py --fit`. No run on GPUs was built: `matmul`, `nodes` are guesses.
 FITTED = Efficiencies(
-    cycles=1.077, kernel=0.377, matmul=0.6, link=1.11, network=0.171, hop_seconds=1e-6,
-    network_seconds=1e-4, step_seconds=0.0, spread=0.19,
+    cycles=1.053, kernel=0.46, matmul=0.6, link=1.11, network=0.691, hop_seconds=1e-6,
+    network_seconds=1e-4, waiting=0.0308, step_seconds=0.0, spread=0.14,
 )
 
 
@@ -81,8 +83,11 @@ def kernel_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
          if f"splash_mha{name}" in one.name + one.attributes[-20_000:]), 0,
     )
     operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
-    wide = [found[0].dims for found in operands if found and len(found[0].dims) in (3, 4)]
-    wide = [dims for dims in wide if min(dims[-2:]) > 8]
+    # Integers say which blocks are computed, and of which segments tokens are.
+    wide = [
+        found[0].dims for found in operands
+        if found and found[0].dtype in ("bf16", "f16", "f32") and len(found[0].dims) in (3, 4)
+    ]
     if not matmuls or len(wide) < 2:
         return 0
     q, k = wide[0], wide[1]

@@ -199,6 +199,8 @@ def timed(
         low = efficiencies.step_seconds + schedule(
             text, chip, mesh, efficiencies, both_links=True
         ).seconds
+        waits = 1 + efficiencies.waiting * math.log2(topology.num_slices)
+        low, middle, high = low * waits, middle * waits, high * waits
     elif topology.compiled_for == "gpu":
         notes.append(
             "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses; "

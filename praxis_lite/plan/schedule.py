@@ -1,8 +1,9 @@
 """When each instruction of a compiled step runs: the overlap rule, and what it leaves exposed.
 
 Instructions run one after the other, in the order of the compiled program. One collective is on the
-wire at a time; what is scheduled between its start and its end goes on beside it, and only what is
-left of it then is waited for. What a kernel, a matmul or a collective costs is `costs`'.
+wires inside a slice at a time, and one on the network between slices; what is scheduled between a
+collective's start and its end goes on beside it, and only what is left of it then is waited for.
+What a kernel, a matmul or a collective costs is `costs`'.
 """
 
 import re
@@ -68,14 +69,13 @@ class _Walk:
         ends_in = {
             chain: one.name for one in computation.values() for chain, *_ in self.fused(one)
         }
-        now = wire_is_free = 0.0
+        now, is_free = 0.0, {False: 0.0, True: 0.0}  # The wires, the network.
         pending: dict[str, tuple[float, OnWire]] = {}
 
         def sent(one: Instruction, around: Mapping, *, fused: bool) -> tuple[float, OnWire]:
-            nonlocal wire_is_free
-            seconds, entry = self.on_the_wire(one, around, count, is_fused=fused)
-            wire_is_free = max(now, wire_is_free) + seconds
-            return wire_is_free, entry
+            seconds, crosses, entry = self.on_the_wire(one, around, count, is_fused=fused)
+            is_free[crosses] = max(now, is_free[crosses]) + seconds
+            return is_free[crosses], entry
 
         def waited(until: float, entry: OnWire) -> float:
             entry.exposed_seconds += max(0.0, until - now) * count
@@ -176,8 +176,8 @@ class _Walk:
 
     def on_the_wire(
         self, one: Instruction, around: Mapping, count: int, *, is_fused: bool
-    ) -> tuple[float, OnWire]:
-        """Returns the seconds of a collective, alone, and the entry that it is counted in."""
+    ) -> tuple[float, bool, OnWire]:
+        """Returns a collective's seconds, alone, if it crosses, and the entry it is counted in."""
         kind = one.opcode.removesuffix("-start")
         shapes = [around[name].shape for name in one.operands if name in around]
         operands = sum(array.bytes for shape in shapes for array in arrays_of(shape))
@@ -203,7 +203,7 @@ class _Walk:
         entry.wire_bytes += wire.sent * count
         results = {"all-gather": operands * group, "reduce-scatter": operands // group}
         entry.bytes += int(results.get(kind, operands)) * count
-        return seconds, entry
+        return seconds, crosses, entry
 
     def _entry(
         self, one: Instruction, around: Mapping, kind: str, groups: np.ndarray | None

@@ -40,7 +40,9 @@ ENTRY %main (a: bf16[512,128], b: bf16[128,256], s: f32[4,512,256], i: s32[]) ->
   %timed = bf16[512,256] negate(%d), backend_config={"estimated_cycles":"3000"}
   %q = bf16[2,4,1024,128] broadcast(%i)
   %k = bf16[2,2,2048,128] broadcast(%i)
-  %dkv = bf16[2,4,1024,128] custom-call(%i, %q, %k, %k), custom_call_target="tpu_custom_call", \
+  %blocks = s8[1,64,64] broadcast(%i)
+  %dkv = bf16[2,4,1024,128] custom-call(%i, %blocks, %q, %k, %k), \
+custom_call_target="tpu_custom_call", \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 },share_of_blocks="0.250000"}, metadata={op_name="a/splash_mha_dkv/pallas_call"}

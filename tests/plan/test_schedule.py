@@ -1,14 +1,17 @@
 """The schedule of a TPU's program, against sums by hand."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
 from praxis_lite.plan.chips import CHIPS
 from praxis_lite.plan.costs import FITTED
+from praxis_lite.plan.predict import timed
 from praxis_lite.plan.schedule import schedule
 from praxis_lite.plan.timeline import Mesh
+from praxis_lite.plan.topology import Topology
 
 # A loop of 3 turns: 1,500 cycles beside a permute of 4096 bytes; then an all-gather of 8 devices
 # of 1024 bytes each, awaited; and a condition of 300 or 600 cycles.
@@ -99,3 +102,41 @@ def test_a_permute_over_both_links_takes_half_as_long():
         for both in (False, True)
     )
     assert one == pytest.approx(2 * both)
+
+
+# 25,000 bytes are sent to the other slice; a gather within the slice goes on beside that.
+TWO_SLICES = """HloModule step, num_partitions=16
+
+ENTRY %main (x: f32[6250], p: f32[256]) -> f32[2048] {
+  %x = f32[6250] parameter(0)
+  %p = f32[256] parameter(1)
+  %after = token[] after-all()
+  %send = (f32[6250], u32[], token[]) send(%x, %after), channel_id=1, \
+frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %whole = f32[2048] all-gather(%p), replica_groups=[2,8]<=[16], dimensions={0}
+  ROOT %sent = token[] send-done(%send)
+}
+"""
+
+
+def test_the_network_between_slices_leaves_the_links_within_one_free():
+    mesh = Mesh({"replica": 2, "data": 8}, np.repeat([0, 1], 8))
+    found = schedule(TWO_SLICES, CHIP, mesh, FITTED)
+    send = FITTED.network_seconds + 25_000 / (CHIP.network_bandwidth * FITTED.network)
+    gather = seconds_of(7 * 1024, 2, 4, FITTED)
+    by_kind = {one.kind: one for one in found.collectives.values()}
+    assert by_kind["all-gather"].exposed_seconds == pytest.approx(gather)
+    assert by_kind["all-reduce"].exposed_seconds == pytest.approx(send - gather)
+    assert found.seconds == pytest.approx(send)
+
+
+def test_a_step_grows_each_time_the_slices_double():
+    mesh = Mesh({"data": 8}, np.zeros(8, int))
+    devices = [types.SimpleNamespace(platform="tpu")] * 32
+    one, four = (
+        timed(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
+        for slices in (1, 4)
+    )
+    waits = 1 + 2 * FITTED.waiting
+    for name in ("step_seconds", "step_seconds_low", "step_seconds_high"):
+        assert four[name] == pytest.approx(one[name] * waits)
