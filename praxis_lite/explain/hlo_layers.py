@@ -51,6 +51,29 @@ def layers_of(program: Program, site: Site) -> dict[str, int]:
     return bytes_of
 
 
+def nearest_layer(program: Program, site: Site) -> str:
+    """Returns the layer of what uses a gathered array, or of what is reduced; '' if none is near.
+
+    For collectives without a name: XLA drops it where a program runs on several slices.
+    """
+    computation, found = site.computation, [site.instruction]
+    gathers = "reduce" not in site.instruction.opcode and site.instruction.opcode != "send"
+    for _ in range(_HOPS):
+        if gathers:
+            names = {one.name for one in found}
+            found = [one for one in computation.values() if names & set(one.operands)]
+        else:
+            found = [computation[n] for one in found for n in one.operands if n in computation]
+        for one in found:
+            layers = layers_of_name(op_name_of(one), source_line(source_frames(program, one)))
+            if any(layers):
+                return next(filter(None, layers))
+    return ""
+
+
+_HOPS = 6  # Copies, bitcasts and fusions without a name that lie between.
+
+
 def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
     """Returns the layer, 'encoder/ffn', of each operation that a name stands for.
 

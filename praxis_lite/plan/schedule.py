@@ -13,7 +13,13 @@ import numpy as np
 
 from praxis_lite.explain import hlo
 from praxis_lite.explain.hlo_groups import axes_of_groups, device_groups
-from praxis_lite.explain.hlo_layers import layers_of, source_frames, source_line, together
+from praxis_lite.explain.hlo_layers import (
+    layers_of,
+    nearest_layer,
+    source_frames,
+    source_line,
+    together,
+)
 from praxis_lite.explain.hlo_text import (
     Instruction,
     Program,
@@ -72,8 +78,9 @@ class _Walk:
         now, is_free = 0.0, {False: 0.0, True: 0.0}  # The wires, the network.
         pending: dict[str, tuple[float, OnWire]] = {}
 
-        def sent(one: Instruction, around: Mapping, *, fused: bool) -> tuple[float, OnWire]:
-            seconds, crosses, entry = self.on_the_wire(one, around, count, is_fused=fused)
+        def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
+            in_fusion = computation[outside] if outside else None
+            seconds, crosses, entry = self.on_the_wire(one, around, count, in_fusion, computation)
             is_free[crosses] = max(now, is_free[crosses]) + seconds
             return is_free[crosses], entry
 
@@ -91,9 +98,9 @@ class _Walk:
             elif one.opcode == "call":
                 now += self.run(called(one, "to_apply")[0], count)
             elif one.opcode == "async-start" and (held := self.wrapped(one)):
-                pending[one.name] = sent(*held, fused=False)
+                pending[one.name] = sent(*held)
             elif kind in hlo.KINDS or self.is_transfer(one):
-                end, entry = sent(one, computation, fused=False)
+                end, entry = sent(one, computation)
                 if one.opcode.endswith("-start") or one.opcode in ("send", "recv"):
                     pending[one.name] = end, entry
                 else:
@@ -104,7 +111,7 @@ class _Walk:
                 started = {chain for chain, *_ in self.fused(one)} - pending.keys()
                 for chain, instruction, around in self.fused(one):
                     if chain in started:
-                        pending[chain] = sent(instruction, around, fused=True)
+                        pending[chain] = sent(instruction, around, ends_in[chain])
                         started.discard(chain)
                 now += self.computed(one, computation, count)
                 for chain, *_ in self.fused(one):
@@ -175,9 +182,14 @@ class _Walk:
                     yield from self._inside(callee)
 
     def on_the_wire(
-        self, one: Instruction, around: Mapping, count: int, *, is_fused: bool
+        self, one: Instruction, around: Mapping, count: int, fusion: Instruction | None,
+        outside: Mapping,
     ) -> tuple[float, bool, OnWire]:
-        """Returns a collective's seconds, alone, if it crosses, and the entry it is counted in."""
+        """Returns a collective's seconds, alone, if it crosses, and the entry it is counted in.
+
+        Args:
+          fusion: in `outside`, that ends the collective, if it is part of one.
+        """
         kind = one.opcode.removesuffix("-start")
         shapes = [around[name].shape for name in one.operands if name in around]
         operands = sum(array.bytes for shape in shapes for array in arrays_of(shape))
@@ -190,14 +202,14 @@ class _Walk:
             kind = kind if kind in hlo.KINDS else "collective-permute"
         # With a slice of its result in one fusion an all-reduce is a reduce-scatter.
         slices = any(inner.opcode == "dynamic-slice" for inner in around.values())
-        if kind == "all-reduce" and is_fused and slices:
+        if kind == "all-reduce" and fusion is not None and slices:
             kind = "reduce-scatter"
         group = groups.shape[1] if groups is not None else int(self.mesh.slices.max()) + 1
         links, is_ring = self._links(one, kind, groups)
         wire = Wire(kind=kind, bytes=operands, group=group, links=links, is_ring=is_ring,
                     crosses=crosses)
         seconds = wire_seconds(wire, self.chip, self.efficiencies)
-        entry = self._entry(one, around, kind, groups)
+        entry = self._entry(one, around, kind, groups, fusion, outside)
         entry.crosses |= crosses
         entry.count, entry.seconds = entry.count + count, entry.seconds + seconds * count
         entry.wire_bytes += wire.sent * count
@@ -206,11 +218,18 @@ class _Walk:
         return seconds, crosses, entry
 
     def _entry(
-        self, one: Instruction, around: Mapping, kind: str, groups: np.ndarray | None
+        self, one: Instruction, around: Mapping, kind: str, groups: np.ndarray | None,
+        fusion: Instruction | None, outside: Mapping,
     ) -> OnWire:
-        axes = () if groups is None else axes_of_groups(groups, self.mesh.axis_sizes)
+        axes = axes_of_groups(groups, self.mesh.axis_sizes) if groups is not None else ()
+        if one.opcode == "send":
+            axes = self.mesh.axes_between_slices()
         site = Site(one, around, 1, False, False, (), False)
-        layer = together(layers_of(self.program, site)) or "unknown"
+        layer = together(layers_of(self.program, site))
+        if not layer:
+            whole = fusion._replace(opcode=kind) if fusion else one
+            near = site._replace(instruction=whole, computation=outside if fusion else around)
+            layer = nearest_layer(self.program, near) or "unknown"
         source = source_line(source_frames(self.program, one))
         return self.made.collectives.setdefault(
             (kind, axes, layer), OnWire(kind, axes, layer, source)

@@ -23,6 +23,13 @@ class Mesh:
     coords: np.ndarray | None = None
     dims: tuple[int, ...] = ()
 
+    def axes_between_slices(self) -> tuple[str, ...]:
+        """Returns the axes along which devices are in different slices."""
+        places = self.slices.reshape(tuple(self.axis_sizes.values()))
+        return tuple(
+            axis for dim, axis in enumerate(self.axis_sizes) if np.diff(places, axis=dim).any()
+        )
+
 
 @dataclasses.dataclass
 class OnWire:

@@ -107,14 +107,18 @@ def test_a_permute_over_both_links_takes_half_as_long():
 # 25,000 bytes are sent to the other slice; a gather within the slice goes on beside that.
 TWO_SLICES = """HloModule step, num_partitions=16
 
-ENTRY %main (x: f32[6250], p: f32[256]) -> f32[2048] {
-  %x = f32[6250] parameter(0)
-  %p = f32[256] parameter(1)
+ENTRY %main (p: f32[256]) -> f32[2048] {
+  %p = f32[256] parameter(0)
+  %zero = f32[] constant(0)
+  %x = f32[6250] broadcast(%zero), metadata={op_name="jit(f)/transpose(jvp(encoder))/atten/dot"}
+  %copied = f32[6250] copy(%x)
   %after = token[] after-all()
-  %send = (f32[6250], u32[], token[]) send(%x, %after), channel_id=1, \
+  %send = (f32[6250], u32[], token[]) send(%copied, %after), channel_id=1, \
 frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   %whole = f32[2048] all-gather(%p), replica_groups=[2,8]<=[16], dimensions={0}
-  ROOT %sent = token[] send-done(%send)
+  %used = f32[2048] negate(%whole), metadata={op_name="jit(f)/jvp(encoder)/ffn/dot"}
+  %sent = token[] send-done(%send)
+  ROOT %end = f32[2048] copy(%used)
 }
 """
 
@@ -128,6 +132,10 @@ def test_the_network_between_slices_leaves_the_links_within_one_free():
     assert by_kind["all-gather"].exposed_seconds == pytest.approx(gather)
     assert by_kind["all-reduce"].exposed_seconds == pytest.approx(send - gather)
     assert found.seconds == pytest.approx(send)
+    # XLA gives no names: the gather's layer is that of what uses it, the sum's of what it sums.
+    assert by_kind["all-gather"].layer == "encoder/ffn"
+    assert by_kind["all-reduce"].layer == "gradient of encoder/atten"
+    assert by_kind["all-reduce"].axes == ("replica",)
 
 
 def test_a_step_grows_each_time_the_slices_double():
