@@ -18,6 +18,7 @@ _HOMES = {
     "TextPrompts": "text.prompts",
     "ChatData": "text.chat",
     "PreferenceData": "text.preferences",
+    "Mixture": "mixing.mixture",
     "WithWorkers": "workers",
     "FromDataset": "from_dataset",
 }

@@ -12,7 +12,7 @@ def seconds_text(seconds: float) -> str:
     """Returns '12.9 s', '47.3 ms' or '310 us'."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
     return f"{seconds * 1e6:.0f} us"
 
 

@@ -1,0 +1,272 @@
+"""A mixture of pipelines: rows of each, in the ratios of their weights."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, did_you_mean, require, require_choice
+from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.mixing import shares
+
+if TYPE_CHECKING:
+    import jax
+
+Weights = Mapping[str, float]
+_NUM_MEASURED = 1024  # Rows of a source, whose tokens are counted.
+
+
+class _Phase(NamedTuple):
+    """From a place on, the parts of the sources, and the rows that each has given before."""
+
+    start: int
+    parts: tuple[int, ...]
+    before: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class Mixture(IndexedPipeline):
+    """Rows of several pipelines, in the ratios of their weights, as one stream.
+
+    The rows of a source come in its own order. At every place of the stream, each source has given
+    its share of the rows so far, to less than one row; where weights change, rows are counted
+    from there. Where a row comes from follows from its place alone: any batch is found at once.
+
+    A source without end (`shuffle=True`) goes on from epoch to epoch; one with an end begins again.
+
+    Args:
+        sources: by name. All with the same leaves and the same length of rows; their batch sizes
+            do not matter.
+        weights: of each source, in any unit: {"code": 0.7, "text": 0.3}. What is 0.7 counts as
+            7/10 exactly. Or [(0, {...}), (1000, {...})]: from these batches on.
+        batch_size: rows of the global batch.
+        stop: "never", or "first": with the first source whose rows are all given.
+        unit: what a weight is a share of: "examples" are rows, "tokens" labels with a weight, of
+            which as many count for a row as the first 1,024 rows of its source have on average.
+    """
+
+    sources: Mapping[str, IndexedPipeline]
+    weights: Weights | Sequence[tuple[int, Weights]]
+    batch_size: int
+    _: dataclasses.KW_ONLY
+    stop: Literal["never", "first"] = "never"
+    unit: Literal["examples", "tokens"] = "examples"
+
+    def check(self) -> None:
+        super().check()
+        require_choice("Mixture.stop", self.stop, ("never", "first"))
+        require_choice("Mixture.unit", self.unit, ("examples", "tokens"))
+        require(
+            isinstance(self.sources, Mapping) and len(self.sources) > 0, "Mixture.sources",
+            self.sources, "a dict of one or more pipelines by name",
+        )
+        for name, source in self.sources.items():
+            if not isinstance(source, IndexedPipeline):
+                raise ConfigError(
+                    f"Mixture: the source {name!r} is a {type(source).__name__}, which gives its "
+                    "batches only in order; wanted is an IndexedPipeline, which gives any batch "
+                    "by its index. Put WithWorkers around the mixture, not into it."
+                )
+            source.check()
+        for name, length in self._lengths.items():
+            if length == 0:
+                raise ConfigError(
+                    f"Mixture: the source {name!r} is empty. Leave it out, or give it data."
+                )
+        self._check_leaves()
+        _ = self._phases
+        if self.stop == "first" and self._end is None:
+            raise ConfigError(
+                "Mixture.stop is 'first', but no source with a weight has an end: "
+                f"{sorted(self.sources)}. Set shuffle=False in one of them, or stop='never'."
+            )
+
+    def _check_leaves(self) -> None:
+        rows = {
+            name: {leaf: (*one.shape[1:], str(np.dtype(one.dtype)))
+                   for leaf, one in source.element_spec().items()}
+            for name, source in self.sources.items()
+        }
+        first = next(iter(rows))
+        for name, found in rows.items():
+            if found != rows[first]:
+                raise ConfigError(
+                    f"Mixture: a row of {name!r} has {found}, one of {first!r} {rows[first]}. "
+                    "Give all sources the same leaves and the same seq_len."
+                )
+
+    @functools.cached_property
+    def _lengths(self) -> dict[str, int | None]:
+        """The rows of one pass of each source; None: it has no end."""
+        return {name: _num_rows(source) for name, source in self.sources.items()}
+
+    @functools.cached_property
+    def _phases(self) -> list[_Phase]:
+        """From which place on which parts count."""
+        given = self.weights
+        listed = [(0, given)] if isinstance(given, Mapping) else [tuple(one) for one in given]
+        starts = [one[0] for one in listed]
+        require(
+            starts[:1] == [0] and all(a < b for a, b in zip(starts, starts[1:], strict=False)),
+            "Mixture.weights", given, "weights by name, or pairs (batch, weights) whose first "
+            "batch is 0 and which come in order",
+        )
+        phases: list[_Phase] = []
+        for index, weights in listed:
+            start, before = index * self.batch_size, np.zeros(len(self.sources), np.int64)
+            if phases:
+                last = phases[-1]
+                before = last.before + shares.counts_before(last.parts, start - last.start)
+            phases.append(_Phase(start, self._parts(weights), before))
+        return phases
+
+    def _parts(self, weights: Weights) -> tuple[int, ...]:
+        for name in weights:
+            if name not in self.sources:
+                raise ConfigError(
+                    f"Mixture.weights has {name!r}, which is no source; sources are "
+                    f"{sorted(self.sources)}.{did_you_mean(str(name), self.sources)}"
+                )
+        if missing := [name for name in self.sources if name not in weights]:
+            raise ConfigError(
+                f"Mixture.weights lacks {missing}. Give each source a weight; 0 is for none."
+            )
+        values = [weights[name] for name in self.sources]
+        is_right = all(
+            isinstance(one, int | float) and math.isfinite(one) and one >= 0 for one in values
+        )
+        require(
+            is_right and sum(values) > 0, "Mixture.weights", dict(weights),
+            "numbers of 0 or more, and one above 0",
+        )
+        if self.unit == "tokens":
+            return shares.rounded_parts([
+                one / _tokens_per_row(self.sources[name], self._lengths[name])
+                for name, one in zip(self.sources, values, strict=True)
+            ])
+        parts = shares.parts_of(values)
+        if parts is None:
+            raise ConfigError(
+                f"Mixture.weights: {dict(weights)} have no small common denominator: in whole "
+                f"numbers they add up to more than {shares.MOST_PARTS:,}. Write them with fewer "
+                "digits, such as 0.35."
+            )
+        return parts
+
+    @functools.cached_property
+    def _end(self) -> int | None:
+        """The place at which a source would give a row that it does not have, or None."""
+        ends = self._phases[1:]
+        for number, phase in enumerate(self._phases):
+            until = ends[number].start if number < len(ends) else math.inf
+            places = [
+                phase.start + shares.place_of(phase.parts, source, length - int(before))
+                for source, (length, before) in enumerate(
+                    zip(self._lengths.values(), phase.before, strict=True)
+                )
+                if length is not None and phase.parts[source]
+            ]
+            if places and min(places) < until:
+                return min(places)
+        return None
+
+    @property
+    def num_batches(self) -> int | None:
+        if self.stop == "never" or self._end is None:
+            return None
+        return -(-self._end // self.batch_size)
+
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
+        import jax
+
+        spec = next(iter(self.sources.values())).element_spec()
+        return {
+            name: jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype)
+            for name, leaf in spec.items()
+        }
+
+    def largest_id(self) -> int:
+        """Returns the largest id of the sources that know theirs, or 0."""
+        known = [one for one in self.sources.values() if hasattr(one, "largest_id")]
+        return max((one.largest_id() for one in known), default=0)
+
+    def sources_of(self, first: int, count: int) -> np.ndarray:
+        """Returns int16[count]: from which source, counted in order, rows of the stream are."""
+        return np.concatenate(
+            [np.empty(0, np.int16), *(found for found, _ in self._drawn(first, count))]
+        )
+
+    def _drawn(self, first: int, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the sources of places that follow each other, and the rows given before them."""
+        for number, phase in enumerate(self._phases):
+            is_last = number + 1 == len(self._phases)
+            until = first + count if is_last else self._phases[number + 1].start
+            start, stop = max(first, phase.start), min(first + count, until)
+            if start < stop:
+                place = start - phase.start
+                yield (
+                    shares.sources_at(phase.parts, place, stop - start),
+                    phase.before + shares.counts_before(phase.parts, place),
+                )
+
+    def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
+        spec = self.element_spec()
+        batch = {name: np.zeros((count, *s.shape[1:]), s.dtype) for name, s in spec.items()}
+        if self.stop == "first" and self._end is not None:
+            count = max(0, min(count, self._end - first))
+        done = 0
+        for drawn, before in self._drawn(first, count):
+            for number, (name, source) in enumerate(self.sources.items()):
+                places = done + np.flatnonzero(drawn == number)
+                for piece in _stream(source, self._lengths[name], int(before[number]), len(places)):
+                    here, places = np.split(places, [len(next(iter(piece.values())))])
+                    for leaf, values in piece.items():
+                        batch[leaf][here] = values
+            done += len(drawn)
+        return batch
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.settings_fingerprint("batch_size", "stop", "unit") | {
+            "weights": [
+                [phase.start // self.batch_size, dict(zip(self.sources, phase.parts, strict=True))]
+                for phase in self._phases
+            ],
+            "sources": {name: source.fingerprint() for name, source in self.sources.items()},
+        }
+
+
+def _num_rows(source: IndexedPipeline) -> int | None:
+    """Returns the rows of one pass, without the filler of its last batch."""
+    if source.num_batches is None or source.num_batches == 0:
+        return source.num_batches
+    last = source.rows(source.num_batches - 1, slice(0, source.batch_size))
+    weights = last.get("weights")
+    if weights is None:
+        return source.num_batches * source.batch_size
+    counts = weights.reshape(len(weights), -1).any(axis=1)
+    in_last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
+    return (source.num_batches - 1) * source.batch_size + in_last
+
+
+def _stream(
+    source: IndexedPipeline, length: int | None, first: int, count: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields rows first, first + 1, ... of a source that begins again at its end, in pieces."""
+    while count:
+        at = first if length is None else first % length
+        index, start = divmod(at, source.batch_size)
+        stop = min(start + count, source.batch_size)
+        if length is not None:
+            stop = min(stop, start + length - at)
+        yield source.rows(index, slice(start, stop))
+        first, count = first + stop - start, count - (stop - start)
+
+
+def _tokens_per_row(source: IndexedPipeline, length: int | None) -> float:
+    count = _NUM_MEASURED if length is None else min(length, _NUM_MEASURED)
+    pieces = _stream(source, length, 0, count)
+    return max(1.0, sum(int((piece["weights"] > 0).sum()) for piece in pieces)) / count

@@ -1,0 +1,200 @@
+"""Mixtures: shares against exact fractions, rows against the sources' own, any batch at once."""
+
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs import InMemory, Mixture, SyntheticLm, WithWorkers
+from praxis_lite.inputs.mixing import shares
+
+
+def numbered(tens, length, *, batch_size=4, shuffle=False, **leaves):
+    """A source whose row k has the number tens + k."""
+    x = np.arange(tens, tens + length, dtype=np.int32)
+    return InMemory({"x": x, **leaves}, batch_size, shuffle=shuffle)
+
+
+def xs(mixture, num_batches, start=0):
+    batches = mixture.batches(start)
+    return np.concatenate([next(batches)["x"] for _ in range(num_batches)]).tolist()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_beginning_is_within_one_row_of_its_shares(seed):
+    rng = np.random.default_rng(seed)
+    most = int(rng.choice([3, 20, 300]))
+    parts = tuple(map(int, rng.integers(0, most, rng.integers(1, 9)))) + (1,)
+    counts, places = shares.counts_of(parts), range(sum(parts) + 1)
+    for source, part in enumerate(parts):
+        share = Fraction(part, sum(parts))
+        assert all(abs(counts[n, source] - share * n) < 1 for n in places)
+    assert counts[-1].tolist() == list(parts)
+
+
+def test_counts_far_on_are_sums_of_what_stands_before():
+    parts = (5, 0, 3, 11)
+    order = [int(shares.sources_at(parts, n, 1)[0]) for n in range(100)]
+    for place in (0, 1, 18, 19, 20, 77):
+        found = shares.counts_before(parts, place)
+        assert found.tolist() == [order[:place].count(source) for source in range(4)]
+    third_of_last = [n for n, source in enumerate(order) if source == 3][20]
+    assert shares.place_of(parts, 3, 20) == third_of_last
+
+
+def test_weights_are_what_they_are_written_as():
+    assert shares.parts_of([0.7, 0.3]) == (7, 3)
+    assert shares.parts_of([2, 0, 4]) == (1, 0, 2)
+    assert shares.parts_of([0.12345678, 0.3]) is None
+    assert shares.rounded_parts([1, 2, 0], 10) == (3, 7, 0)
+    assert shares.rounded_parts([1e-9, 1], 10) == (1, 10)
+
+
+def test_rows_come_in_their_sources_order_whatever_the_sources_batches_are():
+    mixture = Mixture(
+        {"a": numbered(0, 7, batch_size=3), "b": numbered(100, 5, batch_size=8)},
+        {"a": 0.75, "b": 0.25}, 4,
+    )
+    found = xs(mixture, 6)
+    assert [x for x in found if x < 100] == [k % 7 for k in range(18)]
+    assert [x for x in found if x >= 100] == [100 + k % 5 for k in range(6)]
+    # From any batch on, and any rows of it.
+    assert xs(mixture, 3, start=3) == found[12:]
+    part = next(mixture.batches(2, rows=slice(1, 3)))["x"].tolist()
+    assert part == found[9:11]
+    assert mixture.sources_of(0, 24).tolist() == [int(x >= 100) for x in found]
+
+
+def test_an_endless_source_goes_on_from_epoch_to_epoch():
+    source = numbered(0, 6, shuffle=True)
+    mixture = Mixture({"a": source, "b": numbered(100, 5)}, {"a": 1, "b": 1}, 4)
+    own = source.batches()
+    expected = np.concatenate([next(own)["x"] for _ in range(4)]).tolist()
+    assert [x for x in xs(mixture, 8) if x < 100] == expected
+
+
+def test_weights_change_at_a_batch_and_count_from_there():
+    mixture = Mixture(
+        {"a": numbered(0, 50), "b": numbered(100, 50)},
+        [(0, {"a": 1, "b": 0}), (2, {"a": 1, "b": 3}), (4, {"a": 0, "b": 1})], 4,
+    )
+    found = xs(mixture, 6)
+    assert found[:8] == list(range(8))
+    assert sum(x < 100 for x in found[8:16]) == 2
+    assert found[16:] == list(range(106, 114))
+    assert xs(mixture, 2, start=3) == found[12:20]
+    whole = mixture.rows(1, slice(0, 4)), mixture.rows(2, slice(0, 4))
+    assert np.concatenate([one["x"] for one in whole]).tolist() == found[4:12]
+
+
+def test_it_stops_with_the_first_source_that_ends():
+    sources = {"a": numbered(0, 7, batch_size=3), "b": numbered(100, 40)}
+    mixture = Mixture(sources, {"a": 1, "b": 1}, 4, stop="first")
+    order = mixture.sources_of(0, 40).tolist()
+    end = [n for n, source in enumerate(order) if source == 0][7]
+    assert mixture.num_batches == -(-end // 4)
+    batches = list(mixture.batches())
+    assert len(batches) == mixture.num_batches
+    weights = np.concatenate([one["weights"] for one in batches])
+    assert weights.tolist() == [1.0] * end + [0.0] * (len(weights) - end)
+    x = np.concatenate([one["x"] for one in batches])[:end]
+    assert sorted(x[x < 100].tolist()) == list(range(7))
+    # It ends in the second stretch.
+    later = Mixture(sources, [(0, {"a": 0, "b": 1}), (3, {"a": 1, "b": 0})], 4, stop="first")
+    assert later.num_batches == 5 and xs(later, 5)[12:19] == list(range(7))
+
+
+def test_tokens_are_shared_where_rows_differ_in_length():
+    long = {"weights": np.ones((40, 30), np.float32)}
+    short = {"weights": np.pad(np.ones((40, 10), np.float32), ((0, 0), (0, 20)))}
+    mixture = Mixture(
+        {"long": numbered(0, 40, **long), "short": numbered(100, 40, **short)},
+        {"long": 0.5, "short": 0.5}, 16, unit="tokens",
+    )
+    batches = mixture.batches()
+    tokens = {"long": 0.0, "short": 0.0}
+    for _ in range(50):
+        batch = next(batches)
+        counted = batch["weights"].sum(axis=1)
+        tokens["long"] += counted[batch["x"] < 100].sum()
+        tokens["short"] += counted[batch["x"] >= 100].sum()
+    assert tokens["long"] == pytest.approx(tokens["short"], rel=0.01)
+
+
+def test_a_batch_far_on_is_found_at_once():
+    sources = {name: SyntheticLm(17, 8, 5, seed) for seed, name in enumerate("abcd")}
+    weights = {"a": 0.4321, "b": 0.2679, "c": 0.1, "d": 0.2}
+    mixture = Mixture(sources, weights, 8)
+    start = time.monotonic()
+    batch = next(mixture.batches(10**9))
+    assert time.monotonic() - start < 0.1
+    assert batch["ids"].shape == (8, 5)
+
+
+def test_workers_and_parts_of_rows_make_the_same_stream():
+    mixture = Mixture(
+        {"a": SyntheticLm(17, 4, 5, 1), "b": SyntheticLm(17, 6, 5, 2)}, {"a": 0.6, "b": 0.4}, 10
+    )
+    ahead = WithWorkers(mixture, num_workers=3, kind="threads").batches(5)
+    for index in range(5, 9):
+        whole = mixture.rows(index, slice(0, 10))
+        for num_processes in (1, 2, 3, 5, 8):
+            each = -(-10 // num_processes)
+            parts = [
+                mixture.rows(index, slice(first, min(first + each, 10)))
+                for first in range(0, 10, each)
+            ]
+            joined = {name: np.concatenate([one[name] for one in parts]) for name in whole}
+            np.testing.assert_equal(joined, whole)
+        np.testing.assert_equal(next(ahead), whole)
+
+
+def test_the_fingerprint_has_shares_and_sources():
+    def made(**settings):
+        sources = {"a": numbered(0, 7), "b": numbered(100, 5)}
+        return Mixture(sources, settings.pop("weights", {"a": 1, "b": 1}), 4, **settings)
+
+    first = made().fingerprint()
+    assert first == made(weights={"a": 0.5, "b": 0.5}).fingerprint()
+    assert first != made(weights={"a": 2, "b": 1}).fingerprint()
+    assert first != made(stop="first").fingerprint()
+    assert first["sources"]["a"] == numbered(0, 7).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"weights": {"a": 1, "c": 1}}, "which is no source; sources are ['a', 'b']"),
+        ({"weights": {"a": 1}}, "lacks ['b']"),
+        ({"weights": {"a": 1, "b": -1}}, "one above 0"),
+        ({"weights": {"a": 0, "b": 0}}, "one above 0"),
+        ({"weights": {"a": 0.1234567, "b": 1}}, "fewer digits"),
+        ({"weights": [(1, {"a": 1, "b": 1})]}, "whose first batch is 0"),
+        ({"stop": "last"}, "never"),
+        ({"sources": {}}, "one or more pipelines"),
+        ({"sources": {"a": numbered(0, 3), "b": [1, 2]}}, "'b' is a list"),
+        (
+            {"sources": {"a": numbered(0, 3), "b": SyntheticLm(5, 4, 3)}},
+            "Give all sources the same leaves",
+        ),
+        ({"sources": {"a": numbered(0, 3), "b": SyntheticLm(5, 4, 3, num_batches=0)}}, "num_batch"),
+        (
+            {"sources": {"a": numbered(0, 3, shuffle=True), "b": numbered(0, 3, shuffle=True)},
+             "stop": "first"}, "has an end",
+        ),
+        (
+            {"sources": {"a": numbered(0, 3), "b": numbered(0, 3, weights=np.zeros(3))}},
+            "'b' is empty",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(settings, words):
+    given = {
+        "sources": {"a": numbered(0, 3), "b": numbered(9, 3)}, "weights": {"a": 1, "b": 1},
+        "batch_size": 2,
+    } | settings
+    with pytest.raises(ConfigError) as error:
+        Mixture(**given).check()
+    assert words in str(error.value)
