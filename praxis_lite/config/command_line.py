@@ -25,7 +25,12 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, given: str) -> str:
         word, _, value = given.lstrip("-").partition("=")
-        flags = [option for action in self._actions for option in action.option_strings]
+        parsers = [self, *(
+            one for action in self._actions if isinstance(action, argparse._SubParsersAction)
+            for one in action.choices.values()
+        )]
+        actions = [action for one in parsers for action in one._actions]
+        flags = [flag for action in actions for flag in action.option_strings]
         hint = did_you_mean(f"--{word}", flags, limit=1)
         if value and "." in word:
             hint = f" Fields of the config are set behind --set: --set {word}={value}."

@@ -11,7 +11,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
 from praxis_lite.inputs.leaves import narrow, with_weights
-from praxis_lite.inputs.shuffle import random_bits, shuffled
+from praxis_lite.inputs.mixing.shuffle import random_bits, shuffled
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows
 from praxis_lite.inputs.tokenizers import Tokenizer

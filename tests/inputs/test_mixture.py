@@ -1,5 +1,6 @@
 """Mixtures: shares against exact fractions, rows against the sources' own, any batch at once."""
 
+import hashlib
 import time
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import pytest
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InMemory, Mixture, SyntheticLm, WithWorkers
 from praxis_lite.inputs.mixing import shares
+from praxis_lite.inputs.stream_digest import stream_digest
 
 
 def numbered(tens, length, *, batch_size=4, shuffle=False, **leaves):
@@ -198,3 +200,19 @@ def test_what_is_wrong_is_said(settings, words):
     with pytest.raises(ConfigError) as error:
         Mixture(**given).check()
     assert words in str(error.value)
+
+
+def test_the_digest_is_of_the_stream_and_not_of_who_makes_it():
+    def made(**sources):
+        given = {"a": SyntheticLm(17, 4, 5, 1), "b": SyntheticLm(17, 6, 5, 2)} | sources
+        return Mixture(given, {"a": 0.6, "b": 0.4}, 10)
+
+    whole = hashlib.sha256()
+    for index in range(3, 5):
+        for name, leaf in sorted(made().rows(index, slice(0, 10)).items()):
+            whole.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
+    found = {stream_digest(made(), 2, start=3, num_processes=count) for count in (1, 3, 8)}
+    assert found == {whole.hexdigest()}
+    ahead = WithWorkers(made(), kind="threads")
+    assert stream_digest(ahead, 2, start=3) == whole.hexdigest()
+    assert stream_digest(made(a=SyntheticLm(17, 4, 5, 7)), 2, start=3) not in found

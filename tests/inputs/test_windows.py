@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from praxis_lite.inputs.shuffle import shuffled
+from praxis_lite.inputs.mixing.shuffle import shuffled
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows, filler_position
 
 

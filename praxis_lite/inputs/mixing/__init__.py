@@ -1,4 +1,4 @@
-"""Several pipelines as one stream of rows, each with a share of them.
+"""In which order rows come: shuffled, and mixed of several pipelines.
 
-What a source's rows are, and how they are made, is the source's affair.
+How the rows are made is the pipelines' affair.
 """

@@ -10,7 +10,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
-from praxis_lite.inputs.shuffle import shuffled
+from praxis_lite.inputs.mixing.shuffle import shuffled
 from praxis_lite.inputs.text.conversations import (
     Tokens,
     checked_messages,

@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.errors import require
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
-from praxis_lite.inputs.shuffle import epoch_order, random_bits
+from praxis_lite.inputs.mixing.shuffle import epoch_order, random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.tokenizers import Tokenizer
 

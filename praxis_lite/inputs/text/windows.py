@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from praxis_lite.inputs.shuffle import random_bits, shuffled
+from praxis_lite.inputs.mixing.shuffle import random_bits, shuffled
 
 
 def filler_position(num_labels: int) -> int:

@@ -1,0 +1,65 @@
+"""A digest of a pipeline's global batches, as several processes make them together."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from praxis_lite.errors import require
+from praxis_lite.inputs.base import IndexedPipeline, InputPipeline
+from praxis_lite.inputs.worker_process import WorkerProcess
+
+_NUM_PREFETCHED = 2
+
+
+def stream_digest(
+    pipeline: InputPipeline, num_batches: int, *, start: int = 0, num_processes: int = 1
+) -> str:
+    """Returns the SHA-256, in hex, of the names, types, shapes and bytes of whole batches.
+
+    Each process makes its rows alone, as each host of a job does: the first ones the first rows, as
+    many as go into each but the last. For a pipeline that gives its batches only in order they are
+    made one after the other in this process.
+
+    Raises:
+      ConfigError: the pipeline is wrong, or ends before.
+    """
+    require(num_batches >= 1, "The number of batches", num_batches, "1 or more")
+    require(num_processes >= 1, "The number of processes", num_processes, "1 or more")
+    require(start >= 0, "The first batch", start, "0 or more")
+    pipeline.check()
+    if pipeline.num_batches is not None:
+        require(
+            start + num_batches <= pipeline.num_batches, "The last batch", start + num_batches - 1,
+            f"at most {pipeline.num_batches - 1}, for one pass has {pipeline.num_batches} batches",
+        )
+    each = -(-pipeline.batch_size // num_processes)
+    edges = [min(pipeline.batch_size, each * k) for k in range(num_processes + 1)]
+    parts = [slice(edges[k], edges[k + 1]) for k in range(num_processes)]
+    digest = hashlib.sha256()
+    for made in _made(pipeline, num_batches, start, parts):
+        for name in sorted(made[0]):
+            leaf = np.concatenate([one[name] for one in made])
+            digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
+    return digest.hexdigest()
+
+
+def _made(
+    pipeline: InputPipeline, num_batches: int, start: int, parts: list[slice]
+) -> Iterator[list[dict[str, np.ndarray]]]:
+    """Yields each batch as the parts that its processes made."""
+    if not isinstance(pipeline, IndexedPipeline):
+        streams = [pipeline.batches(start, rows=rows) for rows in parts]
+        for _ in range(num_batches):
+            yield [next(stream) for stream in streams]
+        return
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for number, rows in enumerate(parts):
+            worker = WorkerProcess(f"process {number} of {len(parts)}", _NUM_PREFETCHED)
+            stack.callback(worker.kill)
+            worker.begin(pipeline, (start, 1, start + num_batches), rows)
+            workers.append(worker)
+        for index in range(start, start + num_batches):
+            yield [worker.batch(index) for worker in workers]
