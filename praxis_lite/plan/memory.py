@@ -67,7 +67,7 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
         leaf.bytes_per_device * leaf.padding_share
         for leaf in layout.leaves() if step == "train" or leaf.path.startswith("mdl_vars/")
     )
-    gradients, activations = _of_stacks(text) if step == "train" else (0, 0)
+    gradients, activations = bytes_of_stacks(text) if step == "train" else (0, 0)
     batch = max(0, planned.arguments - weights - slots)
     rest = planned.peak - weights - slots - batch
     # Buffers are shared: what the stacks hold cannot be more than there is.
@@ -80,7 +80,7 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
     )
 
 
-def _of_stacks(text: str) -> tuple[int, int]:
+def bytes_of_stacks(text: str) -> tuple[int, int]:
     """Returns the bytes of the arrays, an entry per turn, that backward and forward loops fill."""
     program = parse(text)
     entry = program.computations[program.entry]
@@ -93,12 +93,15 @@ def _of_stacks(text: str) -> tuple[int, int]:
         root = next(one for one in body.values() if one.is_root)
         if not trips or root.opcode != "tuple":
             continue
-        is_backward = "transpose(" in op_name_of(loop)
+        # By most names in it: with several slices XLA drops the loop's own.
+        names = [name for one in body.values() if (name := op_name_of(one))]
+        is_backward = 2 * sum("transpose(" in name for name in names) > len(names)
         for index, name in enumerate(root.operands):
             one = body[name]
             kept = one.opcode == "get-tuple-element" and f"index={index}," in one.attributes + ","
             arrays = arrays_of(one.shape)
-            if not kept and arrays and arrays[0].dims[:1] == (trips,):
+            # With several slices XLA takes the last turn out of the loop.
+            if not kept and arrays and arrays[0].dims[:1] in ((trips,), (trips + 1,)):
                 totals[is_backward] += sum(array.bytes for array in arrays)
     return totals[True], totals[False]
 

@@ -14,7 +14,7 @@ from praxis_lite.experiment import registry
 from praxis_lite.explain import hlo
 from praxis_lite.plan import predict
 from praxis_lite.plan.command import plan_job, planned_partitioner, step_specs
-from praxis_lite.plan.memory import out_of_memory
+from praxis_lite.plan.memory import bytes_of_stacks, out_of_memory
 from praxis_lite.plan.predict import plan_of_compiled, plan_step
 from praxis_lite.plan.report import plan_text
 from praxis_lite.plan.topology import topology_of
@@ -198,3 +198,34 @@ def test_the_command_line_refuses_in_one_paragraph(words, said):
     done = launch("--mode=plan", "--exp=lm.Synthetic", *words)
     assert done.code == 2, done
     assert said in " ".join(done.err.split())
+
+
+def test_a_loop_without_a_name_that_lost_a_turn_holds_gradients():
+    # As XLA writes it for several slices: 4 layers, of which 3 turns are left in the loop.
+    text = """HloModule step
+
+%body (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %s = (s32[], f32[4,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[4,8] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[4,8] negate(%x), metadata={op_name="jit(f)/transpose(jvp(blocks))/while/body/neg"}
+  ROOT %out = (s32[], f32[4,8]) tuple(%next, %y)
+}
+
+%cond (s: (s32[], f32[4,8])) -> pred[] {
+  %s = (s32[], f32[4,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (x: f32[4,8]) -> (s32[], f32[4,8]) {
+  %x = f32[4,8] parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4,8]) tuple(%zero, %x)
+  ROOT %loop = (s32[], f32[4,8]) while(%init), condition=%cond, body=%body
+}
+"""
+    assert bytes_of_stacks(text) == (4 * 8 * 4, 0)
