@@ -70,7 +70,11 @@ setup(
             "tensorboard>=2.21,<3",
             # The tests of int8 and fp8 products.
             "qwix>=0.1.8,<0.2",
+            # The tests of Grain's datasets.
+            "grain>=0.2.18,<0.3",
         ],
+        # FromGrain: datasets of Grain as pipelines, whose elements are found by their index.
+        "grain": ["grain>=0.2.18,<0.3"],
         # --mode=plan for TPUs: their compiler, on a machine without any.
         "plan": ["libtpu>=0.0.51; sys_platform == 'linux'"],
         # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.

@@ -28,7 +28,7 @@ FUNCTIONS = {
 } | {f"{verb}{how}" for verb in ("exec", "spawn") for how in ("l", "le", "lp", "v", "ve", "vp")}
 # Who may do what is dangerous elsewhere, and why.
 ALLOWED = {
-    ("praxis_lite/inputs/worker_process.py", "multiprocessing"): "arguments to its own children",
+    ("praxis_lite/inputs/processes/worker_process.py", "multiprocessing"): "to its own children",
     ("praxis_lite/config/names.py", "import_module"): "behind the allow-list of configs",
     ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, in allowed packages",
     ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",

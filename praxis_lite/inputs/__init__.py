@@ -21,6 +21,8 @@ _HOMES = {
     "Mixture": "mixing.mixture",
     "WithWorkers": "workers",
     "FromDataset": "from_dataset",
+    "FromGrain": "from_grain",
+    "FromGrainIter": "from_grain",
 }
 _MODULES = ("numpy_data", "tf_data")
 

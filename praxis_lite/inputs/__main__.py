@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from praxis_lite.config.command_line import Parser
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.base import TRAIN, InputPipeline
-from praxis_lite.inputs.stream_digest import stream_digest
+from praxis_lite.inputs.processes.stream_digest import stream_digest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

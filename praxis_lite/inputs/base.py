@@ -1,8 +1,10 @@
 """What a pipeline of batches promises: any rows of any batch by its index."""
 
 import abc
+import functools
+import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,3 +141,36 @@ def spec_of(**leaves: tuple[tuple[int, ...], Any]) -> "dict[str, jax.ShapeDtypeS
     import jax
 
     return {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}
+
+
+def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
+    """Returns the SHA-256, in hex, of the names, types, shapes and bytes of batches."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for name, leaf in sorted(batch.items()):
+            digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
+    return digest.hexdigest()
+
+
+def described(value: Any) -> Any:
+    """Returns a function with its arguments, or one argument, as JSON alike in every process."""
+    if isinstance(value, functools.partial):
+        arguments = {str(n): described(one) for n, one in enumerate(value.args)}
+        arguments |= {name: described(one) for name, one in value.keywords.items()}
+        return {"function": described(value.func), **arguments}
+    if isinstance(value, Mapping):
+        return {str(name): described(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [described(one) for one in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "fingerprint"):
+        return value.fingerprint()
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def function_name(function: Any) -> str:
+    """Returns the full name of a function, or of what a functools.partial calls."""
+    found = described(function)
+    return found["function"] if isinstance(found, dict) else str(found)

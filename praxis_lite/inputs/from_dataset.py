@@ -1,21 +1,27 @@
 """Batches of a tf.data.Dataset that a function of the user's makes."""
 
 import functools
-import hashlib
 import itertools
 import logging
 import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from praxis_lite.errors import ConfigError, shown
-from praxis_lite.inputs.base import InputPipeline, difference, spec_of
-from praxis_lite.inputs.leaves import narrow, narrow_dtype, with_weights
+from praxis_lite.inputs.base import (
+    InputPipeline,
+    described,
+    difference,
+    digest_of,
+    function_name,
+    spec_of,
+)
+from praxis_lite.inputs.leaves import filled, narrow, narrow_dtype, with_weights
 from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 from praxis_lite.inputs.tf.tf_determinism import why_nondeterministic
 
@@ -130,7 +136,8 @@ class FromDataset(InputPipeline):
         num_made = start
         for batch in self._read(dataset.as_numpy_iterator()):
             num_made += 1
-            yield {name: leaf[rows] for name, leaf in self._filled(batch).items()}
+            leaves = filled("FromDataset", self._name, batch, self.batch_size)
+            yield {name: leaf[rows] for name, leaf in leaves.items()}
         if self._wanted_batches is not None and num_made < self._wanted_batches:
             raise self._has_fewer("ended after", num_made)
 
@@ -151,28 +158,11 @@ class FromDataset(InputPipeline):
             f"{self._wanted_batches}. Lower it, or leave it out, and they are counted."
         )
 
-    def _filled(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the batch with weights and filler rows."""
-        leaves = with_weights({n: narrow("FromDataset", n, leaf) for n, leaf in batch.items()})
-        num_rows = {name: len(leaf) for name, leaf in leaves.items()}
-        if len(set(num_rows.values())) != 1 or max(num_rows.values()) > self.batch_size:
-            raise ConfigError(
-                f"FromDataset: a batch of {self._name} has the rows {num_rows}; all must be "
-                f"the same, and at most batch_size, which is {self.batch_size}."
-            )
-        num_missing = self.batch_size - num_rows["weights"]
-        if not num_missing:
-            return leaves
-        return {
-            name: np.concatenate([leaf, np.zeros((num_missing, *leaf.shape[1:]), leaf.dtype)])
-            for name, leaf in leaves.items()
-        }
-
     def fingerprint(self) -> dict[str, Any]:
         reason, digest = self._examined
         is_counted = self._wanted_batches is None
         return self.settings_fingerprint("batch_size", "seed", "is_batched") | {
-            "make_dataset": _described(self.make_dataset),
+            "make_dataset": described(self.make_dataset),
             **({"num_elements": self._num_elements} if is_counted
                else {"num_batches": self._wanted_batches}),
             "first_batches_sha256": "not deterministic" if reason else digest,
@@ -190,7 +180,7 @@ class FromDataset(InputPipeline):
         )
         differences = (difference(*pair) for pair in zip(first, again, strict=True))
         found = next((one for one in differences if one), None)
-        return why_nondeterministic(self._tf, self._dataset) or found, _digest(first)
+        return why_nondeterministic(self._tf, self._dataset) or found, digest_of(first)
 
     @functools.cached_property
     def _dataset(self) -> Any:
@@ -252,34 +242,7 @@ class FromDataset(InputPipeline):
 
     @property
     def _name(self) -> str:
-        described = _described(self.make_dataset)
-        return described["function"] if isinstance(described, dict) else str(described)
-
-
-def _described(value: Any) -> Any:
-    """Returns a function with its arguments, or one argument, as JSON alike in every process."""
-    if isinstance(value, functools.partial):
-        arguments = {str(n): _described(one) for n, one in enumerate(value.args)}
-        arguments |= {name: _described(one) for name, one in value.keywords.items()}
-        return {"function": _described(value.func), **arguments}
-    if isinstance(value, Mapping):
-        return {str(name): _described(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_described(one) for one in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if hasattr(value, "fingerprint"):
-        return value.fingerprint()
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _digest(batches: list[dict[str, np.ndarray]]) -> str:
-    digest = hashlib.sha256()
-    for batch in batches:
-        for name, leaf in sorted(batch.items()):
-            digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
-    return digest.hexdigest()
+        return function_name(self.make_dataset)
 
 
 _log = logging.getLogger(__name__)

@@ -48,3 +48,28 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     """Returns the dtype that `narrow` gives."""
     narrower = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}
     return np.dtype(narrower.get(dtype.name, dtype))
+
+
+def filled(
+    owner: str, where: str, batch: Mapping[str, np.ndarray], batch_size: int
+) -> dict[str, np.ndarray]:
+    """Returns the leaves of `batch`, narrow, with weights, and with zero rows up to batch_size.
+
+    Raises:
+        ConfigError: leaves differ in their rows, or have too many; names the pipeline `owner` and
+            the function `where` they come from.
+    """
+    leaves = with_weights({n: narrow(owner, n, leaf) for n, leaf in batch.items()})
+    num_rows = {name: len(leaf) for name, leaf in leaves.items()}
+    if len(set(num_rows.values())) != 1 or max(num_rows.values()) > batch_size:
+        raise ConfigError(
+            f"{owner}: a batch of {where} has the rows {num_rows}; all must be the same, and at "
+            f"most batch_size, which is {batch_size}."
+        )
+    num_missing = batch_size - num_rows["weights"]
+    if not num_missing:
+        return leaves
+    return {
+        name: np.concatenate([leaf, np.zeros((num_missing, *leaf.shape[1:]), leaf.dtype)])
+        for name, leaf in leaves.items()
+    }

@@ -11,7 +11,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.inputs.worker_process import WorkerProcess, share
+from praxis_lite.inputs.processes.worker_process import WorkerProcess, share
 
 if TYPE_CHECKING:
     import jax

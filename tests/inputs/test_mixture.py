@@ -10,7 +10,7 @@ import pytest
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InMemory, Mixture, SyntheticLm, WithWorkers
 from praxis_lite.inputs.mixing import shares
-from praxis_lite.inputs.stream_digest import stream_digest
+from praxis_lite.inputs.processes.stream_digest import stream_digest
 
 
 def numbered(tens, length, *, batch_size=4, shuffle=False, **leaves):

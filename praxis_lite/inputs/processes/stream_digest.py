@@ -1,14 +1,13 @@
 """A digest of a pipeline's global batches, as several processes make them together."""
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
 
 from praxis_lite.errors import require
-from praxis_lite.inputs.base import IndexedPipeline, InputPipeline
-from praxis_lite.inputs.worker_process import WorkerProcess
+from praxis_lite.inputs.base import IndexedPipeline, InputPipeline, digest_of
+from praxis_lite.inputs.processes.worker_process import WorkerProcess
 
 _NUM_PREFETCHED = 2
 
@@ -37,12 +36,10 @@ def stream_digest(
     each = -(-pipeline.batch_size // num_processes)
     edges = [min(pipeline.batch_size, each * k) for k in range(num_processes + 1)]
     parts = [slice(edges[k], edges[k + 1]) for k in range(num_processes)]
-    digest = hashlib.sha256()
-    for made in _made(pipeline, num_batches, start, parts):
-        for name in sorted(made[0]):
-            leaf = np.concatenate([one[name] for one in made])
-            digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
-    return digest.hexdigest()
+    return digest_of(
+        {name: np.concatenate([one[name] for one in made]) for name in made[0]}
+        for made in _made(pipeline, num_batches, start, parts)
+    )
 
 
 def _made(
