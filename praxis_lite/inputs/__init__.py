@@ -21,8 +21,8 @@ _HOMES = {
     "Mixture": "mixing.mixture",
     "WithWorkers": "workers",
     "FromDataset": "from_dataset",
-    "FromGrain": "from_grain",
-    "FromGrainIter": "from_grain",
+    "FromGrain": "sources.from_grain",
+    "FromGrainIter": "sources.from_grain",
 }
 _MODULES = ("numpy_data", "tf_data")
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.sources.paths import matching_files
 from praxis_lite.inputs.text.corpus import language_reference
-from praxis_lite.inputs.text.files import matching_files
 from praxis_lite.inputs.tokenizers import Tokenizer
 
 ASSISTANT = "assistant"

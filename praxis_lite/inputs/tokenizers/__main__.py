@@ -8,7 +8,8 @@ from pathlib import Path
 
 from praxis_lite.config.command_line import Parser
 from praxis_lite.errors import ConfigError, not_written, require
-from praxis_lite.inputs.text.files import matching_files, read_documents
+from praxis_lite.inputs.sources.paths import matching_files
+from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG
 from praxis_lite.inputs.tokenizers.json_tokenizer import TOKENIZER_JSON, JsonTokenizer

@@ -1,0 +1,131 @@
+"""One function over many items, by processes on all cores, with a line of progress."""
+
+import concurrent.futures
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from praxis_lite.errors import format_bytes
+
+_WORTH_PROCESSES = 16 << 20  # Of work, in bytes: a process starts in half a second.
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def on_all_cores(
+    function: Callable[[Any], Any], items: Sequence[Any], sizes: Sequence[int], what: str,
+    unit: str, *, is_worth_it: bool | None = None,
+) -> list[Any]:
+    """Returns what a function gives of each item, in their order.
+
+    Small work is done here. Large work is done by a process per core, which end with this one; a
+    line says every 5 s how far it is.
+
+    Args:
+      function: picklable, as are the items.
+      sizes: how much work each item is, in `unit`, "B" for bytes.
+      is_worth_it: whether processes are; None: if there are 16 MiB to do.
+
+    Raises:
+      What the function raises, of the first item in order that is done.
+    """
+    if is_worth_it is None:
+        is_worth_it = sum(sizes) > _WORTH_PROCESSES
+    number = min(len(items), num_cores())
+    progress = _Progress(what, sum(sizes), unit)
+    if not is_worth_it or number < 2:
+        done = []
+        for item, size in zip(items, sizes, strict=True):
+            done.append(function(item))
+            progress.add(size)
+        return done
+    with _pool(function, number) as pool:
+        futures = [pool.submit(_call, item) for item in items]
+        for future, size in zip(futures, sizes, strict=True):
+            future.result()
+            progress.add(size)
+        progress.end()
+        return [future.result() for future in futures]
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@contextlib.contextmanager
+def _pool(
+    function: Callable[[Any], Any], number: int
+) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    # Spawned, not forked: a copy of a process with JAX's threads hangs sooner or later.
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(
+        number, context, initializer=_begin, initargs=(function, os.getpid())
+    )
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
+    pool.shutdown()
+
+
+def _begin(function: Callable[[Any], Any], parent: int) -> None:
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent answers it.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent is gone, which cannot tell it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _call(item: Any) -> Any:
+    return _function(item)
+
+
+_function: Callable[[Any], Any] = id
+
+
+class _Progress:
+    """Says how much is done, at most every 5 s."""
+
+    def __init__(self, what: str, total: int, unit: str):
+        self.what, self.total, self.unit = what, total, unit
+        self.done, self.began, self.said = 0, time.monotonic(), time.monotonic()
+        self.has_said = False
+
+    def add(self, size: int) -> None:
+        self.done += size
+        now = time.monotonic()
+        if now - self.said < _SECONDS_BETWEEN_LINES:
+            return
+        self.said, self.has_said = now, True
+        left = (now - self.began) * (self.total - self.done) / max(1, self.done)
+        _log.info(
+            "%s: %s of %s (%.0f%%), about %.0f s left", self.what, self._in_words(self.done),
+            self._in_words(self.total), 100 * self.done / max(1, self.total), left,
+        )
+
+    def end(self) -> None:
+        if self.has_said:
+            _log.info("%s: done in %.0f s", self.what, time.monotonic() - self.began)
+
+    def _in_words(self, size: int) -> str:
+        return format_bytes(size) if self.unit == "B" else f"{size:,} {self.unit}"
+
+
+_log = logging.getLogger(__name__)

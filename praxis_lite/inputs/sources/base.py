@@ -1,0 +1,213 @@
+"""What a source of examples promises: any example by its number, and what is wrong by its place."""
+
+import abc
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.inputs.sources.faults import FAULTS, BadExample
+from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of
+from praxis_lite.inputs.sources.paths import matching_files
+
+Example = Mapping[str, Any]
+# Examples that one process reads at a time when all are read.
+EXAMPLES_PER_PART = 16_384
+
+
+class Part(NamedTuple):
+    """Examples that follow each other, and a name, which is another where their bytes are."""
+
+    start: int
+    stop: int
+    name: str
+
+
+class Source(abc.ABC):
+    """Examples, each a dict by name, found by its number.
+
+    That is what Grain calls a random access data source: `grain.MapDataset.source` takes one. A
+    constructor only keeps its settings; files are looked at by `check` or later.
+
+    Attributes:
+      skip: names of FAULTS: examples with such a fault are left out and counted, not refused.
+    """
+
+    skip: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of examples, with those that `skip` leaves out."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> Example:
+        """Returns an example. Raises BadExample, which names its place."""
+
+    @abc.abstractmethod
+    def where(self, index: int) -> str:
+        """Returns where an example stands, for messages: "file, row 7"."""
+
+    @abc.abstractmethod
+    def parts(self) -> list[Part]:
+        """Returns the parts in which all examples are read once."""
+
+    @abc.abstractmethod
+    def cache_folder(self) -> str:
+        """Returns the folder in which what is derived of the examples is kept."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what decides the examples, as JSON, without paths of this machine."""
+
+    def check(self) -> None:
+        """Looks at the files. Raises ConfigError if there are no examples, or files are damaged."""
+        for one in self.skip:
+            require_choice(f"{type(self).__name__}.skip", one, FAULTS)
+
+    def faults_of_files(self) -> dict[str, int]:
+        """Returns how many faults of whole files are skipped, by name."""
+        return {}
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Example | BadExample]]:
+        """Yields the examples of a range with their numbers, in order; or what is wrong with one.
+
+        Sources that read in order faster than by number override it.
+        """
+        for index in range(start, stop):
+            try:
+                yield index, self[index]
+            except BadExample as error:
+                yield index, error
+
+
+@dataclasses.dataclass(eq=False)
+class FileSource(Source):
+    """Examples in files, of which each has an index.
+
+    An index is made when it is first needed, made again where its file has changed, and compared
+    with the file whenever that is opened. The number of an example is its place in the files,
+    sorted by name.
+
+    Args:
+      files: globs, separated by commas; `**` and `~` work.
+      skip: names of FAULTS: examples with one are left out and counted. Without: an error.
+      cache_dir: where indexes and what else is derived are kept. None: the folder `.praxis_lite`
+        beside the first file.
+      make: a function that writes the files into the folder it is given, that of the first glob;
+        it is called if there are none. None: missing files are an error.
+    """
+
+    files: str
+    _: dataclasses.KW_ONLY
+    skip: tuple[str, ...] = ()
+    cache_dir: str | None = None
+    make: Callable[[str], None] | None = None
+
+    @abc.abstractmethod
+    def index_file(self, path: str) -> Made:
+        """Returns what the index keeps of a file: values, with "num_examples", and arrays.
+
+        "truncated" among the values says why the file's end cannot be read.
+        """
+
+    @abc.abstractmethod
+    def example(self, index: FileIndex, row: int) -> Example:
+        """Returns an example of a file, counted from 0. Raises BadExample."""
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The files, sorted by name. Raises ConfigError if there are none."""
+        owner = type(self).__name__
+        if self.make is not None:
+            try:
+                return matching_files(self.files, owner)
+            except ConfigError:
+                folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip()))
+                os.makedirs(folder or ".", exist_ok=True)
+                self.make(folder or ".")
+        return matching_files(self.files, owner)
+
+    @functools.cached_property
+    def indexes(self) -> list[FileIndex]:
+        """The index of each file."""
+        return indexes_of(
+            self.paths, self.cache_folder(), type(self).__name__, self.index_file
+        )
+
+    @functools.cached_property
+    def first_numbers(self) -> np.ndarray:
+        """int64[files + 1]: the number of the first example of each file, and that of all."""
+        return np.cumsum([0, *(one.num_examples for one in self.indexes)], dtype=np.int64)
+
+    def cache_folder(self) -> str:
+        if self.cache_dir is not None:
+            return os.path.expanduser(self.cache_dir)
+        return os.path.join(os.path.dirname(self.paths[0]), ".praxis_lite")
+
+    def check(self) -> None:
+        super().check()
+        for one in self.indexes:
+            if "truncated" in one.values and "truncated" not in self.skip:
+                raise BadExample(
+                    "truncated", one.path, f"is cut off: {one.values['truncated']}",
+                    "Make or copy the file again.",
+                )
+        if not len(self):
+            raise ConfigError(
+                f"{type(self).__name__}: {self.files!r} has no examples "
+                f"({len(self.paths)} files without any). Give files that have some, or leave the "
+                "source out."
+            )
+
+    def faults_of_files(self) -> dict[str, int]:
+        count = sum("truncated" in one.values for one in self.indexes)
+        return {"truncated": count} if count else {}
+
+    def __len__(self) -> int:
+        return int(self.first_numbers[-1])
+
+    def __getitem__(self, index: int) -> Example:
+        return self.example(*self.place_of(index))
+
+    def place_of(self, index: int) -> tuple[FileIndex, int]:
+        """Returns the file of an example, and its row there, counted from 0."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        file = int(np.searchsorted(self.first_numbers, index, side="right")) - 1
+        return self.indexes[file], int(index - self.first_numbers[file])
+
+    def where(self, index: int) -> str:
+        file, row = self.place_of(index)
+        return f"{file.path}, row {row}"
+
+    def parts(self) -> list[Part]:
+        found = []
+        for one, first in zip(self.indexes, self.first_numbers.tolist(), strict=False):
+            for start in range(0, one.num_examples, EXAMPLES_PER_PART):
+                stop = min(start + EXAMPLES_PER_PART, one.num_examples)
+                name = f"{os.path.basename(one.path)}.{one.digest[:12]}.{start}"
+                found.append(Part(first + start, first + stop, name))
+        return found
+
+    def fingerprint(self) -> dict[str, Any]:
+        names = [os.path.basename(path) for path in self.paths]
+        return {
+            "source": type(self).__name__, "skip": sorted(self.skip), **self.settings(),
+            "files": {
+                name if names.count(name) == 1 else f"{number}/{name}": one.digest
+                for number, (name, one) in enumerate(zip(names, self.indexes, strict=True))
+            },
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what else decides the examples; {} unless overridden."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process opens the files anew; the paths it is told, for they are agreed on.
+        names = {one.name for one in dataclasses.fields(self)} | {"paths"}
+        return {name: value for name, value in vars(self).items() if name in names}

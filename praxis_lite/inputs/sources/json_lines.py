@@ -1,0 +1,130 @@
+"""Files of JSON lines, plain or compressed."""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+import numpy as np
+
+from praxis_lite.errors import shown
+from praxis_lite.inputs.sources.base import Example, FileSource
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
+from praxis_lite.inputs.sources.record_files import RecordFile, RecordWriter
+
+COMPRESSED = (".gz", ".zst")
+# What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
+_DAMAGED = (EOFError, OSError, zlib.error)
+
+
+@dataclasses.dataclass(eq=False)
+class JsonLines(FileSource):
+    """The objects of JSON lines, in plain files, .gz or .zst; blank lines are left out.
+
+    A compressed file cannot be read from its middle: its lines are copied once, in small compressed
+    groups, into an ArrayRecord file beside the index.
+    """
+
+    def index_file(self, path: str) -> Made:
+        starts, numbers, values = array("q"), array("q"), {}
+        place = number = 0
+        with opened_lines(path) as lines, self._copying(path) as copy:
+            try:
+                for number, line in enumerate(lines, 1):
+                    if not line.isspace():
+                        starts.append(place)
+                        numbers.append(number)
+                        copy(line)
+                    place += len(line)
+            except _DAMAGED as error:
+                values["truncated"] = f"after line {number:,} it cannot be read ({error})"
+        arrays = {}
+        if not _is_compressed(path):
+            arrays["starts"] = np.array([*starts, place], np.int64)
+        if number != len(numbers):  # There are blank lines.
+            arrays["numbers"] = np.array(numbers, np.int64)
+        return {"num_examples": len(numbers), **values}, arrays
+
+    @contextlib.contextmanager
+    def _copying(self, path: str) -> Iterator[Callable[[bytes], Any]]:
+        if not _is_compressed(path):
+            yield lambda line: None
+            return
+        with RecordWriter(self._copy_of(path)) as writer:
+            yield writer.write
+
+    def example(self, index: FileIndex, row: int) -> Example:
+        if index.path not in self._open:
+            index.require_unchanged()
+            self._open[index.path] = (
+                RecordFile(self._copy_of(index.path)) if _is_compressed(index.path)
+                else os.open(index.path, os.O_RDONLY)
+            )
+        file = self._open[index.path]
+        if isinstance(file, RecordFile):
+            line = file[row]
+        else:
+            start, stop = index.arrays["starts"][row : row + 2].tolist()
+            line = os.pread(file, stop - start, start)
+        return parsed(line, self._where(index, row))
+
+    def where(self, index: int) -> str:
+        return self._where(*self.place_of(index))
+
+    def _where(self, index: FileIndex, row: int) -> str:
+        numbers = index.arrays.get("numbers")
+        return f"{index.path}:{row + 1 if numbers is None else numbers[row]}"
+
+    @functools.cached_property
+    def _open(self) -> dict[str, RecordFile | int]:
+        """What is read of each file, of those that were needed so far."""
+        return {}
+
+    def _copy_of(self, path: str) -> str:
+        return os.path.join(self.cache_folder(), f"{name_beside(path)}.array_record")
+
+
+def opened_lines(path: str) -> IO[bytes]:
+    """Returns the lines of a file, decompressed if its name ends in .gz or .zst."""
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+    return open(path, "rb")
+
+
+def parsed(line: bytes, where: str) -> Example:
+    """Returns the object of a line of JSON.
+
+    Raises:
+      BadExample: it is not UTF-8, no JSON, or no object; names `where`, "file:line".
+    """
+    try:
+        found = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadExample(
+            "not_utf8", where, f"is not UTF-8: {error}",
+            "Write the file in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1).",
+        ) from None
+    except ValueError as error:
+        raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
+    if not isinstance(found, dict):
+        said = shown(line.decode().strip())
+        raise BadExample(
+            "not_json", where, f"is {said}; wanted is an object", 'Write {"text": ...}, say.'
+        )
+    return found
+
+
+def _is_compressed(path: str) -> bool:
+    return path.endswith(COMPRESSED)

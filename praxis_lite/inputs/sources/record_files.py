@@ -1,0 +1,60 @@
+"""ArrayRecord files: records written in small compressed groups, each read by its number."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from praxis_lite.errors import not_written
+
+# Records that are compressed together: fewer are read faster, more are smaller.
+_GROUP = 16
+
+
+class RecordFile:
+    """The records of an ArrayRecord file, by their numbers."""
+
+    def __init__(self, path: str):
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        # Nothing is read ahead: records are asked for in any order.
+        self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
+
+    def __len__(self) -> int:
+        return self._reader.num_records()
+
+    def __getitem__(self, index: int) -> bytes:
+        return self._reader.read([index])[0]
+
+
+class RecordWriter:
+    """Writes records; the file is there when all are written, or not at all."""
+
+    def __init__(self, path: str):
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        self._path, self._partial = path, f"{path}.{os.getpid()}.partial"
+        self._writer = ArrayRecordWriter(self._partial, f"group_size:{_GROUP},zstd:3")
+
+    def write(self, record: bytes) -> None:
+        self._writer.write(record)
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        try:
+            self._writer.close()
+            if error is None:
+                os.replace(self._partial, self._path)
+            else:
+                os.unlink(self._partial)
+        except (OSError, RuntimeError, ValueError) as failure:
+            if error is None:
+                raise not_written(self._path, OSError(0, str(failure))) from None
+
+
+def write_records(path: str, records: Sequence[bytes]) -> None:
+    """Writes an ArrayRecord file. Raises ConfigError if the disk does not take it."""
+    with RecordWriter(path) as writer:
+        for record in records:
+            writer.write(record)
