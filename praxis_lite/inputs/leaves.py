@@ -1,6 +1,7 @@
 """A user's arrays as they stand in a batch: numbers of at most 32 bits, with weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,3 +74,36 @@ def filled(
         name: np.concatenate([leaf, np.zeros((num_missing, *leaf.shape[1:]), leaf.dtype)])
         for name, leaf in leaves.items()
     }
+
+
+def stacked(
+    owner: str, where: str, elements: Sequence[Any], num_rows: int
+) -> dict[str, np.ndarray]:
+    """Returns examples as the rows of a batch, as `filled` does.
+
+    Args:
+        elements: one or more dicts of arrays or numbers, which all have the same names and shapes.
+
+    Raises:
+        ConfigError: they do not; names the pipeline `owner` and `where` they come from.
+    """
+    for one in elements:
+        if not isinstance(one, Mapping) or one.keys() != elements[0].keys():
+            is_dict = isinstance(one, Mapping)
+            found = f"a dict of {sorted(map(str, one))}" if is_dict else f"a {type(one).__name__}"
+            raise ConfigError(
+                f"{owner}: an element of {where} is {found}; wanted is a dict of arrays or "
+                "numbers by name, the same names in each, such as {'ids': ..., 'labels': ...}. "
+                "Make one with a map."
+            )
+    leaves = {}
+    for name in elements[0]:
+        arrays = [np.asarray(one[name]) for one in elements]
+        if len({one.shape for one in arrays}) > 1:
+            raise ConfigError(
+                f"{owner}: {name!r} of {where} has the shapes "
+                f"{sorted({one.shape for one in arrays})}; all must be alike. Pad or cut it with a "
+                "map."
+            )
+        leaves[name] = np.stack(arrays)
+    return filled(owner, where, leaves, num_rows)

@@ -8,7 +8,6 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.inputs import ByteTokenizer, ChatData, PreferenceData
 from praxis_lite.inputs.text.conversations import tokens_of
-from praxis_lite.inputs.text.packing import packed
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from tests.support.goldens import GOLDENS
@@ -91,24 +90,16 @@ def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
     assert len(texts) == len(set(texts)) and set(texts) == wanted
     assert answers == sum(one.is_answer.sum() for one in found.conversations)
     # Most of them share a row: 70 tokens hold two.
-    assert len(found.packs) < 0.8 * len(wanted)
-    assert len(data(path, packing=False).packs) == len(wanted)
+    assert found.table.num_rows < 0.8 * len(wanted)
+    assert data(path, packing=False).table.num_rows == len(wanted)
 
 
 def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
     found = data(path, shuffle=True, batch_size=1)
-    rows = [found.rows(i, slice(0, 1))["ids"].tobytes() for i in range(2 * len(found.packs))]
-    first, second = rows[: len(found.packs)], rows[len(found.packs) :]
+    rows = [found.rows(i, slice(0, 1))["ids"].tobytes() for i in range(2 * found.table.num_rows)]
+    first, second = rows[: found.table.num_rows], rows[found.table.num_rows :]
     assert sorted(first) == sorted(second) and first != second and found.num_batches is None
     assert found.largest_id() < 128 and found.nondeterminism() is None
-
-
-def test_rows_of_packing_hold_all_and_no_more_than_fits():
-    lengths = np.random.default_rng(3).integers(1, 40, 200).tolist()
-    rows = packed(lengths, 50)
-    assert sorted(i for row in rows for i in row) == list(range(200))
-    assert max(sum(lengths[i] for i in row) for row in rows) <= 50
-    assert len(rows) <= 11 / 9 * sum(lengths) / 50 + 6
 
 
 BAD = {

@@ -16,7 +16,7 @@ from praxis_lite.inputs.sources.paths import matching_files
 
 Example = Mapping[str, Any]
 # Examples that one process reads at a time when all are read.
-EXAMPLES_PER_PART = 16_384
+EXAMPLES_PER_PART = 8_192
 
 
 class Part(NamedTuple):

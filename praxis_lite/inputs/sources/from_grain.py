@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from praxis_lite.inputs.base import (
     function_name,
     spec_of,
 )
-from praxis_lite.inputs.leaves import filled
+from praxis_lite.inputs.leaves import stacked
 
 if TYPE_CHECKING:
     import jax
@@ -61,26 +61,7 @@ class _OfGrain(InputPipeline):
         raise NotImplementedError
 
     def _batch(self, elements: list[Any], num_rows: int) -> dict[str, np.ndarray]:
-        """Returns elements as the rows of a batch, with weights, and filler up to num_rows."""
-        for element in elements:
-            if not isinstance(element, Mapping) or element.keys() != elements[0].keys():
-                raise ConfigError(
-                    f"{type(self).__name__}: an element of {self._name} is "
-                    f"{_shape_of(element)}; wanted is a dict of arrays or numbers by name, the "
-                    "same names in each, such as {'ids': ..., 'labels': ...}. End the dataset "
-                    "with a map that makes one."
-                )
-        leaves = {}
-        for name in elements[0]:
-            arrays = [np.asarray(element[name]) for element in elements]
-            if len({one.shape for one in arrays}) > 1:
-                raise ConfigError(
-                    f"{type(self).__name__}: {name!r} of {self._name} has the shapes "
-                    f"{sorted({one.shape for one in arrays})}; all must be alike. Pad or cut it "
-                    "with a map."
-                )
-            leaves[name] = np.stack(arrays)
-        return filled(type(self).__name__, self._name, leaves, num_rows)
+        return stacked(type(self).__name__, self._name, elements, num_rows)
 
     def fingerprint(self) -> dict[str, Any]:
         first = itertools.islice(self.batches(), _NUM_HASHED)
@@ -229,12 +210,6 @@ def _grain(wanted_by: str) -> ModuleType:
             "install 'praxis_lite[grain]' (or: pip install grain)."
         ) from None
     return grain
-
-
-def _shape_of(element: Any) -> str:
-    if isinstance(element, Mapping):
-        return f"a dict of {sorted(map(str, element))}"
-    return f"a {type(element).__name__}"
 
 
 _log = logging.getLogger(__name__)

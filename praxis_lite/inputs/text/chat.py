@@ -3,13 +3,9 @@
 import dataclasses
 import functools
 import hashlib
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from praxis_lite.errors import ConfigError, require_choice
-from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
-from praxis_lite.inputs.mixing.shuffle import shuffled
 from praxis_lite.inputs.text.conversations import (
     Tokens,
     checked_messages,
@@ -18,18 +14,16 @@ from praxis_lite.inputs.text.conversations import (
     tokens_of,
 )
 from praxis_lite.inputs.text.corpus import SPLITS
-from praxis_lite.inputs.text.packing import packed
+from praxis_lite.inputs.text.packed_rows import PackedRows
+from praxis_lite.inputs.text.packing import WINDOW, Packing, first_fit, unpacked
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
-
-if TYPE_CHECKING:
-    import jax
 
 TOO_LONG = ("refuse", "drop", "cut")
 
 
 @dataclasses.dataclass(eq=False)
-class ChatData(IndexedPipeline):
-    """Conversations for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`.
+class ChatData(PackedRows):
+    """Conversations for a language model, several to a row, as `PackedRows`.
 
     Files are JSON lines with {"messages": [{"role": ..., "content": ...}, ...]}, as TRL reads them.
     A label has weight 1 if it is the assistant's to write, the end of its turn included. Several
@@ -98,46 +92,18 @@ class ChatData(IndexedPipeline):
         return found
 
     @functools.cached_property
-    def packs(self) -> list[list[int]]:
-        """The conversations of each row."""
-        lengths = [len(one.ids) - 1 for one in self.conversations]
+    def table(self) -> Packing:
+        counts = [len(one.ids) - 1 for one in self.conversations]
         if not self.packing:
-            return [[index] for index in range(len(lengths))]
-        return packed(lengths, self.seq_len)
+            return unpacked(counts, self.seq_len)
+        return first_fit(counts, self.seq_len, WINDOW)
+
+    def document(self, number: int) -> Tokens:
+        return self.conversations[number]
 
     def largest_id(self) -> int:
         """Returns the largest id of any batch."""
         return max(int(one.ids.max()) for one in self.conversations)
-
-    @property
-    def num_batches(self) -> int | None:
-        return None if self.shuffle else -(-len(self.packs) // self.batch_size)
-
-    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        shape = (self.batch_size, self.seq_len)
-        segments = spec_of(segment_ids=(shape, np.int32), segment_pos=(shape, np.int32))
-        return {**lm_spec(*shape), **segments}
-
-    def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        if self.shuffle:
-            _, chosen = shuffled(self.seed, len(self.packs), first, count)
-        else:
-            chosen = np.arange(first, min(first + count, len(self.packs)))
-        names = ("ids", "labels", "segment_ids", "segment_pos")
-        batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
-        batch["weights"] = np.zeros((count, self.seq_len), np.float32)
-        for row, pack in enumerate(chosen):
-            start = 0
-            for segment, one in enumerate(self.packs[pack], 1):
-                ids, is_answer = self.conversations[one]
-                place = row, slice(start, start + len(ids) - 1)
-                batch["ids"][place], batch["labels"][place] = ids[:-1], ids[1:]
-                batch["weights"][place] = is_answer[1:]
-                batch["segment_ids"][place] = segment
-                batch["segment_pos"][place] = np.arange(len(ids) - 1)
-                start += len(ids) - 1
-        return batch
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings_fingerprint(

@@ -1,0 +1,178 @@
+"""Batches of the examples of a source: images, arrays, anything with rows of one shape."""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, require
+from praxis_lite.inputs.base import IndexedPipeline, described, spec_of
+from praxis_lite.inputs.leaves import stacked
+from praxis_lite.inputs.mixing.shuffle import shuffled
+from praxis_lite.inputs.sources.base import Example, Part, Source
+from praxis_lite.inputs.sources.derived import code_of, derived
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.file_index import Made
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclasses.dataclass(eq=False)
+class FromSource(IndexedPipeline):
+    """Batches of a source's examples, each a dict of arrays or numbers of the same shapes.
+
+    Any example is found by its number, so a job resumes at its batch at once, and each host reads
+    its own rows alone. With `keep`, or a source that skips faults, all examples are read once, by
+    all cores, and which are wanted is kept beside the files.
+
+    `weights` of ones are added if there are none, a weight per label or else per row; numbers of
+    64 bits become 32; a last batch that is not full ends in zero rows.
+
+    Args:
+      source: of the examples.
+      transform: an importable function from an example to what stands in the batch: it decodes,
+        scales, cuts, leaves out names. None: as the source has it.
+      keep: an importable function that says of an example, before `transform`, if it is wanted.
+      shuffle: True for endless batches in another order every epoch; False for one pass.
+    """
+
+    source: Source
+    batch_size: int
+    transform: Callable[[Example], Mapping[str, Any]] | None = None
+    keep: Callable[[Example], bool] | None = None
+    seed: int = 0
+    _: dataclasses.KW_ONLY
+    shuffle: bool
+
+    def check(self) -> None:
+        super().check()
+        self.require_at_least(0, "seed")
+        require(
+            isinstance(self.source, Source), "FromSource.source", self.source,
+            "a source of examples, such as NpyFiles('data/*.npz')",
+        )
+        self.source.check()
+        if not self.num_examples:
+            raise ConfigError(
+                f"FromSource: of {len(self.source):,} examples none is left: {self.left_out}. "
+                "Change keep, or mend the data."
+            )
+        _ = self._first
+
+    @functools.cached_property
+    def _wanted(self) -> tuple[np.ndarray | None, dict[str, int]]:
+        """The numbers of the examples that are wanted, or None for all; what is left out."""
+        if self.keep is None and not self.source.skip:
+            return None, {}
+        parts = derived(
+            self.source, "kept", {"keep": code_of(self.keep), "transform": code_of(self.transform)},
+            self._made, "filtering",
+        )
+        counts = collections.Counter(self.source.faults_of_files())
+        for one in parts:
+            counts.update(one.values["left_out"])
+        if counts:
+            said = ", ".join(f"{count:,} x {name}" for name, count in sorted(counts.items()))
+            _log.info("%s: left out are %s", type(self.source).__name__, said)
+        numbers = [one.part.start + one.arrays["rows"].astype(np.int64) for one in parts]
+        return np.concatenate([np.empty(0, np.int64), *numbers]), dict(sorted(counts.items()))
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many examples are not wanted: by fault, or "filtered" by `keep`."""
+        return self._wanted[1]
+
+    def _made(self, part: Part) -> Made:
+        rows, left_out = [], collections.Counter()
+        for number, example in self.source.read(part.start, part.stop):
+            try:
+                if isinstance(example, BadExample):
+                    raise example
+                if self.keep is not None and not self.keep(example):
+                    left_out["filtered"] += 1
+                    continue
+                if self.source.skip:
+                    self._transformed(example, number)
+            except BadExample as error:
+                if error.fault not in self.source.skip:
+                    raise
+                left_out[error.fault] += 1
+                continue
+            rows.append(number - part.start)
+        return {"left_out": dict(left_out)}, {"rows": np.array(rows, np.int32)}
+
+    def _transformed(self, example: Example, number: int) -> Mapping[str, Any]:
+        if self.transform is None:
+            return example
+        try:
+            return self.transform(example)
+        except KeyError as error:
+            raise BadExample(
+                "missing_key", self.source.where(number),
+                f"has no {error}; it has {sorted(map(str, example))}", "Mend it, or transform.",
+            ) from error
+        except Exception as error:
+            error.add_note(f"It was raised for {self.source.where(number)}.")
+            raise
+
+    @property
+    def num_examples(self) -> int:
+        """The examples that are wanted."""
+        numbers, _ = self._wanted
+        return len(self.source) if numbers is None else len(numbers)
+
+    def _example(self, place: int) -> Mapping[str, Any]:
+        numbers, _ = self._wanted
+        number = int(place if numbers is None else numbers[place])
+        return self._transformed(self.source[number], number)
+
+    @functools.cached_property
+    def _first(self) -> dict[str, np.ndarray]:
+        return stacked("FromSource", self.source.where(0), [self._example(0)], 1)
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self.shuffle else -(-self.num_examples // self.batch_size)
+
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
+        return spec_of(**{
+            name: ((self.batch_size, *leaf.shape[1:]), leaf.dtype)
+            for name, leaf in self._first.items()
+        })
+
+    def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
+        if self.shuffle:
+            places = shuffled(self.seed, self.num_examples, first, count)[1].tolist()
+        else:
+            places = range(first, min(first + count, self.num_examples))
+        if not places:
+            return {
+                name: np.zeros((count, *leaf.shape[1:]), leaf.dtype)
+                for name, leaf in self._first.items()
+            }
+        elements = [self._example(place) for place in places]
+        return stacked("FromSource", type(self.source).__name__, elements, count)
+
+    def fingerprint(self) -> dict[str, Any]:
+        wanted, left_out = self._wanted
+        digest = None if wanted is None else hashlib.sha256(wanted.tobytes()).hexdigest()
+        return self.settings_fingerprint("batch_size", "seed", "shuffle", "source") | {
+            "transform": json.loads(json.dumps(described(self.transform))),
+            "left_out": left_out, "kept_sha256": digest,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process reads what is kept anew.
+        names = {one.name for one in dataclasses.fields(self)}
+        return {name: value for name, value in vars(self).items() if name in names}
+
+
+_log = logging.getLogger(__name__)

@@ -1,0 +1,244 @@
+"""Documents out of a source of examples, as tokens: made ahead on disk, or when they are needed."""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.inputs.sources.base import Part, Source
+from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.file_index import Made
+from praxis_lite.inputs.text.conversations import Tokens
+from praxis_lite.inputs.text.corpus import SPLITS
+from praxis_lite.inputs.text.encoding import KEYS, encoded
+from praxis_lite.inputs.tokenizers import TokenIds, Tokenizer, as_tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Documents:
+    """The documents of a source, tokenised once by all cores, and kept beside its files.
+
+    That first pass finds what is wrong with any example, drops what `keep` does not want, and
+    learns how long each document is, so that any row of packed documents is found at once. It goes
+    on where it was ended, and reads again only files that have changed.
+
+    Args:
+      source: of the examples.
+      holds: what of an example is a document: "text"; "ids", tokenised by others; "messages", a
+        conversation, of which what the assistant says is learnt; or "completion", which is learnt,
+        after a "prompt", which is not.
+      key: where an example has it. None: under the name of what it holds.
+      tokenizer: or its directory; None: bytes, and for ids no tokenizer.
+      transform: an importable function from an example to an example, before all else.
+      keep: an importable function that says of an example whether it is wanted.
+      heldout_percent: of the documents, chosen by their content, which are the split "heldout".
+      ahead: True: tokens are kept on disk. False: only lengths are, and a document is read and
+        tokenised again whenever it is needed.
+    """
+
+    source: Source
+    holds: str = "text"
+    _: dataclasses.KW_ONLY
+    key: str | None = None
+    tokenizer: Tokenizer | str | None = None
+    transform: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    keep: Callable[[Mapping[str, Any]], bool] | None = None
+    heldout_percent: int = 0
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None and self.holds == "ids":
+            self.tokenizer = TokenIds()
+        self.tokenizer = as_tokenizer(self.tokenizer)
+
+    def check(self) -> None:
+        """Prepares all documents. Raises ConfigError for what is wrong with any of them."""
+        require_choice("Documents.holds", self.holds, KEYS)
+        percent = self.heldout_percent
+        require(
+            hasattr(percent, "__index__") and 0 <= percent <= 100, "Documents.heldout_percent",
+            percent, "a whole number from 0 to 100",
+        )
+        require(
+            isinstance(self.source, Source), "Documents.source", self.source,
+            "a source of examples, such as JsonLines('data/*.jsonl')",
+        )
+        _ = self.parts
+
+    @functools.cached_property
+    def parts(self) -> list[DerivedPart]:
+        """What is kept of each part of the source."""
+        self.source.check()
+        recipe = {
+            "version": 1, "holds": self.holds, "key": self.key, "ahead": self.ahead,
+            "tokenizer": self.tokenizer.fingerprint(),
+            "chat": getattr(self.tokenizer.chat, "source", None),
+            "transform": code_of(self.transform), "keep": code_of(self.keep),
+        }
+        kind = "tokens" if self.ahead else "lengths"
+        found = derived(self.source, kind, recipe, self._made, "tokenising")
+        left_out = self._left_out(found)
+        if left_out:
+            _log.info(
+                "%s: left out are %s", type(self.source).__name__,
+                ", ".join(f"{count:,} x {name}" for name, count in left_out.items()),
+            )
+        return found
+
+    def _left_out(self, parts: list[DerivedPart]) -> dict[str, int]:
+        counts = collections.Counter(self.source.faults_of_files())
+        for one in parts:
+            counts.update(one.values["left_out"])
+        return dict(sorted(counts.items()))
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many examples are no document: by fault, "filtered" by `keep`, or "too_short"."""
+        return self._left_out(self.parts)
+
+    def _made(self, part: Part) -> Made:
+        """Returns what is kept of the examples of a part."""
+        documents: list[Tokens] = []
+        rows, places, left_out = [], [], collections.Counter()
+        largest, largest_row = -1, -1
+        for number, example in self.source.read(part.start, part.stop):
+            try:
+                if isinstance(example, BadExample):
+                    raise example
+                found = self._of_example(example, number)
+            except BadExample as error:
+                if error.fault not in self.source.skip:
+                    raise
+                left_out[error.fault] += 1
+                continue
+            if found is None:
+                left_out["filtered"] += 1
+            elif len(found.ids) < 2:  # Nothing to predict.
+                left_out["too_short"] += 1
+            else:
+                documents.append(found)
+                rows.append(number - part.start)
+                digest = hashlib.sha256(found.ids.tobytes() + found.is_answer.tobytes())
+                places.append(int.from_bytes(digest.digest()[:8], "little") % 100)
+                if (most := int(found.ids.max())) > largest:
+                    largest, largest_row = most, number - part.start
+        arrays = {
+            "lengths": np.array([len(one.ids) for one in documents], np.int32),
+            "rows": np.array(rows, np.int32),
+            "places": np.array(places, np.uint8),
+        }
+        if self.ahead:
+            ids = np.concatenate([np.empty(0, np.int32), *(one.ids for one in documents)])
+            arrays["ids"] = ids.astype(np.min_scalar_type(max(largest, 0)))
+            if self.has_answers:
+                arrays["answers"] = np.concatenate(
+                    [np.empty(0, bool), *(one.is_answer for one in documents)]
+                )
+        values = {"left_out": dict(left_out), "largest": largest, "largest_row": largest_row}
+        return values, arrays
+
+    def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | None:
+        """Returns the tokens of an example, or None if it is not wanted."""
+        where = self.source.where(number)
+        try:
+            if self.transform is not None:
+                example = self.transform(example)
+            if self.keep is not None and not self.keep(example):
+                return None
+        except Exception as error:
+            error.add_note(f"It was raised for {where}.")
+            raise
+        key = self.key or KEYS[self.holds]
+        return encoded(self.holds, key, example, self.tokenizer, where)
+
+    @property
+    def has_answers(self) -> bool:
+        """True if only a part of a document is learnt."""
+        return self.holds in ("messages", "completion")
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """int32[documents]: ids of each."""
+        return np.concatenate([np.empty(0, np.int32), *(p.arrays["lengths"] for p in self.parts)])
+
+    @functools.cached_property
+    def first_of_part(self) -> np.ndarray:
+        """int64[parts + 1]: the number of the first document of each part."""
+        return np.cumsum([0, *(len(p.arrays["lengths"]) for p in self.parts)], dtype=np.int64)
+
+    @functools.cached_property
+    def _starts(self) -> list[np.ndarray]:
+        """int64[documents + 1], of each part: where a document's ids begin."""
+        return [
+            np.concatenate([[0], np.cumsum(p.arrays["lengths"], dtype=np.int64)])
+            for p in self.parts
+        ]
+
+    def of_split(self, split: str) -> np.ndarray:
+        """Returns int64[n]: the numbers of the documents of 'train' or 'heldout'."""
+        require_choice("split", split, SPLITS)
+        places = [np.empty(0, np.uint8), *(p.arrays["places"] for p in self.parts)]
+        is_held_out = np.concatenate(places) < self.heldout_percent
+        return np.flatnonzero(is_held_out == (split == "heldout"))
+
+    def __getitem__(self, number: int) -> Tokens:
+        """Returns the tokens of a document; its ids are a view of the file on disk."""
+        part = int(np.searchsorted(self.first_of_part, number, side="right")) - 1
+        within = number - int(self.first_of_part[part])
+        there = self.parts[part]
+        if not self.ahead:
+            row = there.part.start + int(there.arrays["rows"][within])
+            found = self._of_example(self.source[row], row)
+            if found is None or len(found.ids) != there.arrays["lengths"][within]:
+                raise ConfigError(
+                    f"{self.source.where(row)} gives another document than when its length was "
+                    "counted. Let transform and keep depend on the example alone."
+                )
+            return found
+        start, stop = self._starts[part][within : within + 2]
+        ids = there.arrays["ids"][start:stop]
+        answers = there.arrays.get("answers")
+        return Tokens(ids, None if answers is None else answers[start:stop])
+
+    def where(self, number: int) -> str:
+        """Returns where a document stands in the source: "file:line"."""
+        part = int(np.searchsorted(self.first_of_part, number, side="right")) - 1
+        there = self.parts[part]
+        row = there.arrays["rows"][number - int(self.first_of_part[part])]
+        return self.source.where(there.part.start + int(row))
+
+    def largest_id(self) -> tuple[int, str]:
+        """Returns the largest id of all documents, and where it is first: "file:line"."""
+        most = max(self.parts, key=lambda one: one.values["largest"])
+        if most.values["largest"] < 0:
+            return 0, ""
+        where = self.source.where(most.part.start + most.values["largest_row"])
+        return most.values["largest"], where
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what decides the documents, with digests of the files and lengths."""
+        # The same whether tokens are made ahead or not.
+        of_parts = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
+        digest = hashlib.sha256(json.dumps(of_parts).encode())
+        return {
+            "source": self.source.fingerprint(), "holds": self.holds,
+            **self.tokenizer.fingerprint(), "heldout_percent": self.heldout_percent,
+            "documents": int(self.first_of_part[-1]), "left_out": self.left_out,
+            "sha256": digest.hexdigest(),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the files anew.
+        names = {one.name for one in dataclasses.fields(self)}
+        return {name: value for name, value in vars(self).items() if name in names}
+
+
+_log = logging.getLogger(__name__)

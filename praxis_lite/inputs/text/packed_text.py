@@ -1,0 +1,141 @@
+"""Rows of documents for a language model, several to a row, none of which sees another."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.inputs.mixing.shuffle import epoch_order
+from praxis_lite.inputs.text.conversations import Tokens
+from praxis_lite.inputs.text.corpus import SPLITS
+from praxis_lite.inputs.text.documents import Documents
+from praxis_lite.inputs.text.packed_rows import PackedRows
+from praxis_lite.inputs.text.packing import (
+    WINDOW,
+    Packing,
+    TooLong,
+    first_fit,
+    unpacked,
+    without_gaps,
+)
+from praxis_lite.inputs.tokenizers import Tokenizer
+
+TOO_LONG = ("split", "refuse", "drop", "cut")
+
+
+@dataclasses.dataclass(eq=False)
+class PackedText(PackedRows):
+    """Documents for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`.
+
+    What the leaves are: `PackedRows`.
+
+    Which documents share a row is decided once, over all of them, in an order drawn from the seed;
+    rows then come in another order every epoch. So any row follows from its number, and a job
+    resumes at its batch at once, on any number of hosts.
+
+    Args:
+      documents: what is packed.
+      split: 'train' or 'heldout' of the documents.
+      seq_len: T, the labels of a row.
+      seed: of the order of documents and rows.
+      shuffle: True for endless batches; False for one pass, documents in their files' order.
+      packing: False: a row for each document, or for each piece of one.
+      split_documents: True: every row is filled, and a document that does not fit goes on in the
+        next row. False: a document is split only if it is longer than a row.
+      too_long: of more than seq_len + 1 ids, if split_documents is False: "split" into pieces,
+        "refuse", "drop" the document, or "cut" it.
+      window: how many rows wait for a document that fits, if split_documents is False.
+    """
+
+    documents: Documents
+    split: str
+    batch_size: int
+    seq_len: int
+    seed: int = 0
+    _: dataclasses.KW_ONLY
+    shuffle: bool
+    packing: bool = True
+    split_documents: bool = False
+    too_long: TooLong = "split"
+    window: int = WINDOW
+
+    def check(self) -> None:
+        super().check()
+        self.require_at_least(1, "seq_len", "window")
+        self.require_at_least(0, "seed")
+        require_choice("PackedText.split", self.split, SPLITS)
+        require_choice("PackedText.too_long", self.too_long, TOO_LONG)
+        require(
+            self.packing or not self.split_documents, "PackedText.split_documents",
+            self.split_documents, "False, as packing is",
+        )
+        self.documents.check()
+        if not self.table.num_rows:
+            left_out = self.documents.left_out
+            found = len(self.documents.lengths)
+            raise ConfigError(
+                f"PackedText: the {self.split!r} split is empty: {found:,} documents in all, "
+                f"heldout_percent {self.documents.heldout_percent}, left out {left_out or 'none'}. "
+                "Give more documents, or change heldout_percent, keep or too_long."
+            )
+
+    @functools.cached_property
+    def table(self) -> Packing:
+        """Which pieces of which documents each row has."""
+        chosen = self.documents.of_split(self.split)
+        if self.shuffle:
+            chosen = chosen[epoch_order(self.seed, 0, len(chosen))]
+        counts = self.documents.lengths[chosen] - 1
+        if not self.split_documents and self.too_long != "split":
+            is_long = counts > self.seq_len
+            if self.too_long == "refuse" and is_long.any():
+                self._refuse(int(chosen[np.flatnonzero(is_long)[0]]))
+            if self.too_long == "drop":
+                chosen, counts = chosen[~is_long], counts[~is_long]
+            counts = counts.clip(max=self.seq_len)
+        if self.split_documents:
+            found = without_gaps(counts, self.seq_len)
+        elif self.packing:
+            found = first_fit(counts, self.seq_len, self.window)
+        else:
+            found = unpacked(counts, self.seq_len)
+        return found._replace(documents=chosen[found.documents])
+
+    def _refuse(self, document: int) -> None:
+        length = int(self.documents.lengths[document])
+        raise ConfigError(
+            f"PackedText: {self.documents.where(document)} has {length:,} tokens, more than "
+            f"seq_len + 1 = {self.seq_len + 1}. Raise seq_len, or set too_long to 'split', 'drop' "
+            "or 'cut'."
+        )
+
+    def document(self, number: int) -> Tokens:
+        return self.documents[number]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The documents' own."""
+        return self.documents.tokenizer
+
+    def largest_id(self) -> int:
+        """Returns the largest id of all documents."""
+        return self.documents.largest_id()[0]
+
+    def tokens_per_row(self) -> float:
+        """Returns the mean number of labels with a weight above 0 in a row."""
+        rows = self.table
+        if not self.documents.has_answers:
+            return int(rows.counts.sum(dtype=np.int64)) / rows.num_rows
+        learnt = sum(
+            int(self.documents[d].is_answer[f + 1 : f + n + 1].sum())
+            for d, f, n in zip(*map(np.ndarray.tolist, rows[1:]), strict=True)
+        )
+        return learnt / rows.num_rows
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.settings_fingerprint(
+            "split", "batch_size", "seq_len", "seed", "shuffle", "packing", "split_documents",
+            "too_long", "window", "documents",
+        )
