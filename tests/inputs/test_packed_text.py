@@ -1,0 +1,286 @@
+"""Documents of JSON lines, packed: every token where a plain reading of the files puts it."""
+
+import functools
+import itertools
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, WithWorkers
+from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.processes.stream_digest import stream_digest
+
+T = 37
+EOS = 256
+
+
+def text_of(number):
+    return f"{number} " * (1 + number * 7 % 29)
+
+
+def is_even(example):
+    return example["n"] % 2 == 0
+
+
+def with_title(example):
+    return {**example, "text": "T" + example["text"]}
+
+
+def fails(example):
+    raise RuntimeError("of the user")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two files of 60 lines."""
+    folder = tmp_path_factory.mktemp("packed")
+    for file in range(2):
+        lines = [{"text": text_of(n), "n": n} for n in range(60 * file, 60 * file + 60)]
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return folder
+
+
+def documents(folder, **settings):
+    return Documents(JsonLines(f"{folder}/*.jsonl"), **settings)
+
+
+def packed(folder, of=None, **settings):
+    settings = {"split": "train", "batch_size": 4, "seq_len": T, "shuffle": False} | settings
+    return PackedText(documents(folder, **(of or {})), **settings)
+
+
+def pieces_of(pipeline):
+    """Returns the (ids, labels, weights) of each segment of one pass, and checks the rest."""
+    found, num_rows = [], pipeline.table.num_rows
+    for batch in itertools.islice(pipeline.batches(), -(-num_rows // pipeline.batch_size)):
+        for row in range(len(batch["ids"])):
+            segments = batch["segment_ids"][row]
+            assert not any(batch[name][row][segments == 0].any() for name in batch)
+            for one in range(1, segments.max() + 1):
+                (here,) = np.nonzero(segments == one)
+                assert (np.diff(here) == 1).all()
+                assert batch["segment_pos"][row][here].tolist() == list(range(len(here)))
+                found.append(tuple(
+                    batch[name][row][here].tolist() for name in ("ids", "labels", "weights")
+                ))
+    return found
+
+
+def stream_of(text):
+    return [EOS, *text.encode(), EOS]
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"packing": False}, {"shuffle": True}, {"split_documents": True},
+    {"split_documents": True, "shuffle": True}, {"window": 1},
+])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead):
+    # A batch of one row: an epoch that is shuffled ends with a row, not with a batch.
+    pieces = pieces_of(packed(folder, {"ahead": ahead}, batch_size=1, **settings))
+    wanted = [stream_of(text_of(n)) for n in range(120)]
+    # Each piece is a run of a document, its labels the ids after its ids.
+    for ids, labels, weights in pieces:
+        assert ids[1:] == labels[:-1] and weights == [1] * len(ids)
+    labels = sorted(itertools.chain(*(labels for _, labels, _ in pieces)))
+    assert labels == sorted(itertools.chain(*(one[1:] for one in wanted)))
+    if not settings.get("split_documents"):
+        begun = sorted(ids[: T] for ids, _, _ in pieces if ids[0] == EOS)
+        assert begun == sorted(one[:-1][: T] for one in wanted)
+
+
+def test_documents_are_found_ahead_and_on_the_fly_as_the_same(folder):
+    settings = {"seed": 5, "shuffle": True, "window": 8}
+    ahead, later = (packed(folder, {"ahead": x}, **settings) for x in (True, False))
+    assert digest_of(itertools.islice(ahead.batches(), 30)) == digest_of(
+        itertools.islice(later.batches(), 30)
+    )
+    assert ahead.fingerprint() == later.fingerprint()
+
+
+def test_filter_and_transform_and_splits(folder):
+    of = {"keep": is_even, "transform": with_title, "heldout_percent": 20}
+    train, heldout = (packed(folder, of, split=x, packing=False, seq_len=999)
+                      for x in ("train", "heldout"))
+    both = [[bytes(ids[1:]).decode() for ids, _, _ in pieces_of(one)] for one in (train, heldout)]
+    assert sorted(both[0] + both[1]) == sorted("T" + text_of(n) for n in range(0, 120, 2))
+    assert 3 <= len(both[1]) <= 25 and train.documents.left_out == {"filtered": 60}
+    # Its content decides, so the same text is held out wherever it stands.
+    assert [x for x in both[0] if x in both[1]] == []
+
+
+def test_too_long(folder):
+    with pytest.raises(ConfigError, match=r"0.jsonl:4 has 46 tokens, more than seq_len \+ 1 = 38"):
+        packed(folder, too_long="refuse").check()
+    long = [n for n in range(120) if len(text_of(n)) + 1 > T]
+    assert packed(folder, too_long="drop", packing=False).table.num_rows == 120 - len(long)
+    cut = pieces_of(packed(folder, too_long="cut"))
+    assert sorted(map(len, (ids for ids, _, _ in cut))) == sorted(
+        min(T, len(text_of(n)) + 1) for n in range(120)
+    )
+
+
+def test_answers_alone_are_learnt(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}
+    task = {"prompt": "2+2=", "completion": "4"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat | task) + "\n")
+    for holds, learnt in (("messages", b"c\x03"), ("completion", b"4")):
+        rows = packed(tmp_path, {"holds": holds})
+        ((_, labels, weights),) = pieces_of(rows)
+        found = [x for x, weight in zip(labels, weights, strict=True) if weight]
+        assert bytes(x for x in found if x != EOS) == learnt
+        assert rows.tokens_per_row() == len(found) == sum(weights)
+        assert (found[-1] == EOS) == (holds == "completion")
+
+
+def test_the_mean_of_tokens_is_that_of_an_epoch(folder):
+    rows = packed(folder, shuffle=True)
+    num_rows = rows.table.num_rows
+    batches = itertools.islice(packed(folder, shuffle=True, batch_size=1).batches(), num_rows)
+    assert rows.tokens_per_row() == sum(b["weights"].sum() for b in batches) / num_rows
+
+
+def test_ids_of_others_are_checked(tmp_path):
+    lines = [{"ids": [3, 4, 5]}, {"ids": [1]}, {"ids": [7, -1, 2]}, {"ids": [0, 6]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    with pytest.raises(ConfigError, match=r"a.jsonl:3 has the id -1; wanted are ids from 0 to"):
+        packed(tmp_path, {"holds": "ids"}).check()
+    source = JsonLines(f"{tmp_path}/*.jsonl", skip=["id_beyond_vocabulary"])
+    found = PackedText(Documents(source, "ids"), "train", 1, 3, shuffle=False)
+    assert [ids for ids, _, _ in pieces_of(found)] == [[3, 4], [0]]
+    assert found.documents.left_out == {"id_beyond_vocabulary": 1, "too_short": 1}
+    assert found.documents.largest_id() == (6, f"{tmp_path}/a.jsonl:4")
+
+
+def test_tokens_are_made_once_and_of_changed_files_again(folder, tmp_path, monkeypatch, caplog):
+    for path in folder.glob("*.jsonl"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    made = []
+    original = Documents._made
+    monkeypatch.setattr(Documents, "_made", lambda self, part: (
+        made.append(part.name.split(".")[0]), original(self, part))[1])
+    first = packed(tmp_path).fingerprint()
+    assert made == ["0", "1"]
+    assert packed(tmp_path).fingerprint() == first and made == ["0", "1"]
+    with (tmp_path / "1.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "more"}) + "\n")
+    with caplog.at_level(logging.INFO):
+        second = packed(tmp_path).fingerprint()
+    assert made == ["0", "1", "1"] and "1.jsonl has changed; its index is made again" in caplog.text
+    old, new = (one["documents"]["source"]["files"] for one in (first, second))
+    assert old["0.jsonl"] == new["0.jsonl"] and old["1.jsonl"] != new["1.jsonl"]
+
+
+def test_damaged_tokens_are_refused(folder, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes((folder / "0.jsonl").read_bytes())
+    packed(tmp_path).check()
+    (kept,) = (tmp_path / ".praxis_lite").glob("tokens-*/*.ids.npy")
+    data = bytearray(kept.read_bytes())
+    data[-5] ^= 1
+    kept.write_bytes(data)
+    with pytest.raises(ConfigError, match="are not those that were written. Remove the folder"):
+        packed(tmp_path).check()
+
+
+BAD = {
+    '{"txt": "a"}': "a.jsonl:2 has no 'text'; it has \\['txt'\\]. .*Did you mean txt",
+    '{"text": 3}': "a.jsonl:2 has 3 as 'text'; wanted is a text",
+    '{"text": "\\ud800"}': "a.jsonl:2 has a 'text' that is not UTF-8",
+    '["text"]': 'a.jsonl:2 is \\["text"\\]; wanted is an object',
+    '{"text": ': "a.jsonl:2 is no JSON",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_what_is_wrong_with_a_line_is_told_with_its_place_or_skipped(tmp_path, line):
+    good = json.dumps({"text": "good"})
+    (tmp_path / "a.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(ConfigError, match=BAD[line]) as error:
+        packed(tmp_path).check()
+    source = JsonLines(f"{tmp_path}/a.jsonl", skip=[error.value.fault])
+    found = PackedText(Documents(source), "train", 1, T, shuffle=False)
+    assert len(pieces_of(found)) == 2 and found.documents.left_out == {error.value.fault: 1}
+
+
+def test_an_empty_split_and_an_empty_source(folder, tmp_path):
+    with pytest.raises(ConfigError, match="the 'heldout' split is empty: 120 documents in all"):
+        packed(folder, split="heldout").check()
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="has no examples"):
+        mixture = Mixture(
+            {"some": packed(folder, shuffle=True), "none": packed(tmp_path, shuffle=True)},
+            {"some": 1, "none": 1}, 4,
+        )
+        mixture.check()
+
+
+def test_an_error_of_the_users_function_names_the_example(folder):
+    with pytest.raises(RuntimeError, match="of the user") as error:
+        packed(folder, {"keep": fails}).check()
+    assert "0.jsonl:1" in error.value.__notes__[0]
+
+
+def stream(folder, **settings):
+    """Shuffled, filtered, packed and mixed, with a change of weights."""
+    rows = functools.partial(packed, folder, shuffle=True, batch_size=5)
+    sources = {
+        "even": rows({"keep": is_even}, seed=1), "all": rows(split_documents=True, seed=2),
+        "later": rows({"ahead": False, "transform": with_title}, seed=3, packing=False),
+    }
+    return Mixture(
+        sources, [(0, {"even": 0.5, "all": 0.3, "later": 0.2}),
+                  (9, {"even": 0.1, "all": 0, "later": 0.9})], 12, **settings,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 7])
+def test_the_stream_is_the_same_for_any_number_of_processes(folder, start):
+    found = {
+        number: stream_digest(stream(folder), 16, start=start, num_processes=number)
+        for number in (1, 2, 3, 5, 8)
+    }
+    assert len(set(found.values())) == 1
+
+
+def test_the_stream_is_the_same_through_twenty_switches_of_hosts_and_workers(folder):
+    rng = np.random.default_rng(11)
+    whole = list(itertools.islice(stream(folder).batches(), 40))
+    for index in range(0, 40, 2):  # Each switch: another number of hosts, workers and prefetch.
+        hosts = int(rng.integers(1, 9))
+        edges = np.linspace(0, 12, hosts + 1).astype(int)
+        pipeline = stream(folder)
+        if index % 4:
+            pipeline = WithWorkers(
+                pipeline, int(rng.integers(1, 4)), int(rng.integers(1, 4)), "threads"
+            )
+        parts = [
+            itertools.islice(pipeline.batches(index, rows=slice(int(a), int(b))), 2)
+            for a, b in itertools.pairwise(edges)
+        ]
+        for k, made in enumerate(zip(*parts, strict=True)):
+            joined = {name: np.concatenate([x[name] for x in made]) for name in made[0]}
+            assert digest_of([joined]) == digest_of([whole[index + k]])
+
+
+def test_each_host_reads_only_its_rows(folder, monkeypatch):
+    import os
+
+    rows = packed(folder, {"ahead": False}, shuffle=True, packing=False, seq_len=400)
+    rows.check()
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: read.append(args[1]) or pread(*args))
+    counts = []
+    for host in range(4):
+        read.clear()
+        rows.rows(3, slice(host, host + 1))
+        counts.append(sum(read))
+    read.clear()
+    rows.rows(3, slice(0, 4))
+    # A row is one document here: a host reads one line, and all of them what the batch has.
+    assert len(read) == 4 and sum(counts) == sum(read)
+    assert max(counts) <= max(len(line) for path in folder.glob("*.jsonl")
+                              for line in path.read_bytes().splitlines(keepends=True))
