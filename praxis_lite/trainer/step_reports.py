@@ -18,6 +18,7 @@ from praxis_lite.trainer.job_history import losses_before
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.trainer.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter
+from praxis_lite.trainer.metrics.progress import count_of
 
 
 @dataclasses.dataclass
@@ -27,6 +28,7 @@ class PendingStep:
     Attributes:
       batch: the index of the batch.
       inputs: its rows from `first_row` on, on the host.
+      input_time: the seconds that the loop waited for them.
     """
 
     step: int
@@ -34,6 +36,7 @@ class PendingStep:
     outputs: Any
     inputs: Any
     first_row: int
+    input_time: float
 
 
 class StepReports:
@@ -68,6 +71,8 @@ class StepReports:
         self._board_every = job.run.log_every_steps or max(1, job.run.num_train_steps // 200)
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
+        # Of all steps but the first, which waits for workers to start, and for the compiler.
+        self._is_first, self._time, self._input_time, self._weight = True, 0.0, 0.0, 0.0
 
     def close(self) -> None:
         self._writer.close()
@@ -81,7 +86,13 @@ class StepReports:
         self.pending = None
         now = time.perf_counter()
         line = _metrics_line(step, outputs, now - self.last_time, self._weight_unit)
+        line["input_time"] = pending.input_time
         self.last_time = now
+        if not self._is_first:
+            self._time += line["step_time"]
+            self._input_time += pending.input_time
+            self._weight += float(outputs["metrics"]["loss"][1])
+        self._is_first = False
         _check_rates(line)
         median = self._spikes.median_below(line["loss"])
         if run.loss_spike_factor is not None:
@@ -92,7 +103,9 @@ class StepReports:
             self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
         has_tokens = self._weight_unit == "tokens"
         num_tokens = float(outputs["metrics"]["loss"][1]) if has_tokens else None
-        self._progress.update(step, loss=line["loss"], num_tokens=num_tokens)
+        self._progress.update(
+            step, loss=line["loss"], num_tokens=num_tokens, input_time=pending.input_time
+        )
         if median is not None:
             self._progress.note(
                 f"step {step}: loss spike: {line['loss']:.4f} is {line['loss'] / median:.1f} times "
@@ -103,6 +116,14 @@ class StepReports:
                 raise LossSpike(step, pending.batch)
         if line["num_skipped_in_a_row"]:
             self._report_skipped(pending, line)
+
+    def report_input(self) -> None:
+        """Says how long the loop waited for batches, of all steps that were reported."""
+        if self._input_time and self._time:
+            self._progress.note(
+                f"input: {100 * self._input_time / self._time:.2g}% of the steps' time; batches "
+                f"came at {count_of(self._weight / self._input_time)} {self._weight_unit}/s"
+            )
 
     def _report_skipped(self, pending: PendingStep, line: Mapping[str, Any]) -> None:
         step, data = pending.step, ""

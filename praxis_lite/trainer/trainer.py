@@ -151,6 +151,7 @@ class _Loop:
             checkpoints.raise_if_failed()
             began = time.perf_counter()
             index, inputs = next(batches)
+            input_time = time.perf_counter() - began
             check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
             batch = partitioner.global_batch(inputs, num_rows)
             self.consensus.host_worked(time.perf_counter() - began)
@@ -162,7 +163,9 @@ class _Loop:
             stop.step_ended()
             stops, ends_by = self._should_stop(), None
             self.reports.report()
-            self.reports.pending = PendingStep(step, index, outputs, inputs, rows.start)
+            self.reports.pending = PendingStep(
+                step, index, outputs, inputs, rows.start, input_time
+            )
             is_last = step == run.num_train_steps
             evaluates = bool(job.eval_sets) and (is_last or is_due(step, run.eval_every_steps))
             values: dict[str, float] | None = {}
@@ -185,6 +188,7 @@ class _Loop:
             if ends:
                 break
         self.reports.report()
+        self.reports.report_input()
         with self.watchdog.during(SAVING):
             checkpoints.wait()
         return Trained(step, num_skipped_in_a_row(state), stopped_by)

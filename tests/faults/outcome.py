@@ -10,7 +10,7 @@ from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.trainer.metrics import read_json_lines
 from tests.faults.zygote import Launch
 
-CLOCKS = {"step_time", "examples_per_second"}
+CLOCKS = {"step_time", "input_time", "examples_per_second"}
 # What a save, a deletion or a rewritten file leaves where it was broken off.
 TEMPORARY = re.compile(r"\.(saving|deleting|new|tmp)\b|orbax-checkpoint-tmp|^\.(config|layout)")
 

@@ -294,7 +294,7 @@ def succeed(*argv: str) -> Launch:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a JSON lines file, without what the clock says."""
-    clocks = {"step_time", "examples_per_second"}
+    clocks = {"step_time", "input_time", "examples_per_second"}
     return [{k: v for k, v in line.items() if k not in clocks} for line in read_json_lines(path)]
 
 

@@ -19,7 +19,7 @@ from tests.support.line_jobs import LINE
 TINY = "--exp=jobzoo.experiments.Tiny"
 
 # What depends on the clock.
-TIMES = {"step_time", "tokens_per_second"}
+TIMES = {"step_time", "input_time", "tokens_per_second"}
 
 
 def steps_of(job):

@@ -35,25 +35,34 @@ class ProgressLine(contextlib.AbstractContextManager):
             log_every_steps = max(1, math.ceil((num_steps - first_step) / LINES_PER_RUN))
         self._every = log_every_steps
         self._clock = clock
-        # (step, seconds, tokens of all steps so far)
+        # (step, seconds, tokens of all steps so far, seconds waited for input)
         self._marks = collections.deque(maxlen=_SPEED_STEPS + 1)
-        self._num_tokens = 0.0
+        self._num_tokens = self._input_time = 0.0
         self._next_redraw = -math.inf
         self._text = ""  # The newest state,
         self._is_shown = True  # and whether the output has it.
         self._drawn_width = 0  # Columns of the live line on the screen.
         self._is_closed = False
 
-    def update(self, step: int, *, loss: Any = None, num_tokens: Any = None) -> None:
+    def update(
+        self, step: int, *, loss: Any = None, num_tokens: Any = None,
+        input_time: float | None = None,
+    ) -> None:
         """Takes the newest state and shows it if its turn has come.
 
-        A loss of None is left out; so is the speed in tokens if the step's `num_tokens` is None.
+        Args:
+          loss: None: left out.
+          num_tokens: of the step; None: the speed in tokens is left out.
+          input_time: seconds that the step waited for its batch; None: their share is left out.
         """
         now = self._clock()
         self._num_tokens += float(num_tokens or 0.0)
-        self._marks.append((step, now, self._num_tokens))
+        self._input_time += input_time or 0.0
+        self._marks.append((step, now, self._num_tokens, self._input_time))
         # Formatting waits for nothing on the device: the caller's values are on the host.
-        self._text = self._describe(step, loss, has_tokens=num_tokens is not None)
+        self._text = self._describe(
+            step, loss, has_tokens=num_tokens is not None, has_input=input_time is not None
+        )
         self._is_shown = False
         is_last = step >= self._num_steps
         if self._is_live:
@@ -89,18 +98,22 @@ class ProgressLine(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _describe(self, step: int, loss: Any, *, has_tokens: bool) -> str:
+    def _describe(self, step: int, loss: Any, *, has_tokens: bool, has_input: bool) -> str:
         width = len(str(self._num_steps))
         parts = [f"step {step:{width}d}/{self._num_steps}"]
         if loss is not None:
             parts.append(f"loss {float(loss):.4f}")
-        (old_step, old_seconds, old_tokens), (_, seconds, tokens) = self._marks[0], self._marks[-1]
+        old_step, old_seconds, old_tokens, old_input = self._marks[0]
+        _, seconds, tokens, input_time = self._marks[-1]
         steps_per_second = None
-        if step > old_step and seconds > old_seconds:
-            steps_per_second = (step - old_step) / (seconds - old_seconds)
-            parts.append(f"{_count(steps_per_second)} steps/s")
+        elapsed = seconds - old_seconds
+        if step > old_step and elapsed > 0:
+            steps_per_second = (step - old_step) / elapsed
+            parts.append(f"{count_of(steps_per_second)} steps/s")
             if has_tokens:
-                parts.append(f"{_count((tokens - old_tokens) / (seconds - old_seconds))} tokens/s")
+                parts.append(f"{count_of((tokens - old_tokens) / elapsed)} tokens/s")
+            if has_input:
+                parts.append(f"input {100 * (input_time - old_input) / elapsed:.2g}%")
         if steps_per_second is not None and step < self._num_steps:
             parts.append(f"{_duration((self._num_steps - step) / steps_per_second)} left")
         return "  ".join(parts)
@@ -120,7 +133,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._is_shown = True
 
 
-def _count(number: float) -> str:
+def count_of(number: float) -> str:
     """Returns three digits or so: 0.42, 12.3, 4,120, 25.2k, 1.3M."""
     if not math.isfinite(number):
         return str(number)

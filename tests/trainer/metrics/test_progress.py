@@ -141,3 +141,13 @@ def test_closing_an_unused_line_prints_nothing():
     for stream in (io.StringIO(), Terminal()):
         ProgressLine(200, stream, None, 0).close()
         assert stream.getvalue() == ""
+
+
+def test_the_share_of_a_step_that_waits_for_input_is_of_the_steps_shown():
+    stream, clock = io.StringIO(), Clock()
+    with ProgressLine(120, stream, 60, 0, clock=clock) as progress:
+        for step in range(1, 121):
+            clock.seconds += 0.25
+            # The last 50 steps wait a fifth of their time, those before half.
+            progress.update(step, input_time=0.05 if step > 70 else 0.125)
+    assert re.findall(r"input (\S+)", stream.getvalue()) == ["50%", "20%"]
