@@ -50,6 +50,12 @@ setup(
         "tokenizers>=0.22,<0.24",
         "sentencepiece>=0.2.3,<0.3",
         "jinja2>=3.1,<4",
+        # Datasets whose examples are found by their number, and ArrayRecord files of them.
+        "grain>=0.2.18,<0.3",
+        # Parquet and Arrow files, and .zst ones.
+        "pyarrow>=26.0.1,<27",
+        # The checksums of TFRecord files, without loading tensorflow.
+        "google-crc32c>=1.9,<2",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built.
         "tensorflow>=2.21,<3",
         # The loss curve.
@@ -70,11 +76,12 @@ setup(
             "tensorboard>=2.21,<3",
             # The tests of int8 and fp8 products.
             "qwix>=0.1.8,<0.2",
-            # The tests of Grain's datasets.
-            "grain>=0.2.18,<0.3",
+            # The tests of datasets that these libraries prepared.
+            "datasets>=5.2,<6",
+            "tensorflow-datasets>=4.9.10,<5",
         ],
-        # FromGrain: datasets of Grain as pipelines, whose elements are found by their index.
-        "grain": ["grain>=0.2.18,<0.3"],
+        # HuggingFaceDataset and Tfds: datasets that these libraries prepared on disk.
+        "data": ["datasets>=5.2,<6", "tensorflow-datasets>=4.9.10,<5"],
         # --mode=plan for TPUs: their compiler, on a machine without any.
         "plan": ["libtpu>=0.0.51; sys_platform == 'linux'"],
         # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.

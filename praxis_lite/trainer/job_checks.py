@@ -81,6 +81,8 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
       name: of the dataset, "datasets.train".
     """
     pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
+    for source, one in getattr(pipeline, "sources", {}).items():  # Of a Mixture.
+        check_tokens(task, one, f"{name}.sources.{source}")
     found, own = getattr(pipeline, "tokenizer", None), getattr(task, "tokenizer", None)
     if found is None or own is None:
         return
@@ -92,8 +94,10 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
     size = task.num_ids().get("ids")
     if size is not None and hasattr(pipeline, "largest_id"):
         largest = pipeline.largest_id()
+        place = getattr(pipeline, "place_of_largest_id", str)()
+        where = f", at {place}," if place else ""
         require(
-            largest < size, f"{name}: the largest id of {found}", largest,
+            largest < size, f"{name}: the largest id of {found}{where}", largest,
             f"{size - 1} at most, for the model's vocab_size is {size}",
             f"Give the model vocab_size={found.vocab_size}, or another tokenizer.",
         )

@@ -1,15 +1,19 @@
 """What a source of examples promises: any example by its number, and what is wrong by its place."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
+import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of
 from praxis_lite.inputs.sources.paths import matching_files
@@ -97,8 +101,8 @@ class FileSource(Source):
       skip: names of FAULTS: examples with one are left out and counted. Without: an error.
       cache_dir: where indexes and what else is derived are kept. None: the folder `.praxis_lite`
         beside the first file.
-      make: a function that writes the files into the folder it is given, that of the first glob;
-        it is called if there are none. None: missing files are an error.
+      make: a function that writes the files into the folder that it is given, called if there are
+        none; whole, they are moved into that of the first glob. None: no files are an error.
     """
 
     files: str
@@ -122,13 +126,20 @@ class FileSource(Source):
     def paths(self) -> list[str]:
         """The files, sorted by name. Raises ConfigError if there are none."""
         owner = type(self).__name__
-        if self.make is not None:
-            try:
+        try:
+            return matching_files(self.files, owner)
+        except ConfigError:
+            if self.make is None:
+                raise
+        folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip())) or "."
+        with kept.locked(os.path.join(folder, ".praxis_lite")):
+            with contextlib.suppress(ConfigError):  # Another process may have made them by now.
                 return matching_files(self.files, owner)
-            except ConfigError:
-                folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip()))
-                os.makedirs(folder or ".", exist_ok=True)
-                self.make(folder or ".")
+            _log.info("making %s", self.files)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
+                self.make(made)
+                for name in sorted(os.listdir(made)):
+                    os.replace(os.path.join(made, name), os.path.join(folder, name))
         return matching_files(self.files, owner)
 
     @functools.cached_property
@@ -211,3 +222,6 @@ class FileSource(Source):
         # A worker process opens the files anew; the paths it is told, for they are agreed on.
         names = {one.name for one in dataclasses.fields(self)} | {"paths"}
         return {name: value for name, value in vars(self).items() if name in names}
+
+
+_log = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ from praxis_lite.errors import ConfigError
 
 # By the names that a source's `skip` takes.
 FAULTS = {
-    "truncated": "the end of a compressed file is missing",
+    "truncated": "the end of a file is missing",
+    "damaged": "a record is not what its checksum says, or an image cannot be read",
     "not_utf8": "text is not UTF-8",
     "not_json": "a line is no JSON object",
     "missing_key": "an example lacks the key that is asked for",

@@ -207,7 +207,7 @@ def _grain(wanted_by: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"{wanted_by} reads with Grain, which is not installed ({error}). Install it: pip "
-            "install 'praxis_lite[grain]' (or: pip install grain)."
+            "install grain."
         ) from None
     return grain
 

@@ -123,6 +123,10 @@ class PackedText(PackedRows):
         """Returns the largest id of all documents."""
         return self.documents.largest_id()[0]
 
+    def place_of_largest_id(self) -> str:
+        """Returns where the largest id is first: "file:line"."""
+        return self.documents.largest_id()[1]
+
     def tokens_per_row(self) -> float:
         """Returns the mean number of labels with a weight above 0 in a row."""
         rows = self.table

@@ -1,0 +1,125 @@
+"""A language model on real text of three kinds, in three formats, filtered, packed and mixed.
+
+The text comes with Python: its documentation, its source code, the licences of its packages. Each
+is written once, as .jsonl.gz, .parquet and .jsonl.zst, and then read as anybody's files are.
+"""
+
+import ast
+import functools
+import importlib.metadata
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fiddle as fdl
+
+from praxis_lite import register
+from praxis_lite.experiments import lm
+from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, Parquet
+from praxis_lite.inputs.text.corpus import language_reference
+
+Texts = Iterator[tuple[str, str]]
+
+
+def docs() -> Texts:
+    """Yields the topics of the language reference, and the docstrings of the standard library."""
+    for name, text in language_reference():
+        yield name, text.decode()
+    for path, text in code():
+        for node in ast.walk(ast.parse(text)):
+            has_one = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+            if has_one and (docstring := ast.get_docstring(node)):
+                yield f"{path}:{getattr(node, 'name', '')}", docstring
+
+
+def code() -> Texts:
+    """Yields the modules at the top of the standard library."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        yield path.name, path.read_text(encoding="utf-8", errors="replace")
+
+
+def licences() -> Texts:
+    """Yields the licences of the packages that are installed, each text once."""
+    seen = set()
+    for package in sorted(importlib.metadata.distributions(), key=lambda one: one.name.lower()):
+        for file in sorted(package.files or (), key=str):
+            path = Path(file.locate())
+            if file.name.lower().startswith(("licen", "copying", "notice")) and path.is_file():
+                text = path.read_text(encoding="utf-8", errors="replace")
+                if text not in seen:
+                    seen.add(text)
+                    yield f"{package.name}/{file.name}", text
+
+
+def write_json_lines(folder: str, name: str, texts: Callable[[], Texts]) -> None:
+    """Writes texts as JSON lines, compressed as the name's end says."""
+    import pyarrow
+
+    with pyarrow.output_stream(os.path.join(folder, name), compression="detect") as file:
+        for title, text in texts():
+            file.write(json.dumps({"name": title, "text": text}).encode() + b"\n")
+
+
+def write_parquet(folder: str, name: str, texts: Callable[[], Texts]) -> None:
+    """Writes texts as a Parquet file of row groups of 64."""
+    import pyarrow.parquet
+
+    titles, found = zip(*texts(), strict=True)
+    table = pyarrow.table({"name": titles, "text": found})
+    pyarrow.parquet.write_table(table, os.path.join(folder, name), row_group_size=64)
+
+
+def is_worth_learning(example: dict[str, str]) -> bool:
+    """Returns True for a text of 200 characters or more."""
+    return len(example["text"]) >= 200
+
+
+@register
+class PythonTexts(lm.Llama):
+    """Half documentation, four tenths code and a tenth licences, by tokens; code comes in later.
+
+    The files are made in `folder`, once: --set folder=DIR. Other tokens than bytes: --set
+    corpus.tokenizer=DIR, for all.
+    """
+
+    folder = "~/.cache/praxis_lite/python_texts"
+
+    def documents(self, source, name: str, write: Callable[..., None], texts: Callable[[], Texts]):
+        """Returns the config of the documents of a file in the folder."""
+        make = fdl.Partial(write, name=name, texts=texts)
+        files = fdl.Config(source, f"{self.folder}/{name}", make=make)
+        return fdl.Config(
+            Documents, files, tokenizer=self.corpus.tokenizer, keep=is_worth_learning,
+            heldout_percent=5,
+        )
+
+    def datasets(self):
+        documents = {
+            "docs": self.documents(JsonLines, "docs.jsonl.gz", write_json_lines, docs),
+            "code": self.documents(Parquet, "code.parquet", write_parquet, code),
+            "licences": self.documents(JsonLines, "licences.jsonl.zst", write_json_lines, licences),
+        }
+        rows = functools.partial(fdl.Config, PackedText, seq_len=256)
+        sources = {
+            name: rows(one, "train", batch_size=16, shuffle=True)
+            for name, one in documents.items()
+        }
+        train = fdl.Config(
+            Mixture, sources, unit="tokens", batch_size=16,
+            weights=[
+                (0, {"docs": 0.8, "code": 0.1, "licences": 0.1}),
+                (100, {"docs": 0.5, "code": 0.4, "licences": 0.1}),
+            ],
+        )
+        heldout = {
+            f"heldout_{name}": rows(one, "heldout", batch_size=16, shuffle=False)
+            for name, one in documents.items() if name != "licences"
+        }
+        return {"train": train, **heldout}
+
+    def run(self):
+        run = super().run()
+        run.max_eval_batches = 8
+        return run

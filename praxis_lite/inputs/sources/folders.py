@@ -1,0 +1,158 @@
+"""Folders of files that are an example each: texts, images."""
+
+import abc
+import dataclasses
+import functools
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.paths import matching_files
+
+
+class _Listed(NamedTuple):
+    path: str
+    size: int
+    mtime_ns: int
+
+
+@dataclasses.dataclass(eq=False)
+class _FilePerExample(Source):
+    """Files, sorted by name, of which each is an example.
+
+    They are listed, not read, when the source is first used; a file that has another size or time
+    of change when it is read is refused by name. The fingerprint has names and sizes.
+
+    Args:
+      files: globs, separated by commas; `**` and `~` work.
+      skip: names of FAULTS: examples with one are left out and counted. Without: an error.
+      cache_dir: where what is derived is kept. None: `.praxis_lite` beside the first file.
+    """
+
+    files: str
+    _: dataclasses.KW_ONLY
+    skip: tuple[str, ...] = ()
+    cache_dir: str | None = None
+
+    @abc.abstractmethod
+    def decoded(self, data: bytes, path: str) -> Example:
+        """Returns the example of a file's bytes."""
+
+    @functools.cached_property
+    def listed(self) -> list[_Listed]:
+        """The files, each with its size and time of change."""
+        return [
+            _Listed(path, (found := os.stat(path)).st_size, found.st_mtime_ns)
+            for path in matching_files(self.files, type(self).__name__)
+            if ".praxis_lite" not in path.split(os.sep)
+        ]
+
+    @functools.cached_property
+    def _root(self) -> str:
+        return os.path.commonpath([os.path.dirname(os.path.abspath(x.path)) for x in self.listed])
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def __getitem__(self, index: int) -> Example:
+        one = self.listed[index]
+        try:
+            with open(one.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                data = file.read()
+        except OSError as error:
+            raise ConfigError(
+                f"The file {one.path} cannot be read: {error.strerror}. Put it back, or leave it "
+                "out of files."
+            ) from None
+        if (found.st_size, found.st_mtime_ns) != (one.size, one.mtime_ns):
+            raise ConfigError(
+                f"{one.path} has changed since it was listed: it had {one.size:,} bytes, and has "
+                f"{found.st_size:,} now, or another time of change. Put it back, or launch again, "
+                "which compares the data with the checkpoint's."
+            )
+        return self.decoded(data, one.path)
+
+    def where(self, index: int) -> str:
+        return self.listed[index].path
+
+    def name_of(self, path: str) -> str:
+        """Returns a file's name, below the folder that all have in common."""
+        return os.path.relpath(os.path.abspath(path), self._root)
+
+    def parts(self) -> list[Part]:
+        found = []
+        for start in range(0, len(self), EXAMPLES_PER_PART):
+            some = self.listed[start : start + EXAMPLES_PER_PART]
+            # Times, too: a text may be mended without another size.
+            text = repr([(self.name_of(one.path), one.size, one.mtime_ns) for one in some])
+            name = f"files.{xxhash.xxh3_64_hexdigest(text.encode())}.{start}"
+            found.append(Part(start, start + len(some), name))
+        return found
+
+    def cache_folder(self) -> str:
+        return os.path.expanduser(self.cache_dir or os.path.join(self._root, ".praxis_lite"))
+
+    def fingerprint(self) -> dict[str, Any]:
+        names = [[self.name_of(one.path), one.size] for one in self.listed]
+        return {
+            "source": type(self).__name__, "skip": sorted(self.skip), "files": len(names),
+            "names_and_sizes": xxhash.xxh3_128_hexdigest(repr(names).encode()),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = {one.name for one in dataclasses.fields(self)} | {"listed"}
+        return {name: value for name, value in vars(self).items() if name in names}
+
+
+class TextFiles(_FilePerExample):
+    """A text per file: {"name": ..., "text": ...}; UTF-8.
+
+    Args:
+      files, skip, cache_dir: as of all sources of files.
+    """
+
+    def decoded(self, data: bytes, path: str) -> Example:
+        try:
+            return {"name": self.name_of(path), "text": data.decode()}
+        except UnicodeDecodeError as error:
+            raise BadExample(
+                "not_utf8", path, f"is not UTF-8: {error}",
+                "Write it in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1).",
+            ) from None
+
+
+class ImageFiles(_FilePerExample):
+    """An image per file: {"name", "image": uint8 [height, width, 3], "label": int32}.
+
+    The label is the number of the folder that the file lies in, among `classes`. Images that are to
+    share a batch are brought to one size by a transform.
+
+    Args:
+      files, skip, cache_dir: as of all sources of files.
+    """
+
+    @functools.cached_property
+    def classes(self) -> list[str]:
+        """The names of the folders that hold images, sorted."""
+        return sorted({os.path.basename(os.path.dirname(one.path)) for one in self.listed})
+
+    def decoded(self, data: bytes, path: str) -> Example:
+        import io
+
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                pixels = np.asarray(image.convert("RGB"))
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise BadExample(
+                "damaged", path, f"cannot be read as an image: {error}", "Make or copy it again.",
+            ) from None
+        label = self.classes.index(os.path.basename(os.path.dirname(path)))
+        return {"name": self.name_of(path), "image": pixels, "label": np.int32(label)}
