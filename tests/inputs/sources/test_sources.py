@@ -1,0 +1,393 @@
+"""Every source of examples: each row is what an independent writer wrote, in any order, and checked.
+
+What holds of all of them is one set of tests; what a format does besides stands below.
+"""
+
+import gzip
+import itertools
+import json
+import os
+import pickle
+import struct
+
+import grain
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs import (
+    ArrayRecords,
+    ArrowFiles,
+    FromGrain,
+    FromSource,
+    HuggingFaceDataset,
+    ImageFiles,
+    JsonLines,
+    NpyFiles,
+    Parquet,
+    TextFiles,
+    TfRecords,
+)
+from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.record_files import RecordWriter
+
+ROWS = 600
+
+
+def row(number):
+    return {"n": number, "text": f"text {number} é" * (number % 3 + 1)}
+
+
+def lines(start, stop):
+    return "".join(json.dumps(row(n)) + "\n" for n in range(start, stop)).encode()
+
+
+def table(start, stop):
+    import pyarrow
+
+    return pyarrow.Table.from_pylist([row(n) for n in range(start, stop)])
+
+
+def record(number):
+    return json.dumps(row(number)).encode()
+
+
+def tf_record(data):
+    """Returns a record of a TFRecord file, framed by hand."""
+    import google_crc32c
+
+    def masked(x):
+        crc = google_crc32c.value(x)
+        return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    length = struct.pack("<Q", len(data))
+    return length + masked(length) + data + masked(data)
+
+
+def write_zst(path, start, stop):
+    import pyarrow
+
+    with pyarrow.output_stream(str(path), compression="zstd") as file:
+        file.write(lines(start, stop))
+
+
+def write_parquet(path, start, stop):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table(start, stop), path, row_group_size=70)
+
+
+def write_arrow(path, start, stop):
+    from pyarrow import ipc
+
+    make = ipc.new_file if start else ipc.new_stream  # One of each.
+    with make(str(path), table(start, stop).schema) as file:
+        file.write_table(table(start, stop), max_chunksize=90)
+
+
+def write_array_record(path, start, stop):
+    with RecordWriter(str(path)) as writer:
+        for n in range(start, stop):
+            writer.write(record(n))
+
+
+def write_tf_records(path, start, stop):
+    data = b"".join(tf_record(record(n)) for n in range(start, stop))
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+KINDS = {
+    "jsonl": (JsonLines, "jsonl", lambda path, a, b: path.write_bytes(lines(a, b)), {}),
+    "jsonl.gz": (
+        JsonLines, "jsonl.gz", lambda path, a, b: path.write_bytes(gzip.compress(lines(a, b))), {}
+    ),
+    "jsonl.zst": (JsonLines, "jsonl.zst", write_zst, {}),
+    "parquet": (Parquet, "parquet", write_parquet, {}),
+    "arrow": (ArrowFiles, "arrow", write_arrow, {}),
+    "array_record": (ArrayRecords, "array_record", write_array_record, {"decode": json.loads}),
+    "tfrecord": (TfRecords, "tfrecord", write_tf_records, {"decode": json.loads}),
+    "tfrecord.gz": (TfRecords, "tfrecord.gz", write_tf_records, {"decode": json.loads}),
+    "npz": (
+        NpyFiles, "npz", lambda path, a, b: np.savez(
+            path, n=np.arange(a, b), text=np.array([row(n)["text"] for n in range(a, b)])
+        ), {},
+    ),
+}
+
+
+def source_of(kind, folder, **settings):
+    source, end, _, own = KINDS[kind]
+    return source(f"{folder}/*.{end}", **own, **settings)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    """Two files: 250 rows, and the others."""
+    folder = tmp_path_factory.mktemp("source")
+    _, end, write, _ = KINDS[kind]
+    write(folder / f"a.{end}", 0, 250)
+    write(folder / f"b.{end}", 250, ROWS)
+    return folder
+
+
+def plain(example):
+    return {"n": int(example["n"]), "text": str(example["text"])}
+
+
+def test_every_row_is_what_was_written_in_any_order(kind, folder):
+    source = source_of(kind, folder)
+    source.check()
+    assert len(source) == ROWS
+    for number in np.random.default_rng(0).permutation(ROWS).tolist():
+        assert plain(source[number]) == row(number)
+    parts = source.parts()
+    read = itertools.chain(*(source.read(one.start, one.stop) for one in parts))
+    assert [(k, plain(x)) for k, x in read] == [(n, row(n)) for n in range(ROWS)]
+    # From within a row group over a file's end.
+    assert [k for k, _ in source.read(93, 407)] == list(range(93, 407))
+    assert pickle.loads(pickle.dumps(source))[333] == source[333]
+    assert os.path.basename(source.where(251)).startswith(f"b.{KINDS[kind][1]}")
+    with pytest.raises(IndexError):
+        source[ROWS]
+
+
+def test_an_index_is_made_once_and_a_fingerprint_knows_bytes_and_no_folder(
+    kind, folder, tmp_path, monkeypatch
+):
+    source, end, write, _ = KINDS[kind]
+    for path in folder.glob(f"*.{end}"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    made, original = [], source.index_file
+    monkeypatch.setattr(source, "index_file", lambda self, path: (
+        made.append(os.path.basename(path)[0]), original(self, path))[1])
+    first = source_of(kind, tmp_path)
+    first.check()
+    assert first.fingerprint() == source_of(kind, folder).fingerprint()
+    source_of(kind, tmp_path).check()
+    assert made == ["a", "b"]
+    write(tmp_path / f"b.{end}", 250, ROWS + 5)
+    with pytest.raises(ConfigError, match=f"b.{end} has changed while it was in use"):
+        first[300]
+    again = source_of(kind, tmp_path)
+    assert len(again) == ROWS + 5 and plain(again[ROWS]) == row(ROWS)
+    assert made == ["a", "b", "b"]
+    old, new = first.fingerprint()["files"], again.fingerprint()["files"]
+    assert [name for name in old if old[name] != new[name]] == [f"b.{end}"]
+    (tmp_path / f"b.{end}").unlink()
+    with pytest.raises(ConfigError, match=f"b.{end} cannot be read: No such file"):
+        pickle.loads(pickle.dumps(again))[300]
+
+
+def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
+    _, end, _, _ = KINDS[kind]
+    if kind == "jsonl":
+        pytest.skip("lines that lack some are no less lines")
+    data = (folder / f"b.{end}").read_bytes()
+    (tmp_path / f"b.{end}").write_bytes(data[: 2 * len(data) // 3 - 1])
+    with pytest.raises(ConfigError, match=f"b.{end} (is cut off|is no whole)"):
+        source_of(kind, tmp_path).check()
+    if kind in ("jsonl.gz", "jsonl.zst", "tfrecord", "tfrecord.gz"):
+        rest = source_of(kind, tmp_path, skip=["truncated"])
+        rest.check()
+        assert 0 < len(rest) < 350 and rest.faults_of_files() == {"truncated": 1}
+        assert plain(rest[len(rest) - 1]) == row(250 + len(rest) - 1)
+
+
+def test_a_source_is_one_of_grain(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(0, 50))
+    found = FromGrain(_Dataset(f"{tmp_path}/*.jsonl"), 5)
+    assert sorted(next(found.batches())["n"].tolist()) != [0, 1, 2, 3, 4]
+
+
+class _Dataset:
+    def __init__(self, files):
+        self.files = files
+
+    def __call__(self):
+        dataset = grain.MapDataset.source(JsonLines(self.files)).seed(0).shuffle()
+        return dataset.map(lambda example: {"n": example["n"]})
+
+
+def test_blank_lines_count_for_no_row_but_for_the_number_of_a_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"n": 1}\r\n \n\n{"n": 2}\n{"n": \xff}')
+    source = JsonLines(f"{tmp_path}/a.jsonl")
+    assert [source[k]["n"] for k in range(2)] == [1, 2] and len(source) == 3
+    with pytest.raises(BadExample, match="a.jsonl:6 is not UTF-8"):
+        source[2]
+
+
+def test_a_checksum_that_is_wrong_is_named_with_its_row(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write_tf_records(path, 0, 5)
+    data = bytearray(path.read_bytes())
+    data[len(tf_record(record(0))) + 20] ^= 1
+    path.write_bytes(data)
+    source = TfRecords(str(path), decode=json.loads)
+    assert plain(source[0]) == row(0)
+    with pytest.raises(BadExample, match="a.tfrecord, row 1, does not have the checksum"):
+        source[1]
+
+
+@pytest.mark.slow
+def test_examples_of_tensorflow_are_decoded_as_tensorflow_wrote_them(tmp_path):
+    import tensorflow as tf
+
+    def feature(**kind):
+        return tf.train.Feature(**kind)
+
+    example = tf.train.Example(features=tf.train.Features(feature={
+        "ids": feature(int64_list=tf.train.Int64List(value=[3, -4])),
+        "x": feature(float_list=tf.train.FloatList(value=[0.5])),
+        "text": feature(bytes_list=tf.train.BytesList(value=[b"a\xff"])),
+    }))
+    path = str(tmp_path / "a.tfrecord")
+    with tf.io.TFRecordWriter(path) as writer:
+        writer.write(example.SerializeToString())
+    (found,) = (x for _, x in TfRecords(path).read(0, 1))
+    assert found["ids"].tolist() == [3, -4] and found["x"].tolist() == [0.5]
+    assert found["text"] == b"a\xff"
+
+
+def test_columns_are_chosen_and_a_wrong_one_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", 0, 9)
+    assert Parquet(f"{tmp_path}/a.parquet", columns=("n",))[4] == {"n": 4}
+    with pytest.raises(ConfigError, match="no column 'txt'; it has .*Did you mean text"):
+        Parquet(f"{tmp_path}/a.parquet", columns=("txt",))[4]
+
+
+def test_npy_files_are_rows_of_one_array(tmp_path):
+    x = np.arange(24.0).reshape(6, 4)
+    np.save(tmp_path / "a.npy", x)
+    source = NpyFiles(f"{tmp_path}/*.npy", name="features")
+    assert np.array_equal([source[k]["features"] for k in range(6)], x)
+    np.savez(tmp_path / "b.npz", x=x, y=np.arange(5))
+    with pytest.raises(ConfigError, match="arrays of {'x': 6, 'y': 5} rows"):
+        NpyFiles(f"{tmp_path}/b.npz").check()
+
+
+def test_folders_of_texts_and_images(tmp_path):
+    from PIL import Image
+
+    for name in ("cat/1.png", "dog/2.png", "dog/3.png"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((3, 5, 3), int(name[4]), np.uint8)).save(path)
+    images = ImageFiles(f"{tmp_path}/*/*.png")
+    assert [(x["name"], x["label"], x["image"][2, 4, 1]) for _, x in images.read(0, 3)] == [
+        ("cat/1.png", 0, 1), ("dog/2.png", 1, 2), ("dog/3.png", 1, 3)
+    ]
+    (tmp_path / "dog/2.png").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match="dog/2.png has changed since it was listed"):
+        images[1]
+    with pytest.raises(BadExample, match="dog/2.png cannot be read as an image"):
+        ImageFiles(f"{tmp_path}/*/*.png")[1]
+    (tmp_path / "a.txt").write_bytes("é".encode())
+    (tmp_path / "b.txt").write_bytes("é".encode("latin-1"))
+    texts = TextFiles(f"{tmp_path}/*.txt")
+    assert texts[0] == {"name": "a.txt", "text": "é"}
+    with pytest.raises(BadExample, match="b.txt is not UTF-8.*iconv"):
+        texts[1]
+
+
+@pytest.mark.slow
+def test_datasets_of_hugging_face(tmp_path):
+    import datasets
+
+    one = datasets.Dataset.from_list([{"n": n, "ids": list(range(n))} for n in range(40)])
+    datasets.DatasetDict(train=one, test=one.select(range(7))).save_to_disk(tmp_path / "d")
+    source = HuggingFaceDataset(str(tmp_path / "d"), "test")
+    source.check()
+    assert len(source) == 7 and source[5]["n"] == 5 and source[5]["ids"].tolist() == [0, 1, 2, 3, 4]
+    assert pickle.loads(pickle.dumps(source))[6]["n"] == 6
+    with pytest.raises(ConfigError, match="split is 'tests'; .* Did you mean test"):
+        HuggingFaceDataset(str(tmp_path / "d"), "tests").check()
+
+
+@pytest.mark.slow
+def test_datasets_of_tfds(tmp_path):
+    import tensorflow_datasets as tfds
+
+    from praxis_lite.inputs import Tfds
+
+    for kind in ("array_record", "tfrecord"):
+        tfds.dataset_builders.store_as_tfds_dataset(
+            name="numbers", version="1.0.0", data_dir=str(tmp_path / kind), file_format=kind,
+            features=tfds.features.FeaturesDict({"n": np.int64}),
+            split_datasets={"train": [{"n": n} for n in range(30)]},
+        )
+    source = Tfds(str(tmp_path / "array_record/numbers/1.0.0"), "train")
+    source.check()
+    assert sorted(int(source[k]["n"]) for k in range(len(source))) == list(range(30))
+    with pytest.raises(ConfigError, match="in the format tfrecord"):
+        Tfds(str(tmp_path / "tfrecord/numbers/1.0.0"), "train").check()
+
+
+def is_odd(example):
+    return example["n"] % 2 == 1
+
+
+def squared(example):
+    return {"x": np.full(3, example["n"] ** 2)}
+
+
+def test_batches_of_a_source_are_filtered_once_and_the_same_for_any_hosts(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(0, 50))
+
+    def batches(**settings):
+        return FromSource(
+            JsonLines(f"{tmp_path}/*.jsonl"), 4, squared, is_odd, shuffle=True, **settings
+        )
+
+    found = list(itertools.islice(batches().batches(), 20))
+    rows = np.concatenate([one["x"] for one in found])
+    wanted = sorted(n**2 for n in range(1, 50, 2))
+    assert sorted(rows[:25, 0].tolist()) == wanted and sorted(rows[25:50, 2].tolist()) == wanted
+    assert batches().left_out == {"filtered": 25} and batches().num_batches is None
+    for start, hosts in ((3, 2), (7, 4)):
+        parts = [
+            list(itertools.islice(batches().batches(start, rows=slice(k, k + 4 // hosts)), 3))
+            for k in range(0, 4, 4 // hosts)
+        ]
+        made = [{n: np.concatenate([x[n] for x in one]) for n in one[0]} for one in zip(
+            *parts, strict=True)]
+        assert digest_of(made) == digest_of(found[start : start + 3])
+    assert batches().fingerprint() != batches(seed=1).fingerprint()
+
+
+def test_an_example_without_the_name_a_transform_wants_is_named_or_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(0, 2) + b'{"m": 1}\n' + lines(3, 5))
+    with pytest.raises(BadExample, match=r"a.jsonl:3 has no 'n'; it has \['m'\]"):
+        list(FromSource(JsonLines(f"{tmp_path}/*"), 1, squared, shuffle=False).batches())
+    some = FromSource(
+        JsonLines(f"{tmp_path}/*", skip=["missing_key"]), 1, squared, shuffle=False
+    )
+    assert [b["x"][0, 0] for b in some.batches()] == [0, 1, 9, 16]
+    assert some.left_out == {"missing_key": 1}
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(0, 5))
+    (tmp_path / "file").write_text("")
+    source = JsonLines(f"{tmp_path}/a.jsonl", cache_dir=f"{tmp_path}/file/below")
+    with pytest.raises(ConfigError, match="file/below cannot be written .*Set the source's cache"):
+        source.check()
+
+
+def test_files_that_a_function_makes_are_made_once_and_whole(tmp_path):
+    calls = []
+
+    def make(folder):
+        calls.append(folder)
+        for name in ("a.jsonl", "b.jsonl"):
+            (tmp_path / "new").joinpath(folder, name).write_bytes(lines(0, 5))
+
+    for _ in range(2):
+        source = JsonLines(f"{tmp_path}/new/*.jsonl", make=make)
+        assert len(source) == 10
+    assert len(calls) == 1
