@@ -79,9 +79,13 @@ setup(
             # The tests of datasets that these libraries prepared.
             "datasets>=5.2,<6",
             "tensorflow-datasets>=4.9.10,<5",
+            "importlib-resources>=6",
         ],
         # HuggingFaceDataset and Tfds: datasets that these libraries prepared on disk.
-        "data": ["datasets>=5.2,<6", "tensorflow-datasets>=4.9.10,<5"],
+        # tensorflow-datasets imports importlib-resources, and does not say so.
+        "data": [
+            "datasets>=5.2,<6", "tensorflow-datasets>=4.9.10,<5", "importlib-resources>=6",
+        ],
         # --mode=plan for TPUs: their compiler, on a machine without any.
         "plan": ["libtpu>=0.0.51; sys_platform == 'linux'"],
         # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.

@@ -46,7 +46,7 @@ class NpyFiles(FileSource):
         try:
             if not path.endswith(".npz"):
                 return {self.name: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))}
-            with np.load(path, allow_pickle=False) as file:
+            with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(

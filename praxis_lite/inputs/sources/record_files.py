@@ -11,13 +11,19 @@ _GROUP = 16
 
 
 class RecordFile:
-    """The records of an ArrayRecord file, by their numbers."""
+    """The records of an ArrayRecord file, by their numbers.
+
+    Raises:
+      RuntimeError: the file is damaged; says how.
+    """
 
     def __init__(self, path: str):
         from array_record.python.array_record_module import ArrayRecordReader
 
         # Nothing is read ahead: records are asked for in any order.
         self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
+        if not self._reader.ok():
+            self._reader.close()  # Says why. Otherwise the file would seem to be empty.
 
     def __len__(self) -> int:
         return self._reader.num_records()
