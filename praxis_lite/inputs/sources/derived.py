@@ -18,8 +18,8 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import described
+from praxis_lite.inputs.processes.all_cores import on_all_cores
 from praxis_lite.inputs.sources import kept
-from praxis_lite.inputs.sources.all_cores import on_all_cores
 from praxis_lite.inputs.sources.base import Part, Source
 from praxis_lite.inputs.sources.file_index import Made
 

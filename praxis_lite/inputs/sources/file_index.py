@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.inputs.processes.all_cores import on_all_cores
 from praxis_lite.inputs.sources import kept
-from praxis_lite.inputs.sources.all_cores import on_all_cores
 
 _BLOCK = 1 << 20
 _MOST_BLOCKS = 64  # Of a larger file so many blocks are hashed, evenly spread.
