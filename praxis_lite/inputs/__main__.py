@@ -1,9 +1,11 @@
-"""Looks at an experiment's data without its model: a digest of the batches that it will see."""
+"""Looks at an experiment's data without its model: makes it ready, or prints a digest of it."""
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from praxis_lite.config.command_line import Parser
 from praxis_lite.errors import ConfigError, did_you_mean
@@ -14,37 +16,67 @@ from praxis_lite.inputs.processes.stream_digest import stream_digest
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, and a paragraph, for what the user can mend."""
     parser = Parser(prog="python -m praxis_lite.inputs", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="digest")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="{digest,prepare}")
     one = commands.add_parser(
         "digest", help="SHA-256 of whole batches",
         description="Prints the SHA-256 of the global batches of a dataset. It is the same for "
         "any number of processes: each makes its rows alone.",
     )
-    one.add_argument("--exp", metavar="NAME", required=True, help="experiment, as of main.py")
-    one.add_argument("--packages", metavar="NAME,...", default="", help="as of main.py")
-    one.add_argument("--set", dest="settings", metavar="path=value", nargs="+", default=[],
-                     action="extend", help="as of main.py")
     one.add_argument("--dataset", metavar="NAME", default=TRAIN, help=f"default: {TRAIN}")
     one.add_argument("--processes", type=int, default=1, metavar="N", help="default: 1")
     one.add_argument("--batches", type=int, default=10, metavar="M", help="default: 10")
     one.add_argument("--start", type=int, default=0, metavar="K", help="the first batch")
+    other = commands.add_parser(
+        "prepare", help="indexes, tokens and packed rows of all datasets, before a job needs them",
+        description="Checks all datasets of an experiment: files are indexed and tokenised on all "
+        "cores, and what is wrong with them is told. A job that starts then finds all of it ready.",
+    )
+    for command in (one, other):
+        command.add_argument("--exp", metavar="NAME", required=True, help="as of main.py")
+        command.add_argument("--packages", metavar="NAME,...", default="", help="as of main.py")
+        command.add_argument("--set", dest="settings", metavar="path=value", nargs="+", default=[],
+                             action="extend", help="as of main.py")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("praxis_lite").setLevel(logging.INFO)
     try:
         args = parser.parse_args(argv)
-        pipeline = _pipeline(args)
-        found = stream_digest(
-            pipeline, args.batches, start=args.start, num_processes=args.processes
-        )
+        pipelines = _pipelines(args)
+        if args.command == "prepare":
+            _prepare(pipelines)
+        else:
+            _print_digest(args, pipelines)
     except ConfigError as error:
         print(f"error: {str(error).split(chr(10) * 2 + 'Fiddle context:')[0]}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _prepare(pipelines: Mapping[str, InputPipeline]) -> None:
+    for name, pipeline in pipelines.items():
+        began = time.monotonic()
+        pipeline.check()
+        count = pipeline.num_batches
+        batches = "batches without end" if count is None else f"{count:,} batches"
+        seconds = time.monotonic() - began
+        print(f"{name}: {batches} of {pipeline.batch_size} rows, ready in {seconds:.1f} s")
+
+
+def _print_digest(args: argparse.Namespace, pipelines: Mapping[str, InputPipeline]) -> None:
+    if args.dataset not in pipelines:
+        raise ConfigError(
+            f"--dataset={args.dataset}: {args.exp} has the datasets {sorted(pipelines)}."
+            f"{did_you_mean(args.dataset, pipelines)}"
+        )
+    found = stream_digest(
+        pipelines[args.dataset], args.batches, start=args.start, num_processes=args.processes
+    )
     print(
         f"{found}  {args.dataset} of {args.exp}, batches {args.start} to "
         f"{args.start + args.batches - 1}, {args.processes} processes"
     )
-    return 0
 
 
-def _pipeline(args: argparse.Namespace) -> InputPipeline:
+def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Data needs no accelerator.
     from praxis_lite.config.build import build
     from praxis_lite.config.class_attributes import configured
@@ -53,12 +85,7 @@ def _pipeline(args: argparse.Namespace) -> InputPipeline:
     packages = [name for name in args.packages.split(",") if name]
     experiment = registry.get_experiment(args.exp, packages)
     config = configured(experiment, args.settings, registry.allowed_packages(packages))
-    if args.dataset not in config.datasets:
-        raise ConfigError(
-            f"--dataset={args.dataset}: {args.exp} has the datasets {sorted(config.datasets)}."
-            f"{did_you_mean(args.dataset, config.datasets)}"
-        )
-    return build(config.datasets[args.dataset])
+    return build(config.datasets)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class InputPipeline(abc.ABC):
     """
 
     batch_size: int  # Rows of the global batch, over all hosts.
+    # True: batch k is found by making all before it; a job says so when it starts.
+    replays: bool = False
 
     @property
     @abc.abstractmethod

@@ -61,6 +61,8 @@ class FromDataset(InputPipeline):
             files, filters), they are counted, which reads it once at each launch.
     """
 
+    replays = True
+
     def __init__(
         self,
         make_dataset: "Callable[[], Any]",

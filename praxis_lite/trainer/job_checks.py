@@ -192,14 +192,20 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
             next(checked_batches(pipeline, f"datasets.{name}"), None)
 
 
-def nondeterministic_data(datasets: Mapping[str, InputPipeline]) -> list[str]:
-    """Returns a line for each dataset that another run may see in other batches."""
+def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
+    """Returns a line for each dataset that a resumed run sees in other batches, or finds slowly."""
     reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
-    return [
+    lines = [
         f"datasets.{name} is not deterministic: {reason}; a resumed run will see other batches"
         for name, reason in reasons.items()
         if reason
     ]
+    if datasets[TRAIN].replays:
+        lines.append(
+            f"datasets.{TRAIN} gives its batches only in order ({datasets[TRAIN].class_name()}): a "
+            "run that resumes at step k first makes the k batches before it again"
+        )
+    return lines
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:

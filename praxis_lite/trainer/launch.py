@@ -31,7 +31,7 @@ from praxis_lite.trainer.job_checks import (
     check_first_batches,
     check_resumable,
     check_same_seed,
-    nondeterministic_data,
+    notes_on_resume,
 )
 from praxis_lite.trainer.job_history import check_last_step, lacks_evaluation, watched_history
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
@@ -102,7 +102,7 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
             check_last_step(files, start.step, trainer.num_skipped_in_a_row(start.state))
             return
         check_first_batches(job.datasets)
-        for line in nondeterministic_data(job.datasets):
+        for line in notes_on_resume(job.datasets):
             print(line)
         stop.training_begins(saved.latest_step())
         print("compiling the first step", flush=True)

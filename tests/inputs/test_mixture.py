@@ -29,21 +29,12 @@ def test_every_beginning_is_within_one_row_of_its_shares(seed):
     rng = np.random.default_rng(seed)
     most = int(rng.choice([3, 20, 300]))
     parts = tuple(map(int, rng.integers(0, most, rng.integers(1, 9)))) + (1,)
-    counts, places = shares.counts_of(parts), range(sum(parts) + 1)
+    schedule, total = shares.Schedule([(0, parts)]), sum(parts)
+    is_source = schedule.sources_at(0, total)[:, None] == np.arange(len(parts))
     for source, part in enumerate(parts):
-        share = Fraction(part, sum(parts))
-        assert all(abs(counts[n, source] - share * n) < 1 for n in places)
-    assert counts[-1].tolist() == list(parts)
-
-
-def test_counts_far_on_are_sums_of_what_stands_before():
-    parts = (5, 0, 3, 11)
-    order = [int(shares.sources_at(parts, n, 1)[0]) for n in range(100)]
-    for place in (0, 1, 18, 19, 20, 77):
-        found = shares.counts_before(parts, place)
-        assert found.tolist() == [order[:place].count(source) for source in range(4)]
-    third_of_last = [n for n, source in enumerate(order) if source == 3][20]
-    assert shares.place_of(parts, 3, 20) == third_of_last
+        counts, share = np.cumsum(is_source[:, source]).tolist(), Fraction(part, total)
+        assert all(abs(count - share * n) < 1 for n, count in enumerate(counts, 1))
+    assert schedule.counts_before(total).tolist() == list(parts)
 
 
 def test_weights_are_what_they_are_written_as():
@@ -244,3 +235,45 @@ def numbered_tokens(num_rows):
     """A shuffled source with the leaves of SyntheticLm."""
     ids = np.arange(num_rows * 5, dtype=np.int32).reshape(num_rows, 5) % 17
     return InMemory({"ids": ids, "labels": ids + 1}, 4, seed=2, shuffle=True)
+
+
+def random_phases(seed):
+    """Returns (place, parts) pairs of two to five sources, some of which pause."""
+    rng = np.random.default_rng(seed)
+    number, place, phases = int(rng.integers(2, 6)), 0, []
+    for _ in range(int(rng.integers(2, 6))):
+        parts = rng.integers(0, 30, number)
+        parts[rng.integers(number)] += 1
+        phases.append((place, tuple(int(x) for x in parts)))
+        place += int(rng.integers(1, 120))
+    return phases
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_place_is_within_one_row_of_the_target_through_all_changes(seed):
+    phases = random_phases(seed)
+    stop = phases[-1][0] + 3 * sum(phases[-1][1])
+    drawn = shares.Schedule(phases).sources_at(0, stop)
+    target, given = [Fraction(0)] * len(phases[0][1]), [0] * len(phases[0][1])
+    for place in range(stop):
+        parts = [parts for start, parts in phases if start <= place][-1]
+        target = [t + Fraction(p, sum(parts)) for t, p in zip(target, parts, strict=True)]
+        given[drawn[place]] += 1
+        assert all(abs(t - g) < 1 for t, g in zip(target, given, strict=True)), place
+
+
+def test_any_place_is_found_at_once_and_as_by_counting():
+    for seed in range(20):
+        schedule = shares.Schedule(random_phases(seed))
+        whole = schedule.sources_at(0, 900)
+        for first in (0, 1, 57, 130, 400, 877):
+            assert (schedule.sources_at(first, 23) == whole[first : first + 23]).all()
+            counts = np.bincount(whole[:first], minlength=len(schedule.pieces[0].before))
+            assert (schedule.counts_before(first) == counts).all()
+        for source in range(len(schedule.pieces[0].before)):
+            for row, place in enumerate(np.flatnonzero(whole == source)[:40]):
+                assert schedule.place_of(source, row) == place
+    # What is kept of far places does not grow with them.
+    far = shares.Schedule([(0, (7, 3)), (10**9 + 1, (1, 4)), (10**12, (10, 3))])
+    assert sum(len(one.order) for one in far.pieces) < 200
+    assert far.counts_before(10**15).sum() == 10**15

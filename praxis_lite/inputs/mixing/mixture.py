@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,21 +19,14 @@ Weights = Mapping[str, float]
 _NUM_MEASURED = 1024  # Rows of a source, whose tokens are counted.
 
 
-class _Phase(NamedTuple):
-    """From a place on, the parts of the sources, and the rows that each has given before."""
-
-    start: int
-    parts: tuple[int, ...]
-    before: np.ndarray
-
-
 @dataclasses.dataclass(eq=False)
 class Mixture(IndexedPipeline):
     """Rows of several pipelines, in the ratios of their weights, as one stream.
 
     The rows of a source come in its own order. At every place of the stream, each source has given
-    its share of the rows so far, to less than one row; where weights change, rows are counted
-    from there. Where a row comes from follows from its place alone: any batch is found at once.
+    its share of the rows so far, to less than one row; where weights change, its shares at all
+    places so far are added up. Where a row comes from follows from its place and the weights
+    alone: any batch is found at once.
 
     A source without end (`shuffle=True`) goes on from epoch to epoch; one with an end begins again.
 
@@ -44,8 +37,9 @@ class Mixture(IndexedPipeline):
             7/10 exactly. Or [(0, {...}), (1000, {...})]: from these batches on.
         batch_size: rows of the global batch.
         stop: "never", or "first": with the first source whose rows are all given.
-        unit: what a weight is a share of: "examples" are rows, "tokens" labels with a weight, of
-            which as many count for a row as the first 1,024 rows of its source have on average.
+        unit: what a weight is a share of: "examples" are rows, "tokens" labels with a weight. As
+            many count for a row as its source's `tokens_per_row()` says, the mean of the rows of
+            one epoch; without that method, as its first 1,024 rows have on average.
     """
 
     sources: Mapping[str, IndexedPipeline]
@@ -104,8 +98,8 @@ class Mixture(IndexedPipeline):
         return {name: _num_rows(source) for name, source in self.sources.items()}
 
     @functools.cached_property
-    def _phases(self) -> list[_Phase]:
-        """From which place on which parts count."""
+    def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
+        """From which batch on which parts count."""
         given = self.weights
         listed = [(0, given)] if isinstance(given, Mapping) else [tuple(one) for one in given]
         starts = [one[0] for one in listed]
@@ -114,14 +108,13 @@ class Mixture(IndexedPipeline):
             "Mixture.weights", given, "weights by name, or pairs (batch, weights) whose first "
             "batch is 0 and which come in order",
         )
-        phases: list[_Phase] = []
-        for index, weights in listed:
-            start, before = index * self.batch_size, np.zeros(len(self.sources), np.int64)
-            if phases:
-                last = phases[-1]
-                before = last.before + shares.counts_before(last.parts, start - last.start)
-            phases.append(_Phase(start, self._parts(weights), before))
-        return phases
+        return [(start, self._parts(weights)) for start, weights in listed]
+
+    @functools.cached_property
+    def _schedule(self) -> shares.Schedule:
+        return shares.Schedule(
+            [(start * self.batch_size, parts) for start, parts in self._phases]
+        )
 
     def _parts(self, weights: Weights) -> tuple[int, ...]:
         for name in weights:
@@ -144,8 +137,8 @@ class Mixture(IndexedPipeline):
         )
         if self.unit == "tokens":
             return shares.rounded_parts([
-                one / _tokens_per_row(self.sources[name], self._lengths[name])
-                for name, one in zip(self.sources, values, strict=True)
+                one / tokens
+                for one, tokens in zip(values, self._tokens_per_row, strict=True)
             ])
         parts = shares.parts_of(values)
         if parts is None:
@@ -157,21 +150,19 @@ class Mixture(IndexedPipeline):
         return parts
 
     @functools.cached_property
+    def _tokens_per_row(self) -> list[float]:
+        return [
+            _tokens_per_row(source, self._lengths[name]) for name, source in self.sources.items()
+        ]
+
+    @functools.cached_property
     def _end(self) -> int | None:
         """The place at which a source would give a row that it does not have, or None."""
-        ends = self._phases[1:]
-        for number, phase in enumerate(self._phases):
-            until = ends[number].start if number < len(ends) else math.inf
-            places = [
-                phase.start + shares.place_of(phase.parts, source, length - int(before))
-                for source, (length, before) in enumerate(
-                    zip(self._lengths.values(), phase.before, strict=True)
-                )
-                if length is not None and phase.parts[source]
-            ]
-            if places and min(places) < until:
-                return min(places)
-        return None
+        places = [
+            self._schedule.place_of(number, length)
+            for number, length in enumerate(self._lengths.values()) if length is not None
+        ]
+        return min((one for one in places if one is not None), default=None)
 
     @property
     def num_batches(self) -> int | None:
@@ -195,22 +186,7 @@ class Mixture(IndexedPipeline):
 
     def sources_of(self, first: int, count: int) -> np.ndarray:
         """Returns int16[count]: from which source, counted in order, rows of the stream are."""
-        return np.concatenate(
-            [np.empty(0, np.int16), *(found for found, _ in self._drawn(first, count))]
-        )
-
-    def _drawn(self, first: int, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the sources of places that follow each other, and the rows given before them."""
-        for number, phase in enumerate(self._phases):
-            is_last = number + 1 == len(self._phases)
-            until = first + count if is_last else self._phases[number + 1].start
-            start, stop = max(first, phase.start), min(first + count, until)
-            if start < stop:
-                place = start - phase.start
-                yield (
-                    shares.sources_at(phase.parts, place, stop - start),
-                    phase.before + shares.counts_before(phase.parts, place),
-                )
+        return self._schedule.sources_at(first, count)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
@@ -218,22 +194,20 @@ class Mixture(IndexedPipeline):
         batch = {name: np.zeros((count, *s.shape[1:]), s.dtype) for name, s in spec.items()}
         if self.stop == "first" and self._end is not None:
             count = max(0, min(count, self._end - first))
-        done = 0
-        for drawn, before in self._drawn(first, count):
-            for number, (name, source) in enumerate(self.sources.items()):
-                places = done + np.flatnonzero(drawn == number)
-                for piece in _stream(source, self._lengths[name], int(before[number]), len(places)):
-                    here, places = np.split(places, [len(next(iter(piece.values())))])
-                    for leaf, values in piece.items():
-                        batch[leaf][here] = values
-            done += len(drawn)
+        drawn, before = self.sources_of(first, count), self._schedule.counts_before(first)
+        for number, (name, source) in enumerate(self.sources.items()):
+            places = np.flatnonzero(drawn == number)
+            for piece in _stream(source, self._lengths[name], int(before[number]), len(places)):
+                here, places = np.split(places, [len(next(iter(piece.values())))])
+                for leaf, values in piece.items():
+                    batch[leaf][here] = values
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
         return self.settings_fingerprint("batch_size", "stop", "unit") | {
             "weights": [
-                [phase.start // self.batch_size, dict(zip(self.sources, phase.parts, strict=True))]
-                for phase in self._phases
+                [batch, dict(zip(self.sources, parts, strict=True))]
+                for batch, parts in self._phases
             ],
             "sources": {name: source.fingerprint() for name, source in self.sources.items()},
         }
@@ -267,6 +241,8 @@ def _stream(
 
 
 def _tokens_per_row(source: IndexedPipeline, length: int | None) -> float:
+    if hasattr(source, "tokens_per_row"):
+        return max(1e-3, source.tokens_per_row())
     count = _NUM_MEASURED if length is None else min(length, _NUM_MEASURED)
     pieces = _stream(source, length, 0, count)
     return max(1.0, sum(int((piece["weights"] > 0).sum()) for piece in pieces)) / count

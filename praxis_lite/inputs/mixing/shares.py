@@ -1,21 +1,30 @@
 """Which source each row of a mixture is from, so that every beginning of it is as was asked for.
 
-Row j of a source with share w may be drawn at places floor((j - 1) / w) to ceil(j / w) - 1 of the
-mixture. The earliest of those whose time has come goes first, which keeps every source within one
-row of its share at every place: the P-fair schedule of Baruah, Cohen, Plaxton and Varvel (1996).
-The order repeats itself after as many rows as the shares' common denominator, so that counts at any
-place are looked up and not added up.
+The target of a source at a place is the sum of its shares at all places before. Row j of the source
+may be drawn from the first place on after which the target is above j. It is due, which means drawn
+before, at the first place where the target is at least j + 1. Of the rows that may be drawn, the
+one that is due first is drawn. This keeps every source within one row of its target at every place:
+the P-fair schedule of Baruah, Cohen, Plaxton and Varvel (1996), here with shares that may change.
+
+A row that may be drawn before a change can be due after it. The last rows before a change depend on
+the shares after it, therefore: no order that does not look ahead stays within one row.
+
+Between changes the order repeats itself after as many rows as the shares' common denominator, apart
+from some rows next to the changes. It is kept in pieces, so that counts at any place are looked up
+and not added up.
 """
 
-import functools
+import bisect
 import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-MOST_PARTS = 20_000  # Rows after which the order repeats itself, at most; it is made in 0.1 s.
+MOST_PARTS = 20_000  # Rows after which the order repeats itself, at most: 0.01 s to make.
 
 
 def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
@@ -34,52 +43,171 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
     return parts if sum(parts) <= MOST_PARTS else None
 
 
-@functools.lru_cache(maxsize=16)
-def order_of(parts: tuple[int, ...]) -> np.ndarray:
-    """Returns int16[sum(parts)]: the source at each place, until the order repeats itself."""
-    total = sum(parts)
-    waiting = [(0, source) for source, part in enumerate(parts) if part]
-    ready: list[tuple[int, int]] = []
-    drawn, order = [0] * len(parts), np.empty(total, np.int16)
-    for place in range(total):
-        while waiting and waiting[0][0] <= place:
-            _, source = heapq.heappop(waiting)
-            deadline = -(-(drawn[source] + 1) * total // parts[source])
-            heapq.heappush(ready, (deadline, source))
-        _, source = heapq.heappop(ready)
-        order[place] = source
-        drawn[source] += 1
-        if drawn[source] < parts[source]:
-            heapq.heappush(waiting, (drawn[source] * total // parts[source], source))
-    order.setflags(write=False)  # It is shared by every caller.
-    return order
+class Piece(NamedTuple):
+    """An order of sources that repeats itself from place `start` until place `stop`."""
+
+    start: int
+    stop: int | float  # Infinity in the last piece.
+    order: np.ndarray  # int16.
+    before: np.ndarray  # int64[sources]: the rows of each source before the start.
+
+    def counts_before(self, place: int) -> np.ndarray:
+        """Returns int64[sources]: the rows of each source before a place from start to stop."""
+        turns, rest = divmod(place - self.start, len(self.order))
+        in_turn, in_rest = (
+            np.bincount(one, minlength=len(self.before)) for one in (self.order, self.order[:rest])
+        )
+        return self.before + turns * in_turn + in_rest
 
 
-@functools.lru_cache(maxsize=16)
-def counts_of(parts: tuple[int, ...]) -> np.ndarray:
-    """Returns int64[sum(parts) + 1, sources]: the rows of each source before a place."""
-    is_source = order_of(parts)[:, None] == np.arange(len(parts))
-    counts = np.zeros((len(is_source) + 1, len(parts)), np.int64)
-    np.cumsum(is_source, axis=0, out=counts[1:])
-    counts.setflags(write=False)
-    return counts
+class Schedule:
+    """The source of each row of an endless stream whose shares may change.
+
+    Args:
+      phases: pairs (place, parts) in order, the first place 0. From the place on, the share of a
+        source is its part of the sum of the parts.
+    """
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
+        targets = [_Target(phases, source) for source in range(len(phases[0][1]))]
+        # Whether the shares change at a place where some target is no whole number.
+        self.has_fractions = any(one.denominator > 1 for own in targets for one in own.at_starts)
+        self.pieces: list[Piece] = []
+        given = np.zeros(len(targets), np.int64)
+        for number in range(len(phases)):
+            phase = _Phase(phases, number, targets)
+            for start, stop, period in phase.stretches():
+                piece = Piece(start, stop, phase.order(start, period, given), given)
+                self.pieces.append(piece)
+                if stop < math.inf:
+                    given = piece.counts_before(stop)
+
+    def counts_before(self, place: int) -> np.ndarray:
+        """Returns int64[sources]: how many rows of each source stand before any place."""
+        return self.pieces[self._piece_at(place)].counts_before(place)
+
+    def sources_at(self, first: int, count: int) -> np.ndarray:
+        """Returns int16[count]: the source at places first, first + 1, ..."""
+        found, place, stop = [np.empty(0, np.int16)], first, first + count
+        while place < stop:
+            piece = self.pieces[self._piece_at(place)]
+            until = int(min(stop, piece.stop))
+            found.append(piece.order[(np.arange(place, until) - piece.start) % len(piece.order)])
+            place = until
+        return np.concatenate(found)
+
+    def place_of(self, source: int, row: int) -> int | None:
+        """Returns the place of a source's row (counted from 0), or None if it is never drawn."""
+        number = bisect.bisect_right(self.pieces, row, key=lambda one: one.before[source]) - 1
+        piece = self.pieces[number]
+        in_turn = np.flatnonzero(piece.order == source)
+        if len(in_turn) == 0:
+            return None
+        turns, rest = divmod(row - int(piece.before[source]), len(in_turn))
+        return piece.start + turns * len(piece.order) + int(in_turn[rest])
+
+    def _piece_at(self, place: int) -> int:
+        return bisect.bisect_right(self.pieces, place, key=lambda one: one.start) - 1
 
 
-def counts_before(parts: tuple[int, ...], place: int) -> np.ndarray:
-    """Returns int64[sources]: how many rows of each source stand before a place, however far."""
-    turns, rest = divmod(place, sum(parts))
-    return turns * np.array(parts, np.int64) + counts_of(parts)[rest]
+class _Target:
+    """The rows that a source should have given before a place: a line in each phase."""
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[int]]], source: int) -> None:
+        self._phases, self._source = phases, source
+        rises = (
+            Fraction(parts[source] * (end - start), sum(parts))
+            for (start, parts), (end, _) in pairwise(phases)
+        )
+        self.at_starts = list(accumulate(rises, initial=Fraction(0)))
+
+    def place_reaching(self, goal: int) -> int | float:
+        """Returns the first place where the target is at least `goal`, or infinity."""
+        number = max(0, bisect.bisect_left(self.at_starts, goal) - 1)
+        start, parts = self._phases[number]
+        if parts[self._source] == 0:
+            return math.inf
+        rise = goal - self.at_starts[number]
+        return start + math.ceil(rise * sum(parts) / parts[self._source])
 
 
-def sources_at(parts: tuple[int, ...], first: int, count: int) -> np.ndarray:
-    """Returns int16[count]: the source at places first, first + 1, ..."""
-    return order_of(parts)[(first + np.arange(count)) % sum(parts)]
+class _Phase:
+    """The places between two changes of shares."""
 
+    def __init__(
+        self, phases: Sequence[tuple[int, Sequence[int]]], number: int, targets: Sequence[_Target]
+    ) -> None:
+        is_last = number + 1 == len(phases)
+        self._start, self._parts = phases[number]
+        self._end = math.inf if is_last else phases[number + 1][0]
+        self._turn = sum(self._parts)
+        self._at_start = [own.at_starts[number] for own in targets]
+        self._at_end = self._at_start if is_last else [own.at_starts[number + 1] for own in targets]
+        # Where the row of a source is due that is begun at the end: its target is part of the row.
+        self._late_dues = [
+            own.place_reaching(math.ceil(target))
+            for own, target in zip(targets, self._at_end, strict=True)
+        ]
 
-def place_of(parts: tuple[int, ...], source: int, row: int) -> int:
-    """Returns the place at which a source's row (counted from 0) is drawn."""
-    turns, rest = divmod(row, parts[source])
-    return turns * sum(parts) + int(np.flatnonzero(order_of(parts) == source)[rest])
+    def stretches(self) -> list[tuple[int, int | float, int]]:
+        """Returns (start, stop, period) of up to three pieces: first rows, full turns, last rows.
+
+        The first rows differ by those that are begun at the start, until these are due. If the
+        source of such a row has no share now, the row goes where no other may be drawn: in the
+        first turn or never. The last rows differ by those that are begun at the end.
+        """
+        start, end, turn = self._start, self._end, self._turn
+        begun = zip(self._at_start, self._parts, strict=True)
+        is_paused = any(target.denominator > 1 and part == 0 for target, part in begun)
+        first = start + (turn if is_paused else self._longest_begun(self._at_start))
+        last = end if end == math.inf else end - self._longest_begun(self._at_end)
+        if last - first <= turn:
+            return [(start, end, end - start)]
+        three = [(start, first, first - start), (first, last, turn), (last, end, end - last)]
+        return [one for one in three if one[0] < one[1]]
+
+    def _longest_begun(self, targets: Sequence[Fraction]) -> int:
+        """Returns the most places in which a target that is not whole rises by one."""
+        begun = zip(targets, self._parts, strict=True)
+        return max(
+            (-(-self._turn // part) for target, part in begun if target.denominator > 1 and part),
+            default=0,
+        )
+
+    def order(self, first: int, count: int, given: np.ndarray) -> np.ndarray:
+        """Returns int16[count]: the sources at places first, first + 1, ...
+
+        Args:
+          given: the rows of each source before place `first`.
+        """
+        turn, parts, rows = self._turn, self._parts, given.tolist()
+        # The target at place n is (offset + part * n) / turn.
+        offsets = [
+            target * turn - part * self._start
+            for target, part in zip(self._at_start, parts, strict=True)
+        ]
+        lower, upper = [math.floor(one) for one in offsets], [math.ceil(one) for one in offsets]
+        waiting, ready = [], []
+        for source, part in enumerate(parts):
+            if part:
+                waiting.append(((rows[source] * turn - upper[source]) // part, source))
+            elif rows[source] < self._at_start[source]:
+                ready.append((self._late_dues[source], source))
+        heapq.heapify(waiting)
+        heapq.heapify(ready)
+        order = np.empty(count, np.int16)
+        for index in range(count):
+            while waiting and waiting[0][0] <= first + index:
+                _, source = heapq.heappop(waiting)
+                due = -((lower[source] - (rows[source] + 1) * turn) // parts[source])
+                late = due > self._end
+                heapq.heappush(ready, (self._late_dues[source] if late else due, source))
+            _, source = heapq.heappop(ready)
+            order[index] = source
+            rows[source] += 1
+            if part := parts[source]:
+                heapq.heappush(waiting, ((rows[source] * turn - upper[source]) // part, source))
+        return order
 
 
 def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:

@@ -155,6 +155,7 @@ class FromGrainIter(_OfGrain):
     """
 
     num_batches: int | None = None
+    replays = True
     _KIND = "IterDataset"
     _INSTEAD = "FromGrain takes a MapDataset; FromDataset takes a tf.data.Dataset."
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,17 @@ class PackedText(PackedRows):
     def table(self) -> Packing:
         """Which pieces of which documents each row has."""
         chosen = self.documents.of_split(self.split)
+        num_documents = len(chosen)
         if self.shuffle:
             chosen = chosen[epoch_order(self.seed, 0, len(chosen))]
-        counts = self.documents.lengths[chosen] - 1
+        counts, num_cut = self.documents.lengths[chosen] - 1, 0
         if not self.split_documents and self.too_long != "split":
             is_long = counts > self.seq_len
             if self.too_long == "refuse" and is_long.any():
                 self._refuse(int(chosen[np.flatnonzero(is_long)[0]]))
             if self.too_long == "drop":
                 chosen, counts = chosen[~is_long], counts[~is_long]
+            num_cut = int((counts > self.seq_len).sum())
             counts = counts.clip(max=self.seq_len)
         if self.split_documents:
             found = without_gaps(counts, self.seq_len)
@@ -101,6 +104,15 @@ class PackedText(PackedRows):
             found = first_fit(counts, self.seq_len, self.window)
         else:
             found = unpacked(counts, self.seq_len)
+        num_labels = int(found.counts.sum(dtype=np.int64))
+        full = 100 * num_labels / max(1, found.num_rows * self.seq_len)
+        changes = [f"{num_documents - len(chosen):,} dropped"] if self.too_long == "drop" else []
+        changes += [f"{num_cut:,} cut"] if num_cut else []
+        _log.info(
+            "%s: %s documents, %s tokens, in %s rows of %s, %.1f%% full%s", self.split,
+            *(f"{x:,}" for x in (len(chosen), num_labels, found.num_rows, self.seq_len)), full,
+            f"; longer than a row: {', '.join(changes)}" if changes else "",
+        )
         return found._replace(documents=chosen[found.documents])
 
     def _refuse(self, document: int) -> None:
@@ -143,3 +155,6 @@ class PackedText(PackedRows):
             "split", "batch_size", "seq_len", "seed", "shuffle", "packing", "split_documents",
             "too_long", "window", "documents",
         )
+
+
+_log = logging.getLogger(__name__)
