@@ -15,6 +15,7 @@ from praxis_lite import Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
+from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
@@ -35,9 +36,9 @@ class LanguageModelTask(Task):
     """Trains a model of (ids [B, T]) -> (logits [B, T, V], cache) on next tokens; decodes from it.
 
     Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T], and, for models with a
-    `compute_loss`, optional `segment_ids`, `segment_pos` int32 [B, T] (packed rows), `paddings`
-    float32 [B, T] and `inputs_indicator` (prefix models). To decode: `ids` int32 [B, P],
-    `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
+    `compute_loss`, optional `segment_ids`, `segment_pos` int32 [B, T] (packed rows, which other
+    models refuse), `paddings` float32 [B, T] and `inputs_indicator` (prefix models). To decode:
+    `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
 
     Args:
       model, learner, inputs_split_mapping, fprop_dtype: see Task.
@@ -191,8 +192,26 @@ def _outputs_of(
             segment_ids = given.get("segment_ids", jnp.ones_like(ids))
             given["paddings"] = paddings_with_filler(weights, given.get("paddings"), segment_ids)
         return model.compute_loss(ids, labels, weights, key=key, **given)
+    require_unpacked(inputs, f"{type(model).__name__} has no compute_loss, and")
     outputs = outputs_of_logits(model(ids, key=key)[0], labels, weights)
     return {**outputs, "total_loss": outputs["avg_xent"]}
+
+
+def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
+    """Checks that a batch is not packed, where segments would be read by nobody.
+
+    Args:
+      why: whose fault it is, the beginning of the message.
+
+    Raises:
+      ConfigError: it has `segment_ids`.
+    """
+    if "segment_ids" in inputs:
+        raise ConfigError(
+            f"{why} is given no segment_ids: documents that share a row would see each other. "
+            "Train a model whose compute_loss takes segment_ids and positions, or batches without "
+            "the leaf 'segment_ids', a document in each row."
+        )
 
 
 def outputs_of_logits(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from praxis_lite.errors import require
 from praxis_lite.layers import reference_of
 from praxis_lite.task import WeightedScalars
-from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.language_model import LanguageModelTask, require_unpacked
 
 # B pairs, T time; the chosen answer first.
 
@@ -51,6 +51,7 @@ class DpoTask(LanguageModelTask):
         pairs in which it is positive by more than rounding, as no pair is of a model that still is
         the reference.
         """
+        require_unpacked(inputs, "DpoTask compares pairs of answers, a row each, and its model")
         reference = reference_of(model)
         before = jax.lax.stop_gradient(_log_probs(reference, inputs, None))
         log_probs = _log_probs(model, inputs, key)

@@ -212,3 +212,8 @@ def test_what_layers_add_to_the_loss_and_report_are_metrics_too():
         "aux_loss": 1.0, "dropped": 2.0,
     }
     assert {float(weight) for _, weight in metrics.values()} == {7.5}
+
+
+def test_packed_rows_are_refused_where_a_model_would_not_hear_of_segments():
+    with pytest.raises(ConfigError, match="function has no compute_loss, .*see each other"):
+        metrics_of({**BATCH, "segment_ids": BATCH["ids"]})

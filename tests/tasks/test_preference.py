@@ -151,3 +151,8 @@ def test_a_model_without_a_reference_is_refused():
     spec = PreferenceData(None, "train", 6, 600, shuffle=True).element_spec()
     with pytest.raises(ConfigError, match="neither adapters nor a frozen copy"):
         partitioner.trace("train", spec)
+
+
+def test_packed_pairs_are_refused():
+    with pytest.raises(ConfigError, match="DpoTask compares pairs .*is given no segment_ids"):
+        task_of("none").compute_loss(None, {"segment_ids": np.ones((2, 2, 3), np.int32)}, None)

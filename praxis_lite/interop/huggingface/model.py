@@ -98,15 +98,15 @@ class HuggingFaceModel:
         Args:
           ids: int [B, T].
           attention_mask: [B, T], 0 for padding, on the right or on the left; no token sees it.
-          position_ids: int [B, T]; None: where there is a mask the number of true tokens before,
-            else 0 to T - 1.
+          position_ids: int [B, T]; None: from 0 in each segment; without segments, where there is
+            a mask, the number of true tokens before, else 0 to T - 1.
           segment_ids: int [B, T], of packed rows: tokens see their own segment; 0 is padding.
         """
         ids = np.asarray(ids, np.int32)
         given: dict[str, Any] = {}
         if attention_mask is not None:
             mask = np.asarray(attention_mask) != 0
-            if position_ids is None:
+            if position_ids is None and segment_ids is None:
                 position_ids = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
             if segment_ids is not None:
                 segment_ids = np.where(mask, segment_ids, 0)

@@ -62,7 +62,7 @@ class DotProductAttention(AttentionHeads):
       atten_logit_cap: cap logits by tanh; 0.0: no cap.
       attention_extra_logit: a logit beside the keys' that takes weight and gives nothing.
       attention_sinks: such a logit for each head, which is learned (arXiv:2309.17453).
-      zero_fully_masked: zeros for a query that sees no key, instead of an average.
+      zero_fully_masked: zeros for a query that sees no key, as across, instead of an average.
       use_rotary_position_emb: rotate queries and keys by their positions.
       ln_tpl: norm of queries and keys, after rotation as in Pax, called with (K, rngs=).
       ln_before_rotary: it comes before the rotation, as in Qwen 3 and Gemma 3.
@@ -184,6 +184,7 @@ class DotProductAttention(AttentionHeads):
         paddings: jax.Array | None = None,
         encoded_paddings: jax.Array | None = None,
         encoded_segment_ids: jax.Array | None = None,
+        encoded_positions: jax.Array | None = None,
         atten_mask: jax.Array | None = None,
         key: jax.Array | None = None,
         cache: Cache | None = None,
@@ -201,16 +202,17 @@ class DotProductAttention(AttentionHeads):
           positions: int [B or 1, T], consecutive in T; None: 0 to T - 1.
           segment_ids: int [B, T]; tokens see their own segment.
           paddings: [B, T], 1.0 for padding, which no token sees.
-          encoded_paddings, encoded_segment_ids: the same of `encoded`, [B, S].
+          encoded_paddings, encoded_segment_ids, encoded_positions: the same of `encoded`, [B, S].
+            Tokens that see none of it get zeros, but for padding (segment 0).
           atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is unseen where it is below half of
             LARGE_NEGATIVE. It is not added to the logits.
           key: turns dropout on.
         """
-        check_call(self, inputs, encoded, cache, atten_mask)
+        check_call(self, inputs, encoded, cache, atten_mask, segment_ids)
         rows = {
             "encoded": encoded, "positions": positions, "segment_ids": segment_ids,
-            "paddings": paddings, "encoded_paddings": encoded_paddings,
-            "encoded_segment_ids": encoded_segment_ids, "atten_mask": atten_mask,
+            "paddings": paddings, "atten_mask": atten_mask, "encoded_paddings": encoded_paddings,
+            "encoded_segment_ids": encoded_segment_ids, "encoded_positions": encoded_positions,
         }
         axis = axis_by_hand(self, self.features_split) if cache is None else None
         if axis is None:
@@ -238,17 +240,14 @@ class DotProductAttention(AttentionHeads):
         """
         encoded, positions, segment_ids = map(rows.get, ("encoded", "positions", "segment_ids"))
         atten_mask = rows.get("atten_mask")
-        if positions is None:
-            # Made here they are a constant of the program, and XLA folds the rotary sines and
-            # cosines. Handed into a scan, they would cost it these for each head of each layer.
-            positions = _arange(inputs.shape[1])
+        # Made here they are a constant of the program, and XLA folds the rotary sines and cosines.
+        # Handed into a scan, they would cost it these for each head of each layer.
+        positions = _positions(positions, inputs)
         is_cross = self.is_cross_attention or encoded is not None
         if is_cross:
-            kv_positions = None if encoded is None else _arange(encoded.shape[1])
-            # With a cache a row is one segment, and its padding is segment 0.
-            own_segments = None if cache is not None else segment_ids
+            kv_positions = _positions(rows.get("encoded_positions"), encoded)
             mask = cross_attention_mask(
-                own_segments, rows.get("encoded_paddings"), rows.get("encoded_segment_ids")
+                segment_ids, rows.get("encoded_paddings"), rows.get("encoded_segment_ids")
             )
         else:
             encoded, kv_positions = inputs, positions
@@ -263,17 +262,15 @@ class DotProductAttention(AttentionHeads):
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
             if not is_cross:
-                start_B = jnp.broadcast_to(positions, inputs.shape[:2])[:, 0]
-                cache = append(cache, kv, start_B)
+                cache = append(cache, kv, positions)
                 mask = AttentionMask(self.left_context, 0, q_index_BT=positions)
             else:
                 if kv is not None:
                     cache = keep_encoded(cache, kv, mask.kv_visible_BS)
                 mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
             kv = cache = self._kv_laid_out(cache)
-            kv_positions = _arange(cache["key"].shape[1])
-        relative_bias = self.relative_bias
-        bias = None if relative_bias is None else relative_bias(positions, kv_positions)
+            kv_positions = _positions(None, cache["key"])
+        bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         encoded_BTNK = attend(
             self.atten_kernel,
             q_BTNK,
@@ -290,10 +287,14 @@ class DotProductAttention(AttentionHeads):
             split=self.activation_split_dims_mapping,
             sinks_N=None if self.sinks is None else self.sinks[...],
         )
+        if is_cross:
+            encoded_BTNK = mask.zeros_where_none_is_seen(encoded_BTNK, kv["key"].shape[1])
         # Rotary positions may give float32.
         encoded_BTNK = checkpoint_name(self._laid_out(encoded_BTNK.astype(inputs.dtype)), "context")
         return constrain(self.post(encoded_BTNK), self.output_split_dims_mapping), cache
 
 
-def _arange(length: int) -> jax.Array:
-    return jnp.arange(length, dtype=jnp.int32)[None, :]
+def _positions(given: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
+    """Returns the positions of x [B, T, ...]: 0 to T - 1 if none are given; None without an x."""
+    is_known = given is not None or x is None
+    return given if is_known else jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

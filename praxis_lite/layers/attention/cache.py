@@ -41,8 +41,9 @@ def empty_cache(
     return cache
 
 
-def append(cache: Cache, new: Cache, start_B: jax.Array) -> Cache:
-    """Returns the cache with each row's T new keys and values [B, T, G, K] at the row's start."""
+def append(cache: Cache, new: Cache, positions: jax.Array) -> Cache:
+    """Returns the cache with T new keys and values [B, T, G, K] from each row's first position."""
+    start_B = jnp.broadcast_to(positions, new["key"].shape[:2])[:, 0]
 
     def write_row(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0, 0))

@@ -112,12 +112,26 @@ def check_contexts(
     )
 
 
+def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None) -> None:
+    """Checks that no segments come with a cache, which would not hide one from another.
+
+    Raises:
+      ConfigError: they do; names the layer's class.
+    """
+    if cache is not None and segment_ids is not None:
+        raise ConfigError(
+            f"{type(layer).__name__}: the call hands a cache and segment_ids. With a cache a row "
+            "is one segment: give each sequence a row of its own, and leave segment_ids out."
+        )
+
+
 def check_call(
     layer: Any,
     inputs: jax.Array,
     encoded: jax.Array | None,
     cache: Any,
     atten_mask: jax.Array | None,
+    segment_ids: jax.Array | None,
 ) -> None:
     """Checks that attention has what it attends to, and a cache and mask of the right kind.
 
@@ -143,6 +157,7 @@ def check_call(
             f"(its shape is {atten_mask.shape}): wanted is [B or 1, 1, 1 or T, S]. Or set "
             "tensor_parallel=None."
         )
+    require_one_segment(layer, cache, segment_ids)
     attends_to_itself = not layer.is_cross_attention and encoded is None
     if atten_mask is not None and attends_to_itself and layer.refuses_mask:
         raise ConfigError(

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
@@ -148,6 +149,7 @@ class MultiHeadLatentAttention(BaseLayer):
                 "MultiHeadLatentAttention takes no atten_mask: it is causal. Hand segment_ids or "
                 "paddings, or use DotProductAttention."
             )
+        require_one_segment(self, cache, segment_ids)
         if positions is None:
             positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :]
         q_BTNK, q_BTNR = self._queries(inputs, positions)

@@ -65,6 +65,20 @@ class AttentionMask:
             return None
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
+    def zeros_where_none_is_seen(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
+        """Returns what queries attended, or zeros for those that see no key.
+
+        These got the mean of all values, other segments' among them. Queries of segment 0, which is
+        padding, keep that, as in Pax.
+        """
+        visible_BTS = self.visible(attended_BTNK.shape[1], num_keys)
+        if visible_BTS is None:
+            return attended_BTNK
+        keeps_BT = jnp.any(visible_BTS, axis=-1)
+        if self.q_segments_BT is not None:
+            keeps_BT |= self.q_segments_BT == 0
+        return jnp.where(keeps_BT[:, :, None, None], attended_BTNK, 0)
+
 
 def cross_attention_mask(
     segment_ids: jax.Array | None,

@@ -32,8 +32,10 @@ class TransformerFeedForwardMoe(ResidualBranch):
     """Returns `x + experts(norm(x))`: [B, T, D] -> [B, T, D], each token through a few experts.
 
     GShard, arXiv:2006.16668. Tokens are routed in groups; an expert takes at most its capacity of
-    each (`routing.expert_capacity`) and adds nothing to the tokens beyond. Padding is not routed,
-    and rows of nothing but padding enter none of what a pass reports:
+    each (`routing.expert_capacity`) and adds nothing to the tokens beyond. Documents packed into a
+    row compete for its seats: what one gets depends on the others, unless nothing is dropped
+    (dropless=True, gating_func="dense_top2"). Padding is not routed, and rows of nothing but
+    padding enter none of what a pass reports:
 
       aux_moe_load_balance_loss, aux_moe_router_z_loss: what is added to the training loss;
       over_capacity_ratio: the share of choices dropped;

@@ -223,15 +223,16 @@ def expert_load(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: i
 def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
     """Returns at each token the mean of its segment, [B, T, D]; 0 at tokens of segment 0.
 
-    Without segments a row is one. arXiv:2110.03742, section 3.1; segment ids are below T.
+    Without segments a row is one. arXiv:2110.03742, section 3.1; segment ids are at most T.
     """
     if segment_ids_BT is None:
         mean = jnp.mean(inputs_BTD, axis=1, keepdims=True)
         return jnp.broadcast_to(mean, inputs_BTD.shape)
 
     def of_row(x_TD: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
-        total = jax.ops.segment_sum(x_TD, segment_ids_T, num_segments=x_TD.shape[0])
-        count = jnp.bincount(segment_ids_T, length=x_TD.shape[0])[:, None]
+        num_segments = x_TD.shape[0] + 1  # Of T segments of one token each the last is T.
+        total = jax.ops.segment_sum(x_TD, segment_ids_T, num_segments=num_segments)
+        count = jnp.bincount(segment_ids_T, length=num_segments)[:, None]
         mean = total / jnp.maximum(count, 1).astype(total.dtype)
         return jnp.where(segment_ids_T[:, None] == 0, 0, mean[segment_ids_T])
 

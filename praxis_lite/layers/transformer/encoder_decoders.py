@@ -18,6 +18,7 @@ from praxis_lite.layers.transformer.conditioned_decoders import ConditionedDecod
 from praxis_lite.layers.transformer.model_parts import (
     embed,
     position_embedding,
+    positions_in_segments,
     repeated_block,
     with_positions,
     with_total_loss,
@@ -145,8 +146,11 @@ class TransformerEncoderDecoder(BaseLayer):
             much each counts.
           key: turns dropout on.
           kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding; of packed rows
-            input_segment_ids, input_segment_pos, target_segment_ids and target_segment_pos, where
-            targets see the inputs of their own segment.
+            input_segment_ids and target_segment_ids, and input_segment_pos and target_segment_pos,
+            from 0 in each segment if they are missing. Targets see the inputs of their own segment.
+
+        Raises:
+          ConfigError: of inputs and targets one has segments, and the other has not.
         """
         x = self._activations(inputs, targets, key=key, **kwargs)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -165,9 +169,10 @@ class TransformerEncoderDecoder(BaseLayer):
         lookups = (self.encoder_embedding_lookup, self.decoder_embedding_lookup, self.softmax)
         x = embed(next(layer for layer in lookups if layer is not None), inputs)
         position_emb = self.position_emb or self.encoder_position_emb
+        positions = positions_in_segments(input_segment_pos, input_segment_ids)
         x, _ = self.encoder(
-            with_positions(position_emb, x, input_segment_pos),
-            positions=input_segment_pos,
+            with_positions(position_emb, x, positions),
+            positions=positions,
             segment_ids=_segments(input_segment_ids, input_paddings),
             paddings=input_paddings,
             key=key,
@@ -181,6 +186,7 @@ class TransformerEncoderDecoder(BaseLayer):
         encoded: jax.Array | None = None,
         input_paddings: jax.Array | None = None,
         input_segment_ids: jax.Array | None = None,
+        input_segment_pos: jax.Array | None = None,
         target_paddings: jax.Array | None = None,
         target_segment_ids: jax.Array | None = None,
         target_segment_pos: jax.Array | None = None,
@@ -200,10 +206,12 @@ class TransformerEncoderDecoder(BaseLayer):
             segments = {
                 "segment_ids": _segments(target_segment_ids, target_paddings),
                 "encoded_segment_ids": _segments(input_segment_ids, input_paddings),
+                "encoded_positions": positions_in_segments(input_segment_pos, input_segment_ids),
             }
+        positions = positions_in_segments(target_segment_pos, target_segment_ids)
         x, cache = self.decoder(
-            with_positions(position_emb, x, target_segment_pos),
-            positions=target_segment_pos,
+            with_positions(position_emb, x, positions),
+            positions=positions,
             paddings=target_paddings,
             encoded=encoded,
             encoded_paddings=input_paddings,
@@ -236,9 +244,14 @@ class TransformerEncoderDecoder(BaseLayer):
     def _activations(
         self, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None, **kwargs: Any
     ) -> jax.Array:
+        if (kwargs.get("input_segment_ids") is None) != (kwargs.get("target_segment_ids") is None):
+            raise ConfigError(
+                "TransformerEncoderDecoder got only one of input_segment_ids and "
+                "target_segment_ids. In packed rows targets see the inputs of their own segment: "
+                "hand it both, or neither."
+            )
         encoder_key, decoder_key = split_keys(key, 2)
         of_inputs = {name: x for name, x in kwargs.items() if name.startswith("input_")}
-        kwargs.pop("input_segment_pos", None)  # The decoder's alone are the targets'.
         encoded = self.encode(inputs, **of_inputs, key=encoder_key)
         return self.decode(targets, encoded=encoded, key=decoder_key, **kwargs)[0]
 

@@ -38,6 +38,23 @@ def position_embedding(
     return template(max_seq_length=max_seq_length, embedding_dims=model_dims, rngs=rngs)
 
 
+def positions_in_segments(
+    positions: jax.Array | None, segment_ids: jax.Array | None
+) -> jax.Array | None:
+    """Returns the positions; without any those of packed rows, from 0 in each segment, or None.
+
+    Args:
+      positions: int [B, T].
+      segment_ids: int [B, T], tokens of one segment side by side; None: a row is one, whose
+        positions need no array.
+    """
+    if positions is not None or segment_ids is None:
+        return positions
+    index_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
+    begins_BT = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index_BT - jax.lax.cummax(jnp.where(begins_BT, index_BT, 0), axis=1)
+
+
 def with_positions(
     position_emb: Any, x: jax.Array, positions: jax.Array | None
 ) -> jax.Array:

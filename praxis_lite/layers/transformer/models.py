@@ -21,6 +21,7 @@ from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.transformer.model_parts import (
     embed,
     position_embedding,
+    positions_in_segments,
     repeated_block,
     with_positions,
     with_total_loss,
@@ -136,7 +137,7 @@ class TransformerLm(BaseLayer):
 
         Args:
           ids: int [B, T].
-          positions: int [B, T], consecutive (in each segment); None: 0 to T - 1.
+          positions: int [B, T], consecutive in each segment; None: in each from 0.
           segment_ids: int [B, T], of packed rows: a token sees its own segment; 0 is padding.
           paddings: [B, T], 1.0 for padding.
           inputs_indicator: [B, T] of model_type "prefix", 1 for a token of the prefix.
@@ -191,6 +192,7 @@ class TransformerLm(BaseLayer):
                 f"{'missing' if inputs_indicator is None else 'given'}. It says which tokens are "
                 'the prefix of model_type "prefix", and no other type takes it.'
             )
+        positions = positions_in_segments(positions, segment_ids)
         x = embed(self.softmax if self.embedding_lookup is None else self.embedding_lookup, ids)
         x = with_positions(self.position_emb, x, positions)
         inputs = {"positions": positions, "segment_ids": segment_ids, "paddings": paddings}

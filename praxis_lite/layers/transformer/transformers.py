@@ -171,6 +171,7 @@ class Transformer(BaseLayer):
         encoded: jax.Array | None = None,
         encoded_paddings: jax.Array | None = None,
         encoded_segment_ids: jax.Array | None = None,
+        encoded_positions: jax.Array | None = None,
         key: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
@@ -235,6 +236,7 @@ class Transformer(BaseLayer):
                 "encoded": encoded,
                 "encoded_paddings": encoded_paddings,
                 "encoded_segment_ids": encoded_segment_ids,
+                "encoded_positions": encoded_positions,
             }
             outputs = normed_branch(
                 self.norm_policy,

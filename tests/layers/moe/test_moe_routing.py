@@ -173,3 +173,14 @@ def test_expert_load_is_relative_to_the_mean():
     load = moe_routing.expert_load(experts, gates > 0, E)
     count = np.bincount(np.asarray(experts)[IS_TOKEN].reshape(-1), minlength=E)
     np.testing.assert_allclose(load, count / count.mean(), rtol=1e-6)
+
+
+def test_the_mean_of_a_sentence_is_of_its_tokens_alone_and_padding_has_none():
+    # In the last row each token is a sentence, so that there are as many as tokens.
+    segments = np.array([[1, 1, 2, 3, 0], [1, 0, 0, 0, 0], [1, 2, 3, 4, 5]])
+    x = RNG.normal(size=(3, 5, D)).astype(np.float32)
+    found = jax.jit(moe_routing.sentence_means)(x, segments)
+    for row, token in np.ndindex(3, 5):
+        is_same = segments[row] == segments[row, token]
+        wanted = x[row, is_same].mean(axis=0) if segments[row, token] else np.zeros(D)
+        np.testing.assert_allclose(found[row, token], wanted, rtol=1e-6, atol=1e-6)
