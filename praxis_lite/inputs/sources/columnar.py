@@ -14,6 +14,7 @@ from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
+from praxis_lite.inputs.sources.record_files import write_arrow
 
 # Rows of a copy that are found together: fewer are found faster, more make fewer batches.
 _ROWS_PER_BATCH = 256
@@ -110,7 +111,8 @@ class Parquet(ArrowFiles):
                 with kept.locked(self.cache_folder()):
                     if not os.path.exists(copy):
                         _log.info("copying %s into %s, to find any row", index.path, copy)
-                        _copy(index.path, copy)
+                        with _parquet(index.path) as file:
+                            write_arrow(copy, file, _ROWS_PER_BATCH)
             self._open[index.path] = _batches(copy)
         return self._open[index.path]
 
@@ -145,33 +147,6 @@ def _parquet(path: str) -> Any:
             f"{path} is no whole Parquet file: {error}. Make or copy it again, or leave it out "
             "of files."
         ) from None
-
-
-def _copy(path: str, copy: str) -> None:
-    """Copies a Parquet file into an Arrow file of batches of the same size, but for the last."""
-    import pyarrow
-    from pyarrow import ipc
-
-    partial = f"{copy}.{os.getpid()}"
-    try:
-        with _parquet(path) as file, ipc.new_file(partial, file.schema_arrow) as writer:
-            waiting: list[Any] = []
-            num_waiting = 0
-            for batch in file.iter_batches(_ROWS_PER_BATCH):
-                waiting.append(batch)
-                num_waiting += batch.num_rows
-                if num_waiting >= _ROWS_PER_BATCH:
-                    table = pyarrow.Table.from_batches(waiting).combine_chunks()
-                    writer.write_batch(table.slice(0, _ROWS_PER_BATCH).to_batches()[0])
-                    waiting = table.slice(_ROWS_PER_BATCH).to_batches()
-                    num_waiting -= _ROWS_PER_BATCH
-            if num_waiting:
-                table = pyarrow.Table.from_batches(waiting).combine_chunks()
-                writer.write_batch(table.to_batches()[0])
-        os.replace(partial, copy)
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
 
 
 def _value(scalar: Any) -> Any:

@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import functools
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -83,10 +82,13 @@ class HuggingFaceDataset(_Prepared):
 
     @functools.cached_property
     def dataset(self) -> Any:
-        library = _library("datasets", "datasets", "HuggingFaceDataset")
+        try:
+            import datasets
+        except ImportError as error:
+            raise _not_installed("datasets", "HuggingFaceDataset", error) from None
         folder = Path(self.path).expanduser()
         try:
-            found = library.load_from_disk(str(folder))
+            found = datasets.load_from_disk(str(folder))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{folder} holds no dataset of Hugging Face's: {error}. Write one with "
@@ -128,11 +130,14 @@ class Tfds(_Prepared):
 
     @functools.cached_property
     def _builder(self) -> Any:
-        library = _library("tensorflow_datasets", "tensorflow-datasets", "Tfds")
+        try:
+            import tensorflow_datasets as tfds
+        except ImportError as error:
+            raise _not_installed("tensorflow-datasets", "Tfds", error) from None
         folder = Path(self.path).expanduser()
         try:
-            return library.builder_from_directory(str(folder))
-        except (OSError, ValueError, library.core.registered.DatasetNotFoundError) as error:
+            return tfds.builder_from_directory(str(folder))
+        except (OSError, ValueError, tfds.core.registered.DatasetNotFoundError) as error:
             raise ConfigError(
                 f"{folder} holds no dataset of TFDS: {error}. Name the folder of a version, with "
                 "its dataset_info.json."
@@ -169,13 +174,8 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
 
 
-def _library(name: str, package: str, wanted_by: str) -> ModuleType:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{wanted_by} reads with {package}, which is not installed ({error}). Install it: pip "
-            f"install 'praxis_lite[data]' (or: pip install {package})."
-        ) from None
+def _not_installed(package: str, wanted_by: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"{wanted_by} reads with {package}, which is not installed ({error}). Install it: pip "
+        f"install 'praxis_lite[data]' (or: pip install {package})."
+    )

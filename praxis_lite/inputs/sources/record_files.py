@@ -1,7 +1,6 @@
-"""ArrayRecord files: records written in small compressed groups, each read by its number."""
+"""Copies in which any row is found: ArrayRecord files of records, Arrow files of columns."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from praxis_lite.errors import not_written
@@ -59,8 +58,31 @@ class RecordWriter:
                 raise not_written(self._path, OSError(0, str(failure))) from None
 
 
-def write_records(path: str, records: Sequence[bytes]) -> None:
-    """Writes an ArrayRecord file. Raises ConfigError if the disk does not take it."""
-    with RecordWriter(path) as writer:
-        for record in records:
-            writer.write(record)
+def write_arrow(path: str, parquet: Any, rows_per_batch: int) -> None:
+    """Copies a pyarrow ParquetFile into an Arrow file, all of whose batches but the last are full.
+
+    The file is there whole or not at all.
+    """
+    import pyarrow
+    from pyarrow import ipc
+
+    partial, waiting, num_waiting = f"{path}.{os.getpid()}.partial", [], 0
+    try:
+        with ipc.new_file(partial, parquet.schema_arrow) as writer:
+            for batch in parquet.iter_batches(rows_per_batch):
+                waiting.append(batch)
+                num_waiting += batch.num_rows
+                if num_waiting >= rows_per_batch:
+                    table = pyarrow.Table.from_batches(waiting).combine_chunks()
+                    writer.write_batch(table.slice(0, rows_per_batch).to_batches()[0])
+                    waiting = table.slice(rows_per_batch).to_batches()
+                    num_waiting -= rows_per_batch
+            if num_waiting:
+                table = pyarrow.Table.from_batches(waiting).combine_chunks()
+                writer.write_batch(table.to_batches()[0])
+        os.replace(partial, path)
+    except OSError as error:
+        raise not_written(path, error) from None
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
