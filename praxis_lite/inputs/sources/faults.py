@@ -22,25 +22,20 @@ class BadExample(ConfigError):
 
     Attributes:
       fault: the name of what is wrong, of FAULTS.
+      without_skip: the message, for what has no `skip`.
     """
 
     def __init__(self, fault: str, where: str, found: str, fix: str):
+        self.fault, self._given = fault, (fault, where, found, fix)
+        self.without_skip = f"{where} {found}. {fix}"
         super().__init__(
-            f"{where} {found}. {fix} Or leave out what is like it, and have it counted: "
+            f"{self.without_skip} Or leave out what is like it, and have it counted: "
             f"skip=[{fault!r}] of the source."
         )
-        self.fault = fault
 
     def __reduce__(self) -> tuple:
-        # Worker processes send it as the message and the fault.
-        return _remade, (str(self), self.fault)
-
-
-def _remade(message: str, fault: str) -> BadExample:
-    made = BadExample.__new__(BadExample)
-    ValueError.__init__(made, message)
-    made.fault = fault
-    return made
+        # Worker processes send it as what it was made of.
+        return BadExample, self._given
 
 
 def applied(

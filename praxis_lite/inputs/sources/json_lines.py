@@ -22,7 +22,7 @@ from praxis_lite.inputs.sources.record_files import RecordFile, RecordWriter
 
 COMPRESSED = (".gz", ".zst")
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
-_DAMAGED = (EOFError, OSError, zlib.error)
+DAMAGED = (EOFError, OSError, zlib.error)
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,7 +44,7 @@ class JsonLines(FileSource):
                         numbers.append(number)
                         copy(line)
                     place += len(line)
-            except _DAMAGED as error:
+            except DAMAGED as error:
                 values["truncated"] = f"after line {number:,} it cannot be read ({error})"
         arrays = {}
         if not _is_compressed(path):

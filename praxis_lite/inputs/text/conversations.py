@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.json_lines import DAMAGED, opened_lines, parsed
 from praxis_lite.inputs.sources.paths import matching_files
 from praxis_lite.inputs.text.corpus import language_reference
 from praxis_lite.inputs.tokenizers import Tokenizer
@@ -31,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 def read_lines(files: str | None) -> Iterator[Line]:
-    """Yields the objects of JSON lines, in the order of the files' names.
+    """Yields the objects of JSON lines, plain, .gz or .zst, in the order of the files' names.
 
     Args:
       files: globs, separated by commas; None: what `about_python` yields.
@@ -44,21 +46,15 @@ def read_lines(files: str | None) -> Iterator[Line]:
         return
     for path in matching_files(files, "The data"):
         try:
-            with open(path, encoding="utf-8") as file:
-                texts = file.read().split("\n")
-        except (OSError, UnicodeError) as error:
+            with opened_lines(path) as lines:
+                for number, line in enumerate(lines, 1):
+                    if not line.isspace():
+                        where = f"{path}:{number}"
+                        yield Line(parsed(line, where), where)
+        except BadExample as error:
+            raise ConfigError(error.without_skip) from None
+        except DAMAGED as error:
             raise ConfigError(f"The file {path} cannot be read: {error}.") from error
-        for number, text in enumerate(texts, 1):
-            if not text.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                content = json.loads(text)
-            except ValueError as error:
-                raise ConfigError(f"{where} is no JSON: {error}.") from None
-            if not isinstance(content, dict):
-                raise ConfigError(f"{where} is {shown(text)}; wanted is an object.")
-            yield Line(content, where)
 
 
 def about_python() -> Iterator[Line]:
