@@ -1,5 +1,6 @@
 """Conversations and preferences as batches: which labels count, and how rows are shared."""
 
+import gzip
 import json
 
 import pytest
@@ -91,6 +92,15 @@ def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
     # Most of them share a row: 70 tokens hold two.
     assert found.table.num_rows < 0.8 * len(wanted)
     assert data(path, packing=False).table.num_rows == len(wanted)
+
+
+def test_compressed_files_hold_the_same_conversations(path, tmp_path):
+    packed = tmp_path / "chat.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert data(packed).fingerprint() == data(path).fingerprint()
+    packed.write_bytes(packed.read_bytes()[:-200])
+    with pytest.raises(ConfigError, match="chat.jsonl.gz cannot be read: Compressed file ended"):
+        data(packed).check()
 
 
 def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
