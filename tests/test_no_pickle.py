@@ -29,6 +29,7 @@ FUNCTIONS = {
 # Who may do what is dangerous elsewhere, and why.
 ALLOWED = {
     ("praxis_lite/inputs/processes/worker_process.py", "multiprocessing"): "to its own children",
+    ("praxis_lite/inputs/processes/all_cores.py", "multiprocessing"): "to its own children",
     ("praxis_lite/config/names.py", "import_module"): "behind the allow-list of configs",
     ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, in allowed packages",
     ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",

@@ -83,7 +83,7 @@ class HuggingFaceDataset(_Prepared):
 
     @functools.cached_property
     def dataset(self) -> Any:
-        library = _library("datasets", "datasets", "HuggingFaceDataset")
+        library = _library("datasets", "HuggingFaceDataset")
         folder = Path(self.path).expanduser()
         try:
             found = library.load_from_disk(str(folder))
@@ -128,7 +128,7 @@ class Tfds(_Prepared):
 
     @functools.cached_property
     def _builder(self) -> Any:
-        library = _library("tensorflow_datasets", "tensorflow-datasets", "Tfds")
+        library = _library("tensorflow-datasets", "Tfds")
         folder = Path(self.path).expanduser()
         try:
             return library.builder_from_directory(str(folder))
@@ -169,13 +169,15 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
 
 
-def _library(name: str, package: str, wanted_by: str) -> ModuleType:
-    import importlib
-
+def _library(package: str, wanted_by: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        if package == "datasets":
+            import datasets as library
+        else:
+            import tensorflow_datasets as library
     except ImportError as error:
         raise ConfigError(
             f"{wanted_by} reads with {package}, which is not installed ({error}). Install it: pip "
             f"install 'praxis_lite[data]' (or: pip install {package})."
         ) from None
+    return library
