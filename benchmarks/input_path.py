@@ -1,6 +1,5 @@
 """The input path's own time: rows of an ArrayRecord file by FromGrain, by Grain alone, by tf.data.
 
-    pip install grain
     python benchmarks/input_path.py [--rows N] [--batch_size B]
 
 Each reads the same rows of 1,025 tokens, shuffled but for tf.data (which shuffles in a buffer), and

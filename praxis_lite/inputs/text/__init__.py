@@ -1,4 +1,4 @@
-"""A user's text: which files, which documents are held out, where windows and prompts lie in them.
+"""Text: which documents there are and which are held out, where windows, rows and prompts lie.
 
 How text becomes ids is a tokenizer's affair, and what a model makes of them never known here.
 """

@@ -1,0 +1,82 @@
+"""The experiment on Python's own texts: files made, read in three formats, filtered, packed, mixed.
+
+Its jobs resume as if they had not ended; what is wrong with a file ends one before it compiles.
+"""
+
+import gzip
+import json
+
+import pytest
+
+from praxis_lite.inputs import __main__ as command
+from tests.support.job_runs import launch, lines_of
+
+EXP = "python_texts.PythonTexts"
+SMALL = (
+    "datasets.train.batch_size=4", "run.eval_every_steps=None",
+    "run.checkpoint_every_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The texts, ready."""
+    folder = tmp_path_factory.mktemp("texts") / "made"
+    assert command.main(["prepare", f"--exp={EXP}", "--set", f"folder={folder}"]) == 0
+    return folder
+
+
+def train(folder, job, steps, *settings):
+    return launch(
+        f"--exp={EXP}", f"--job_log_dir={job}", "--set", f"folder={folder}", *SMALL,
+        f"run.num_train_steps={steps}", *settings,
+    )
+
+
+@pytest.mark.slow
+def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
+    found = set()
+    for number in (1, 2, 3, 5, 8):
+        capsys.readouterr()
+        arguments = f"digest --exp={EXP} --processes={number} --batches=6 --start=97"
+        assert command.main([*arguments.split(), "--set", f"folder={folder}"]) == 0
+        found.add(capsys.readouterr().out.split()[0])
+    assert len(found) == 1
+
+
+@pytest.mark.slow
+def test_a_job_resumes_as_if_it_had_not_ended_and_says_what_input_costs(folder, tmp_path):
+    whole = train(folder, tmp_path / "whole", 4)
+    assert whole.code == 0, whole.err
+    assert "input: " in whole.out and "% of the steps' time" in whole.out
+    for steps in (2, 4):
+        done = train(folder, tmp_path / "parts", steps)
+        assert done.code == 0, done.err
+    losses = [
+        [line["loss"] for line in lines_of(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "parts")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+@pytest.mark.slow
+def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("code.parquet", "licences.jsonl.zst", "docs.jsonl.gz"):
+        (own / name).write_bytes((folder / name).read_bytes())
+    done = train(own, tmp_path / "job", 2)
+    assert done.code == 0, done.err
+    path = own / "docs.jsonl.gz"
+    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+
+    def now(data):
+        path.write_bytes(data)
+        return train(own, tmp_path / "job", 4)
+
+    done = now(path.read_bytes()[:9000])
+    assert done.code == 2 and "docs.jsonl.gz is cut off" in done.err
+    done = now(gzip.compress(b"".join([*lines[:3], json.dumps({"name": "x"}).encode()])))
+    assert done.code == 2 and "docs.jsonl.gz:4" in done.err and "has no 'text'" in done.err
+    done = now(gzip.compress(b"".join(lines[1:])))
+    assert done.code == 2 and "docs.jsonl.gz" in done.err and "other data" in done.err
