@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from praxis_lite.errors import not_written
+from praxis_lite.errors import ConfigError, not_written
 
 # Records that are compressed together: fewer are read faster, more are smaller.
 _GROUP = 16
@@ -30,6 +30,33 @@ class RecordFile:
 
     def __getitem__(self, index: int) -> bytes:
         return self._reader.read([index])[0]
+
+
+class RecordCopy(RecordFile):
+    """The records of an ArrayRecord file that a source made of another file.
+
+    Raises:
+      ConfigError: it is gone or damaged; says what to remove.
+    """
+
+    def __init__(self, path: str, original: str):
+        self._path, self._original = path, original
+        try:
+            super().__init__(path)
+        except RuntimeError as error:
+            raise self._damage(error) from None
+
+    def __getitem__(self, index: int) -> bytes:
+        try:
+            return super().__getitem__(index)
+        except RuntimeError as error:
+            raise self._damage(error) from None
+
+    def _damage(self, error: RuntimeError) -> ConfigError:
+        return ConfigError(
+            f"{self._path}, the copy of {self._original}, cannot be read: {error}. Remove the "
+            "folder that it is in, and launch again, which makes it anew."
+        )
 
 
 class RecordWriter:
