@@ -22,8 +22,13 @@ class RecordFile:
 
         # Nothing is read ahead: records are asked for in any order.
         self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
-        if not self._reader.ok():
-            self._reader.close()  # Says why. Otherwise the file would seem to be empty.
+        if not self._reader.ok():  # It would seem to be empty.
+            why = "its end is missing or damaged"
+            try:
+                self._reader.close()
+            except RuntimeError as error:
+                why = str(error) or why
+            raise RuntimeError(why)
 
     def __len__(self) -> int:
         return self._reader.num_records()
