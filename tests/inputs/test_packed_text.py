@@ -4,14 +4,18 @@ import functools
 import itertools
 import json
 import logging
+import types
 
 import numpy as np
 import pytest
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, WithWorkers
+from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, TokenIds, WithWorkers
 from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.processes.stream_digest import stream_digest
+from praxis_lite.inputs.sources import derived
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.trainer.job_checks import check_tokens
 
 T = 37
 EOS = 256
@@ -172,6 +176,47 @@ def test_tokens_are_made_once_and_of_changed_files_again(folder, tmp_path, monke
     assert made == ["0", "1", "1"] and "1.jsonl has changed; its index is made again" in caplog.text
     old, new = (one["documents"]["source"]["files"] for one in (first, second))
     assert old["0.jsonl"] == new["0.jsonl"] and old["1.jsonl"] != new["1.jsonl"]
+
+
+def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monkeypatch):
+    for path in folder.glob("*.jsonl"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = (tmp_path / "1.jsonl").read_bytes()
+    (tmp_path / "1.jsonl").write_bytes(whole + b'{"t": 1}\n')
+    with pytest.raises(ConfigError, match="1.jsonl:61 has no 'text'"):
+        packed(tmp_path).check()
+    (tmp_path / "1.jsonl").write_bytes(whole)
+    made, original = [], Documents._made
+    monkeypatch.setattr(Documents, "_made", lambda self, part: (
+        made.append(part.name.split(".")[0]), original(self, part))[1])
+    assert packed(tmp_path).fingerprint() == packed(folder).fingerprint() and made == ["1"]
+
+
+def test_processes_on_all_cores_make_what_one_does(folder, tmp_path, monkeypatch):
+    for path in folder.glob("*.jsonl"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(derived, "_WORTH_PROCESSES", 0)
+    first, second = packed(folder), packed(tmp_path)
+    assert first.fingerprint() == second.fingerprint()
+    made = sorted((tmp_path / ".praxis_lite").glob("tokens-*/*.npy"))
+    assert len(made) == 8 and all(
+        path.read_bytes() == (folder / path.relative_to(tmp_path)).read_bytes() for path in made
+    )
+    (tmp_path / "1.jsonl").write_bytes(b'{"t": 1}\n')
+    with pytest.raises(BadExample, match="1.jsonl:1 has no 'text'") as error:
+        packed(tmp_path).check()
+    assert error.value.fault == "missing_key"
+
+
+def test_an_id_that_the_model_does_not_have_is_named_with_its_place(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"ids": [3, 4]}\n{"ids": [1, 9]}\n')
+    rows = packed(tmp_path, {"holds": "ids"})
+    mixture = Mixture({"one": rows, "two": rows}, {"one": 1, "two": 2}, 4)
+    task = types.SimpleNamespace(tokenizer=TokenIds(), num_ids=lambda: {"ids": 9})
+    with pytest.raises(ConfigError, match=r"sources.one: the largest id .*a.jsonl:2, is 9; wanted"):
+        check_tokens(task, mixture, "datasets.train")
+    task.num_ids = lambda: {"ids": 10}
+    check_tokens(task, mixture, "datasets.train")
 
 
 def test_damaged_tokens_are_refused(folder, tmp_path):

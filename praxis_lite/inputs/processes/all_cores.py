@@ -34,25 +34,29 @@ def on_all_cores(
 
     Raises:
       ConfigError: a process ended by itself.
-      What the function raises, of the first item in order that is done.
+      What the function raises; work that was not begun is left.
     """
     if is_worth_it is None:
         is_worth_it = sum(sizes) > _WORTH_PROCESSES
-    number = min(len(items), num_cores())
     progress = _Progress(what, sum(sizes), unit)
-    if not is_worth_it or number < 2:
+    if not is_worth_it:
         done = []
         for item, size in zip(items, sizes, strict=True):
             done.append(function(item))
             progress.add(size)
         return done
-    with _pool(function, number) as pool:
+    with _pool(function, min(len(items), num_cores())) as pool:
         futures = [pool.submit(_call, item) for item in items]
-        for future, size in zip(futures, sizes, strict=True):
-            future.result()
-            progress.add(size)
+        size_of, waiting = dict(zip(futures, sizes, strict=True)), set(futures)
+        while waiting:
+            ended, waiting = concurrent.futures.wait(
+                waiting, _SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_COMPLETED
+            )
+            for one in ended:
+                one.result()
+            progress.add(sum(size_of[one] for one in ended))
         progress.end()
-        return [future.result() for future in futures]
+        return [one.result() for one in futures]
 
 
 def num_cores() -> int:
@@ -136,10 +140,12 @@ class _Progress:
         if now - self.said < _SECONDS_BETWEEN_LINES:
             return
         self.said, self.has_said = now, True
-        left = (now - self.began) * (self.total - self.done) / max(1, self.done)
+        elapsed = now - self.began
+        left = elapsed * (self.total - self.done) / max(1, self.done)
         _log.info(
-            "%s: %s of %s (%.0f%%), about %.0f s left", self.what, self._in_words(self.done),
-            self._in_words(self.total), 100 * self.done / max(1, self.total), left,
+            "%s: %s of %s (%.0f%%), %s", self.what, self._in_words(self.done),
+            self._in_words(self.total), 100 * self.done / max(1, self.total),
+            f"about {left:.0f} s left" if self.done else f"{elapsed:.0f} s so far",
         )
 
     def end(self) -> None:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, not_written, require
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
+from praxis_lite.inputs.sources.record_files import write_arrow
 
 # Rows of a copy that are found together: fewer are found faster, more make fewer batches.
 _ROWS_PER_BATCH = 256
@@ -114,7 +115,7 @@ class ArrowFiles(FileSource):
 
     def _copy(self, path: str, copy: str) -> None:
         batches = _mapped(path).batches
-        _write(copy, batches[0].schema, iter(batches))
+        write_arrow(copy, batches[0].schema, batches, _ROWS_PER_BATCH)
 
     def settings(self) -> dict[str, Any]:
         return {"columns": sorted(self.columns)}
@@ -181,7 +182,8 @@ class Parquet(ArrowFiles):
 
     def _copy(self, path: str, copy: str) -> None:
         with _parquet(path) as file:
-            _write(copy, file.schema_arrow, file.iter_batches(_ROWS_PER_BATCH))
+            batches = file.iter_batches(_ROWS_PER_BATCH)
+            write_arrow(copy, file.schema_arrow, batches, _ROWS_PER_BATCH)
 
 
 def _mapped(path: str) -> _Batches:
@@ -200,26 +202,6 @@ def _mapped(path: str) -> _Batches:
             if mapped.read() != _END_OF_STREAM:
                 raise OSError("the stream does not end as one does") from None
     return _Batches(batches, np.cumsum([one.num_rows for one in batches], dtype=np.int64))
-
-
-def _write(copy: str, schema: Any, batches: Iterator[Any]) -> None:
-    """Writes the rows of batches into an uncompressed Arrow file, there whole or not at all."""
-    from pyarrow import ipc
-
-    partial = f"{copy}.{os.getpid()}"
-    try:
-        with ipc.new_file(partial, schema) as writer:
-            for batch in batches:
-                for first in range(0, batch.num_rows, _ROWS_PER_BATCH):
-                    writer.write_batch(batch.slice(first, _ROWS_PER_BATCH))
-        os.replace(partial, copy)
-    except OSError as error:
-        if error.errno is None:  # Of the file that is read, not of the disk that is written.
-            raise
-        raise not_written(copy, error) from None
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,9 @@
 """What may be wrong with an example, and the error that names its place."""
 
-from praxis_lite.errors import ConfigError
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from praxis_lite.errors import ConfigError, did_you_mean
 
 # By the names that a source's `skip` takes.
 FAULTS = {
@@ -38,3 +41,34 @@ def _remade(message: str, fault: str) -> BadExample:
     ValueError.__init__(made, message)
     made.fault = fault
     return made
+
+
+def applied(
+    function: Callable[[Mapping[str, Any]], Any], example: Mapping[str, Any], where: str
+) -> Any:
+    """Returns what a user's function gives of an example.
+
+    Raises:
+      BadExample: the function asks for a key that the example lacks; names `where` it stands.
+      Whatever else the function raises, with a note of where.
+    """
+    try:
+        return function(example)
+    except KeyError as error:
+        if error.args and isinstance(error.args[0], str) and error.args[0] not in example:
+            raise missing_key(error.args[0], example, where) from error
+        raise
+    except BadExample:
+        raise
+    except Exception as error:
+        error.add_note(f"It was raised for {where}.")
+        raise
+
+
+def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
+    """Returns the error for an example without a key."""
+    names = sorted(map(str, example))
+    return BadExample(
+        "missing_key", where, f"has no {key!r}; it has {names}",
+        f"Name the key that holds it, or mend the data.{did_you_mean(key, names)}",
+    )

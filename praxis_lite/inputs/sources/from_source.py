@@ -17,7 +17,7 @@ from praxis_lite.inputs.leaves import stacked
 from praxis_lite.inputs.mixing.shuffle import shuffled
 from praxis_lite.inputs.sources.base import Example, Part, Source
 from praxis_lite.inputs.sources.derived import code_of, derived
-from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.faults import BadExample, applied
 from praxis_lite.inputs.sources.file_index import Made
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class FromSource(IndexedPipeline):
             try:
                 if isinstance(example, BadExample):
                     raise example
-                if self.keep is not None and not self.keep(example):
+                where = self.source.where(number)
+                if self.keep is not None and not applied(self.keep, example, where):
                     left_out["filtered"] += 1
                     continue
                 if self.source.skip:
@@ -111,16 +112,7 @@ class FromSource(IndexedPipeline):
     def _transformed(self, example: Example, number: int) -> Mapping[str, Any]:
         if self.transform is None:
             return example
-        try:
-            return self.transform(example)
-        except KeyError as error:
-            raise BadExample(
-                "missing_key", self.source.where(number),
-                f"has no {error}; it has {sorted(map(str, example))}", "Mend it, or transform.",
-            ) from error
-        except Exception as error:
-            error.add_note(f"It was raised for {self.source.where(number)}.")
-            raise
+        return applied(self.transform, example, self.source.where(number))
 
     @property
     def num_examples(self) -> int:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -85,10 +84,13 @@ class HuggingFaceDataset(_Prepared):
 
     @functools.cached_property
     def dataset(self) -> Any:
-        library = _library("datasets", "HuggingFaceDataset")
+        try:
+            import datasets
+        except ImportError as error:
+            raise _not_installed("datasets", "HuggingFaceDataset", error) from None
         folder = Path(self.path).expanduser()
         try:
-            found = library.load_from_disk(str(folder))
+            found = datasets.load_from_disk(str(folder))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{folder} holds no dataset of Hugging Face's: {error}. Write one with "
@@ -146,11 +148,14 @@ class Tfds(_Prepared):
 
     @functools.cached_property
     def _builder(self) -> Any:
-        library = _library("tensorflow-datasets", "Tfds")
+        try:
+            import tensorflow_datasets as tfds
+        except ImportError as error:
+            raise _not_installed("tensorflow-datasets", "Tfds", error) from None
         folder = Path(self.path).expanduser()
         try:
-            return library.builder_from_directory(str(folder))
-        except (OSError, ValueError, library.core.registered.DatasetNotFoundError) as error:
+            return tfds.builder_from_directory(str(folder))
+        except (OSError, ValueError, tfds.core.registered.DatasetNotFoundError) as error:
             raise ConfigError(
                 f"{folder} holds no dataset of TFDS: {error}. Name the folder of a version, with "
                 "its dataset_info.json."
@@ -205,15 +210,8 @@ class Tfds(_Prepared):
         return self.dataset[int(index)]
 
 
-def _library(package: str, wanted_by: str) -> ModuleType:
-    try:
-        if package == "datasets":
-            import datasets as library
-        else:
-            import tensorflow_datasets as library
-    except ImportError as error:
-        raise ConfigError(
-            f"{wanted_by} reads with {package}, which is not installed ({error}). Install it: pip "
-            f"install 'praxis_lite[data]' (or: pip install {package})."
-        ) from None
-    return library
+def _not_installed(package: str, wanted_by: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"{wanted_by} reads with {package}, which is not installed ({error}). Install it: pip "
+        f"install 'praxis_lite[data]' (or: pip install {package})."
+    )

@@ -1,7 +1,7 @@
-"""ArrayRecord files: records written in small compressed groups, each read by its number."""
+"""Copies in which any row is found: ArrayRecord files of records, Arrow files of columns."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from praxis_lite.errors import ConfigError, not_written
@@ -91,8 +91,24 @@ class RecordWriter:
                 raise not_written(self._path, OSError(0, str(failure))) from None
 
 
-def write_records(path: str, records: Sequence[bytes]) -> None:
-    """Writes an ArrayRecord file. Raises ConfigError if the disk does not take it."""
-    with RecordWriter(path) as writer:
-        for record in records:
-            writer.write(record)
+def write_arrow(path: str, schema: Any, batches: Iterable[Any], rows_per_batch: int) -> None:
+    """Writes record batches into an uncompressed Arrow file, in batches of so many rows or fewer.
+
+    The file is there whole or not at all.
+    """
+    from pyarrow import ipc
+
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        with ipc.new_file(partial, schema) as writer:
+            for batch in batches:
+                for first in range(0, batch.num_rows, rows_per_batch):
+                    writer.write_batch(batch.slice(first, rows_per_batch))
+        os.replace(partial, path)
+    except OSError as error:
+        if error.errno is None:  # Of the file that is read, not of the disk that is written.
+            raise
+        raise not_written(path, error) from None
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)

@@ -14,7 +14,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.sources.base import Part, Source
 from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived
-from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.faults import BadExample, applied
 from praxis_lite.inputs.sources.file_index import Made
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS
@@ -148,14 +148,10 @@ class Documents:
     def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | None:
         """Returns the tokens of an example, or None if it is not wanted."""
         where = self.source.where(number)
-        try:
-            if self.transform is not None:
-                example = self.transform(example)
-            if self.keep is not None and not self.keep(example):
-                return None
-        except Exception as error:
-            error.add_note(f"It was raised for {where}.")
-            raise
+        if self.transform is not None:
+            example = applied(self.transform, example, where)
+        if self.keep is not None and not applied(self.keep, example, where):
+            return None
         key = self.key or KEYS[self.holds]
         return encoded(self.holds, key, example, self.tokenizer, where)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, shown
-from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.text.conversations import Tokens, checked_messages, tokens_of
 from praxis_lite.inputs.tokenizers import Tokenizer
 
@@ -53,11 +53,7 @@ def encoded(
 
 def _value(example: Mapping[str, Any], key: str, where: str) -> Any:
     if example.get(key) is None:
-        near = did_you_mean(key, [str(one) for one in example])
-        raise BadExample(
-            "missing_key", where, f"has no {key!r}; it has {sorted(map(str, example))}",
-            f"Set key to the one that holds it.{near}",
-        )
+        raise missing_key(key, example, where)
     return example[key]
 
 

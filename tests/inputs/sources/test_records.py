@@ -12,7 +12,7 @@ import pytest
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import ArrayRecords, TfRecords
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.record_files import write_records
+from praxis_lite.inputs.sources.record_files import RecordWriter
 
 # Of protocol buffers: a field's number and kind, then its length or value.
 IDS = b"\x0a\x03ids\x12\x0f\x1a\x0d\x0a\x0b\x03" + b"\xfc" + b"\xff" * 8 + b"\x01"  # 3, -4
@@ -36,6 +36,12 @@ def masked(data):
 def framed(data):
     length = struct.pack("<Q", len(data))
     return length + masked(length) + data + masked(data)
+
+
+def write_records(path, records):
+    with RecordWriter(path) as writer:
+        for one in records:
+            writer.write(one)
 
 
 def test_features_are_those_of_the_wire_format(tmp_path):
