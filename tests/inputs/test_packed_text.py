@@ -15,6 +15,7 @@ from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.processes.stream_digest import stream_digest
 from praxis_lite.inputs.sources import derived
 from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.text import packed_text
 from praxis_lite.trainer.job_checks import check_tokens
 
 T = 37
@@ -217,6 +218,17 @@ def test_an_id_that_the_model_does_not_have_is_named_with_its_place(tmp_path):
         check_tokens(task, mixture, "datasets.train")
     task.num_ids = lambda: {"ids": 10}
     check_tokens(task, mixture, "datasets.train")
+
+
+def test_rows_are_packed_once_for_all_processes(folder, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes((folder / "0.jsonl").read_bytes())
+    calls, original = [], packed_text.first_fit
+    monkeypatch.setattr(packed_text, "first_fit", lambda *args: calls.append(1) or original(*args))
+    settings = [{}, {}, {"batch_size": 7}, {"seed": 1, "shuffle": True}, {"window": 2}]
+    found = [packed(tmp_path, **one).table for one in settings]
+    assert len(calls) == 3
+    for one, other in itertools.product(found[:3], found[:3]):
+        assert all((x == y).all() for x, y in zip(one, other, strict=True))
 
 
 def test_damaged_tokens_are_refused(folder, tmp_path):

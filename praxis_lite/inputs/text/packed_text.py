@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
 import logging
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.mixing.shuffle import epoch_order
+from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.documents import Documents
@@ -84,12 +87,26 @@ class PackedText(PackedRows):
 
     @functools.cached_property
     def table(self) -> Packing:
-        """Which pieces of which documents each row has."""
+        """Which pieces of which documents each row has; kept beside the tokens, memory-mapped."""
+        settings = {**self.fingerprint(), "batch_size": None}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
+        if kept.read(folder, name) is None:
+            with kept.locked(folder):
+                if kept.read(folder, name) is None:  # Another process may have made it by now.
+                    said, table = self._packed()
+                    kept.write(folder, name, {"said": said}, table._asdict())
+        values, arrays = kept.read(folder, name)
+        _log.info("%s", values["said"])
+        return Packing(**arrays)
+
+    def _packed(self) -> tuple[str, Packing]:
+        """Returns a line on the rows, and the rows."""
         chosen = self.documents.of_split(self.split)
-        num_documents = len(chosen)
+        num_documents, num_cut = len(chosen), 0
         if self.shuffle:
             chosen = chosen[epoch_order(self.seed, 0, len(chosen))]
-        counts, num_cut = self.documents.lengths[chosen] - 1, 0
+        counts = self.documents.lengths[chosen] - 1
         if not self.split_documents and self.too_long != "split":
             is_long = counts > self.seq_len
             if self.too_long == "refuse" and is_long.any():
@@ -108,12 +125,12 @@ class PackedText(PackedRows):
         full = 100 * num_labels / max(1, found.num_rows * self.seq_len)
         changes = [f"{num_documents - len(chosen):,} dropped"] if self.too_long == "drop" else []
         changes += [f"{num_cut:,} cut"] if num_cut else []
-        _log.info(
-            "%s: %s documents, %s tokens, in %s rows of %s, %.1f%% full%s", self.split,
-            *(f"{x:,}" for x in (len(chosen), num_labels, found.num_rows, self.seq_len)), full,
-            f"; longer than a row: {', '.join(changes)}" if changes else "",
+        longer = f"; longer than a row: {', '.join(changes)}" if changes else ""
+        said = (
+            f"{self.split}: {len(chosen):,} documents, {num_labels:,} tokens, in "
+            f"{found.num_rows:,} rows of {self.seq_len:,}, {full:.1f}% full{longer}"
         )
-        return found._replace(documents=chosen[found.documents])
+        return said, found._replace(documents=chosen[found.documents])
 
     def _refuse(self, document: int) -> None:
         length = int(self.documents.lengths[document])
