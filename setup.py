@@ -56,6 +56,8 @@ setup(
         "pyarrow>=26.0.1,<27",
         # The checksums of TFRecord files, without loading tensorflow.
         "google-crc32c>=1.9,<2",
+        # The examples in TFRecord files, tf.train.Example, without loading tensorflow.
+        "protobuf>=7.36.2,<8",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built.
         "tensorflow>=2.21,<3",
         # The loss curve.

@@ -1,6 +1,7 @@
 """One function over many items, by processes on all cores, with a line of progress."""
 
 import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import logging
 import multiprocessing
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from praxis_lite.errors import format_bytes
+from praxis_lite.errors import ConfigError, format_bytes
 
 _WORTH_PROCESSES = 16 << 20  # Of work, in bytes: a process starts in half a second.
 _SECONDS_BETWEEN_LINES = 5.0
@@ -32,6 +33,7 @@ def on_all_cores(
       is_worth_it: whether processes are; None: if there are 16 MiB to do.
 
     Raises:
+      ConfigError: a process ended by itself.
       What the function raises; work that was not begun is left.
     """
     if is_worth_it is None:
@@ -62,6 +64,19 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def require_guarded_main() -> None:
+    """Raises ConfigError in a process that imports the user's script only to have its functions.
+
+    What the script does unguarded, the process would do again, and wait for its parent for ever.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "A process that reads data imports the script that was started, to find its "
+            "functions, and that reads data, too. Put what the script does, but for its "
+            "functions and classes, under: if __name__ == '__main__':"
+        )
+
+
 @contextlib.contextmanager
 def _pool(
     function: Callable[[Any], Any], number: int
@@ -73,6 +88,13 @@ def _pool(
     )
     try:
         yield pool
+    except concurrent.futures.process.BrokenProcessPool:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise ConfigError(
+            "A process that was to read data ended by itself. What it wrote above says why; if it "
+            "wrote nothing, the system ended it, mostly for want of memory: give the job more, or "
+            f"fewer cores than its {number} (taskset)."
+        ) from None
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list((pool._processes or {}).values()):

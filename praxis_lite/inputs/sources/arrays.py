@@ -44,9 +44,12 @@ class NpyFiles(FileSource):
 
     def _arrays(self, path: str) -> dict[str, np.ndarray]:
         try:
-            if not path.endswith(".npz"):
+            if not path.endswith(".npz") and not zipfile.is_zipfile(path):
                 return {self.name: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))}
-            with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            with open(path, "rb") as opened:
+                file = np.load(opened, allow_pickle=False)
+                if isinstance(file, np.ndarray):  # Of a wrong name.
+                    return {self.name: file}
                 return {name: file[name] for name in file.files}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(

@@ -1,15 +1,16 @@
 """Files of columns: Parquet, and Arrow's own format."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
@@ -18,11 +19,22 @@ from praxis_lite.inputs.sources.record_files import write_arrow
 
 # Rows of a copy that are found together: fewer are found faster, more make fewer batches.
 _ROWS_PER_BATCH = 256
+# How a stream of Arrow ends: a message of no bytes.
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class _Batches(NamedTuple):
+    """Record batches of a file that is mapped into memory, and the rows up to the end of each."""
+
+    batches: list[Any]
+    stops: np.ndarray
 
 
 @dataclasses.dataclass(eq=False)
 class ArrowFiles(FileSource):
     """The rows of Arrow IPC files, of the file or the stream format, memory-mapped.
+
+    A compressed file, as Feather mostly is, is copied once, uncompressed, beside its index.
 
     Args:
       columns: that an example has; (): all.
@@ -31,33 +43,79 @@ class ArrowFiles(FileSource):
     columns: tuple[str, ...] = ()
 
     def index_file(self, path: str) -> Made:
-        counts = [batch.num_rows for batch in _batches(path)]
-        return {"num_examples": sum(counts)}, {"stops": np.cumsum(counts, dtype=np.int64)}
+        import pyarrow
+
+        before = pyarrow.total_allocated_bytes()
+        batches = _mapped(path).batches
+        # Batches that are not compressed lie in the file, which is mapped.
+        allocated = pyarrow.total_allocated_bytes() - before
+        with _named(path, "Arrow"):
+            for one in batches:
+                one.validate(full=True)  # Damaged offsets would end the process.
+        return {
+            "num_examples": sum(one.num_rows for one in batches),
+            "columns": batches[0].schema.names if batches else [],
+            "is_copied": 2 * allocated > sum(one.nbytes for one in batches),
+        }, {}
+
+    def check(self) -> None:
+        require(
+            not isinstance(self.columns, str), f"{type(self).__name__}.columns", self.columns,
+            "a list of names",
+        )
+        for index in self.indexes:
+            if index.num_examples:
+                self._names(index)
+        super().check()
 
     def example(self, index: FileIndex, row: int) -> Example:
-        batch = int(np.searchsorted(index.arrays["stops"], row, side="right"))
-        before = int(index.arrays["stops"][batch - 1]) if batch else 0
-        return self._row(self._opened(index)[batch], row - before, index.path)
+        batches, stops = self._opened(index)
+        batch = int(np.searchsorted(stops, row, side="right"))
+        before = int(stops[batch - 1]) if batch else 0
+        return _row(batches[batch], row - before, self._names(index), index, row)
 
-    def _opened(self, index: FileIndex) -> list[Any]:
-        """Returns the record batches of a file, which is mapped into memory and not read."""
+    def _names(self, index: FileIndex) -> tuple[str, ...]:
+        """Returns the columns of an example. Raises ConfigError if the file lacks one."""
+        known = index.values["columns"]
+        for name in self.columns:
+            if name not in known:
+                raise ConfigError(
+                    f"{index.path} has no column {name!r}; it has {sorted(known)}. Correct "
+                    f"columns.{did_you_mean(name, known)}"
+                )
+        return self.columns or known
+
+    def _opened(self, index: FileIndex) -> _Batches:
         if index.path not in self._open:
             index.require_unchanged()
-            self._open[index.path] = _batches(index.path)
+            is_copied = index.values["is_copied"]
+            self._open[index.path] = _mapped(self._copy_of(index) if is_copied else index.path)
         return self._open[index.path]
 
     @functools.cached_property
-    def _open(self) -> dict[str, list[Any]]:
+    def _open(self) -> dict[str, _Batches]:
         return {}
 
-    def _row(self, batch: Any, row: int, path: str) -> Example:
-        names = self.columns or batch.schema.names
-        if missing := [name for name in names if name not in batch.schema.names]:
-            raise ConfigError(
-                f"{path} has no column {missing[0]!r}; it has {sorted(batch.schema.names)}. "
-                f"Correct columns.{did_you_mean(missing[0], batch.schema.names)}"
-            )
-        return {name: _value(batch.column(name)[row]) for name in names}
+    def _copy_of(self, index: FileIndex) -> str:
+        """Returns the path of an uncompressed copy of a file, which is made if there is none."""
+        folder, name = self.cache_folder(), f"{name_beside(index.path)}."
+        # A digest of a large file need not notice what its time of change does.
+        copy = os.path.join(folder, f"{name}{index.digest[:12]}.{index.state[1]:x}.arrow")
+        if os.path.exists(copy):
+            return copy
+        with kept.locked(folder):
+            if not os.path.exists(copy):
+                _log.info("copying %s into %s, to find any row", index.path, copy)
+                # Copies of what the file was, or what a killed process left.
+                for old in os.listdir(folder):
+                    if old.startswith(name) and ".arrow" in old[len(name) :]:
+                        os.unlink(os.path.join(folder, old))
+                self._copy(index.path, copy)
+        return copy
+
+    def _copy(self, path: str, copy: str) -> None:
+        batches = _mapped(path).batches
+        write_arrow(copy, batches[0].schema, batches, _ROWS_PER_BATCH)
 
     def settings(self) -> dict[str, Any]:
         return {"columns": sorted(self.columns)}
@@ -69,16 +127,20 @@ class Parquet(ArrowFiles):
 
     A row of Parquet is found only by reading its whole row group. So where rows are asked for in
     any order, a file is copied once, uncompressed, into an Arrow file beside its index.
+
+    Args:
+      columns: that an example has; (): all.
     """
 
     def index_file(self, path: str) -> Made:
         with _parquet(path) as file:
-            sizes = [
-                file.metadata.row_group(k).num_rows for k in range(file.metadata.num_row_groups)
-            ]
-            return {"num_examples": file.metadata.num_rows}, {
-                "group_stops": np.cumsum(sizes, dtype=np.int64)
+            found = file.metadata
+            sizes = [found.row_group(k).num_rows for k in range(found.num_row_groups)]
+            values = {
+                "num_examples": found.num_rows, "columns": file.schema_arrow.names,
+                "is_copied": True,
             }
+        return values, {"group_stops": np.cumsum(sizes, dtype=np.int64)}
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Example | BadExample]]:
         number = start
@@ -86,76 +148,108 @@ class Parquet(ArrowFiles):
             index, row = self.place_of(number)
             stops = index.arrays["group_stops"]
             group = int(np.searchsorted(stops, row, side="right"))
-            first = int(stops[group - 1]) if group else 0
+            skipped = row - (int(stops[group - 1]) if group else 0)
+            end_of_group = number + int(stops[group]) - row
+            end = min(stop, end_of_group)
+            names = self._names(index)
+            for batch in self._group(index, group, is_last=end == end_of_group):
+                for within in range(skipped, min(batch.num_rows, skipped + end - number)):
+                    try:
+                        yield number, _row(batch, within, names, index, row)
+                    except BadExample as error:
+                        yield number, error
+                    number, row = number + 1, row + 1
+                skipped = max(0, skipped - batch.num_rows)
+
+    def _group(self, index: FileIndex, group: int, is_last: bool) -> list[Any]:
+        """Returns a row group as record batches; it is kept for the next part, unless `is_last`."""
+        key = (index.path, group)
+        found = self._last_group.pop(key, None)
+        self._last_group.clear()
+        if found is None:
             index.require_unchanged()
             with _parquet(index.path) as file:
-                (rows,) = file.read_row_group(group).combine_chunks().to_batches() or (None,)
-            for within in range(row - first, int(stops[group]) - first):
-                if number >= stop:
-                    return
-                yield number, self._row(rows, within, index.path)
-                number += 1
+                table = file.read_row_group(group, columns=list(self.columns) or None)
+            found = table.to_batches()
+        if not is_last:
+            self._last_group[key] = found
+        return found
 
-    def example(self, index: FileIndex, row: int) -> Example:
-        return self._row(
-            self._opened(index)[row // _ROWS_PER_BATCH], row % _ROWS_PER_BATCH, index.path
-        )
+    @functools.cached_property
+    def _last_group(self) -> dict[tuple[str, int], list[Any]]:
+        """The row group that was read last, if parts of it were not asked for yet."""
+        return {}
 
-    def _opened(self, index: FileIndex) -> list[Any]:
-        if index.path not in self._open:
-            index.require_unchanged()
-            copy = os.path.join(
-                self.cache_folder(), f"{name_beside(index.path)}.{index.digest[:12]}.arrow"
-            )
-            if not os.path.exists(copy):
-                with kept.locked(self.cache_folder()):
-                    if not os.path.exists(copy):
-                        _log.info("copying %s into %s, to find any row", index.path, copy)
-                        with _parquet(index.path) as file:
-                            write_arrow(copy, file, _ROWS_PER_BATCH)
-            self._open[index.path] = _batches(copy)
-        return self._open[index.path]
+    def _copy(self, path: str, copy: str) -> None:
+        with _parquet(path) as file:
+            batches = file.iter_batches(_ROWS_PER_BATCH)
+            write_arrow(copy, file.schema_arrow, batches, _ROWS_PER_BATCH)
 
 
-def _batches(path: str) -> list[Any]:
+def _mapped(path: str) -> _Batches:
     import pyarrow
     from pyarrow import ipc
 
-    mapped = pyarrow.memory_map(path)
-    try:
+    with _named(path, "Arrow"):
+        mapped = pyarrow.memory_map(path)
         try:
             file = ipc.open_file(mapped)
-            return [file.get_batch(k) for k in range(file.num_record_batches)]
+            batches = [file.get_batch(k) for k in range(file.num_record_batches)]
         except pyarrow.ArrowInvalid:
             mapped.seek(0)
-            return list(ipc.open_stream(mapped))
-    except (pyarrow.ArrowInvalid, OSError) as error:
+            batches = list(ipc.open_stream(mapped))
+            mapped.seek(max(0, mapped.size() - len(_END_OF_STREAM)))
+            if mapped.read() != _END_OF_STREAM:
+                raise OSError("the stream does not end as one does") from None
+    return _Batches(batches, np.cumsum([one.num_rows for one in batches], dtype=np.int64))
+
+
+@contextlib.contextmanager
+def _parquet(path: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with (
+        _named(path, "Parquet"),
+        pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file,
+    ):
+        yield file
+
+
+@contextlib.contextmanager
+def _named(path: str, kind: str) -> Iterator[None]:
+    """Names the file in errors of Arrow's."""
+    import pyarrow
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"{path} is no whole Arrow file: {error}. Make or copy it again, or leave it out of "
-            "files."
+            f"{path} is no whole {kind} file: {str(error).rstrip('.')}. Make or copy it again, or "
+            "leave it out of files."
         ) from None
 
 
-def _parquet(path: str) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
+def _row(
+    batch: Any, within: int, names: tuple[str, ...], index: FileIndex, row: int
+) -> Example:
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ConfigError(
-            f"{path} is no whole Parquet file: {error}. Make or copy it again, or leave it out "
-            "of files."
+        return {name: _value(batch.column(name)[within]) for name in names}
+    except UnicodeDecodeError as error:
+        raise BadExample(
+            "not_utf8", f"{index.path}, row {row},", f"is not UTF-8: {error}",
+            "Write its texts in UTF-8.",
         ) from None
 
 
 def _value(scalar: Any) -> Any:
     """Returns a cell: a list of numbers as an array, all else as Python has it."""
-    import pyarrow
+    from pyarrow import types
 
     kind = scalar.type
-    is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-    if is_list and scalar.is_valid and pyarrow.types.is_primitive(kind.value_type):
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if is_list and scalar.is_valid and types.is_primitive(kind.value_type):
         return scalar.values.to_numpy(zero_copy_only=False)
     return scalar.as_py()
 

@@ -4,6 +4,8 @@ import abc
 import dataclasses
 import functools
 import os
+import struct
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +57,10 @@ class _FilePerExample(Source):
     @functools.cached_property
     def _root(self) -> str:
         return os.path.commonpath([os.path.dirname(os.path.abspath(x.path)) for x in self.listed])
+
+    def check(self) -> None:
+        super().check()
+        _ = self.listed
 
     def __len__(self) -> int:
         return len(self.listed)
@@ -149,10 +155,22 @@ class ImageFiles(_FilePerExample):
 
         try:
             with Image.open(io.BytesIO(data)) as image:
-                pixels = np.asarray(image.convert("RGB"))
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+                pixels = _in_8_bits(image)
+        except (
+            UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError,
+            EOFError, struct.error, zlib.error,
+        ) as error:
             raise BadExample(
                 "damaged", path, f"cannot be read as an image: {error}", "Make or copy it again.",
             ) from None
         label = self.classes.index(os.path.basename(os.path.dirname(path)))
         return {"name": self.name_of(path), "image": pixels, "label": np.int32(label)}
+
+
+def _in_8_bits(image: Any) -> np.ndarray:
+    """Returns uint8[height, width, 3]. Raises ValueError if white has no one number."""
+    if image.mode.startswith("I;16"):  # Pillow would make white of all above 255.
+        return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=-1)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels, of mode {image.mode}, have neither 8 nor 16 bits")
+    return np.asarray(image.convert("RGB"))

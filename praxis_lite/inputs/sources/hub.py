@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import xxhash
 
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
+from praxis_lite.inputs.sources.record_files import RecordFile
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,8 +115,24 @@ class HuggingFaceDataset(_Prepared):
 
     def __getitem__(self, index: int) -> Example:
         found = self.dataset[int(index)]
+        # By their type, not by what is there: an empty list is an array, too.
         return {
-            name: np.asarray(one) if _is_numbers(one) else one for name, one in found.items()
+            name: np.array(one, self._lists_of_numbers[name])
+            if name in self._lists_of_numbers and isinstance(one, list) and None not in one
+            else one
+            for name, one in found.items()
+        }
+
+    @functools.cached_property
+    def _lists_of_numbers(self) -> dict[str, str]:
+        """The dtype of each column that has lists of numbers."""
+        inner = {
+            name: getattr(getattr(one, "feature", None), "dtype", None)
+            for name, one in self.dataset.features.items()
+        }
+        return {
+            name: dtype for name, dtype in inner.items()
+            if isinstance(dtype, str) and re.fullmatch(r"u?int\d+|float\d+|bool", dtype)
         }
 
 
@@ -157,21 +175,39 @@ class Tfds(_Prepared):
                 "no example is found by its number. Prepare it as array_record (tfds build "
                 "--file_format=array_record, or tfds convert_format), or give it to FromDataset."
             )
-        return self._builder.as_data_source(self.split)
+        try:
+            return self._builder.as_data_source(self.split)
+        except ValueError as error:
+            raise ConfigError(
+                f"Tfds.split is {self.split!r}: {str(error).splitlines()[0]} Write "
+                f"{known[0]!r} or {f'{known[0]}[:90%]'!r}, say."
+            ) from None
+
+    def check(self) -> None:
+        super().check()
+        # TFDS itself would read zeros out of a file that is cut off.
+        split = self._builder.info.splits[self.split.partition("[")[0]]
+        for path, wanted in zip(split.filepaths, split.shard_lengths, strict=True):
+            try:
+                found = len(RecordFile(str(path)))
+            except RuntimeError as error:
+                found = f"cannot be read ({error})"
+            if found != wanted:
+                raise ConfigError(
+                    f"{path} {found if isinstance(found, str) else f'has {found:,} records'}; "
+                    f"wanted are {wanted:,} records, as its dataset_info.json says. Copy or "
+                    "prepare the dataset again."
+                )
 
     @property
     def version(self) -> str:
         info = self._builder.info
-        lengths = info.splits[self.split.partition("[")[0]].shard_lengths
-        digest = xxhash.xxh3_64_hexdigest(f"{lengths}".encode())
+        split = info.splits[self.split.partition("[")[0]]
+        digest = xxhash.xxh3_64_hexdigest(f"{split.shard_lengths} {split.num_bytes}".encode())
         return f"{info.name}-{info.version}-{digest}"
 
     def __getitem__(self, index: int) -> Example:
         return self.dataset[int(index)]
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
 
 
 def _not_installed(package: str, wanted_by: str, error: ImportError) -> ConfigError:

@@ -18,7 +18,7 @@ from praxis_lite.errors import shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
-from praxis_lite.inputs.sources.record_files import RecordFile, RecordWriter
+from praxis_lite.inputs.sources.record_files import RecordCopy, RecordFile, RecordWriter
 
 COMPRESSED = (".gz", ".zst")
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
@@ -65,7 +65,7 @@ class JsonLines(FileSource):
         if index.path not in self._open:
             index.require_unchanged()
             self._open[index.path] = (
-                RecordFile(self._copy_of(index.path)) if _is_compressed(index.path)
+                RecordCopy(self._copy_of(index.path), index.path) if _is_compressed(index.path)
                 else os.open(index.path, os.O_RDONLY)
             )
         file = self._open[index.path]
@@ -116,7 +116,7 @@ def parsed(line: bytes, where: str) -> Example:
             "not_utf8", where, f"is not UTF-8: {error}",
             "Write the file in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1).",
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
     if not isinstance(found, dict):
         said = shown(line.decode().strip())

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.errors import ConfigError, not_written
+from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VERSION = 1
 
@@ -81,8 +82,10 @@ def locked(folder: str) -> Iterator[None]:
     """Makes a folder, and keeps other processes from writing there meanwhile; says if it waits.
 
     Raises:
-      ConfigError: the folder cannot be made or written.
+      ConfigError: the folder cannot be made or written; or this process imports a script that
+        should not do anything then.
     """
+    require_guarded_main()
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, "lock"), "w")  # noqa: SIM115

@@ -1,9 +1,10 @@
 """Copies in which any row is found: ArrayRecord files of records, Arrow files of columns."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
-from praxis_lite.errors import not_written
+from praxis_lite.errors import ConfigError, not_written
 
 # Records that are compressed together: fewer are read faster, more are smaller.
 _GROUP = 16
@@ -21,14 +22,46 @@ class RecordFile:
 
         # Nothing is read ahead: records are asked for in any order.
         self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
-        if not self._reader.ok():
-            self._reader.close()  # Says why. Otherwise the file would seem to be empty.
+        if not self._reader.ok():  # It would seem to be empty.
+            why = "its end is missing or damaged"
+            try:
+                self._reader.close()
+            except RuntimeError as error:
+                why = str(error) or why
+            raise RuntimeError(why)
 
     def __len__(self) -> int:
         return self._reader.num_records()
 
     def __getitem__(self, index: int) -> bytes:
         return self._reader.read([index])[0]
+
+
+class RecordCopy(RecordFile):
+    """The records of an ArrayRecord file that a source made of another file.
+
+    Raises:
+      ConfigError: it is gone or damaged; says what to remove.
+    """
+
+    def __init__(self, path: str, original: str):
+        self._path, self._original = path, original
+        try:
+            super().__init__(path)
+        except RuntimeError as error:
+            raise self._damage(error) from None
+
+    def __getitem__(self, index: int) -> bytes:
+        try:
+            return super().__getitem__(index)
+        except RuntimeError as error:
+            raise self._damage(error) from None
+
+    def _damage(self, error: RuntimeError) -> ConfigError:
+        return ConfigError(
+            f"{self._path}, the copy of {self._original}, cannot be read: {error}. Remove the "
+            "folder that it is in, and launch again, which makes it anew."
+        )
 
 
 class RecordWriter:
@@ -58,30 +91,23 @@ class RecordWriter:
                 raise not_written(self._path, OSError(0, str(failure))) from None
 
 
-def write_arrow(path: str, parquet: Any, rows_per_batch: int) -> None:
-    """Copies a pyarrow ParquetFile into an Arrow file, all of whose batches but the last are full.
+def write_arrow(path: str, schema: Any, batches: Iterable[Any], rows_per_batch: int) -> None:
+    """Writes record batches into an uncompressed Arrow file, in batches of so many rows or fewer.
 
     The file is there whole or not at all.
     """
-    import pyarrow
     from pyarrow import ipc
 
-    partial, waiting, num_waiting = f"{path}.{os.getpid()}.partial", [], 0
+    partial = f"{path}.{os.getpid()}.partial"
     try:
-        with ipc.new_file(partial, parquet.schema_arrow) as writer:
-            for batch in parquet.iter_batches(rows_per_batch):
-                waiting.append(batch)
-                num_waiting += batch.num_rows
-                if num_waiting >= rows_per_batch:
-                    table = pyarrow.Table.from_batches(waiting).combine_chunks()
-                    writer.write_batch(table.slice(0, rows_per_batch).to_batches()[0])
-                    waiting = table.slice(rows_per_batch).to_batches()
-                    num_waiting -= rows_per_batch
-            if num_waiting:
-                table = pyarrow.Table.from_batches(waiting).combine_chunks()
-                writer.write_batch(table.to_batches()[0])
+        with ipc.new_file(partial, schema) as writer:
+            for batch in batches:
+                for first in range(0, batch.num_rows, rows_per_batch):
+                    writer.write_batch(batch.slice(first, rows_per_batch))
         os.replace(partial, path)
     except OSError as error:
+        if error.errno is None:  # Of the file that is read, not of the disk that is written.
+            raise
         raise not_written(path, error) from None
     finally:
         if os.path.exists(partial):

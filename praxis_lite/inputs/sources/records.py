@@ -6,17 +6,18 @@ import gzip
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.base import described
+from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.base import described, function_name
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
-from praxis_lite.inputs.sources.record_files import RecordFile, RecordWriter
+from praxis_lite.inputs.sources.record_files import RecordCopy, RecordFile, RecordWriter
+from praxis_lite.inputs.tf.tf_example import tf_example
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 
@@ -45,13 +46,32 @@ class ArrayRecords(FileSource):
         if index.path not in self._open:
             index.require_unchanged()
             self._open[index.path] = self._opened(index.path)
-        return (self.decode or tf_example)(self._record(index, row))
+        record, where = self._record(index, row), f"{index.path}, row {row}"
+        if self.decode is None:
+            return _features(record, where)
+        try:
+            found = self.decode(record)
+        except Exception as error:
+            error.add_note(f"It was raised for {where}.")
+            raise
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__}: {function_name(self.decode)} returns a "
+                f"{type(found).__name__} for {where}; wanted is a dict. Return one, by name."
+            )
+        return found
 
     def _opened(self, path: str) -> Any:
         return RecordFile(path)
 
     def _record(self, index: FileIndex, row: int) -> bytes:
-        return self._open[index.path][row]
+        try:
+            return self._open[index.path][row]
+        except RuntimeError as error:
+            raise BadExample(
+                "damaged", f"{index.path}, row {row},", f"cannot be read: {error}",
+                "Make or copy the file again.",
+            ) from None
 
     @functools.cached_property
     def _open(self) -> dict[str, Any]:
@@ -96,7 +116,7 @@ class TfRecords(ArrayRecords):
 
     def _opened(self, path: str) -> Any:
         if path.endswith(".gz"):
-            return RecordFile(self._copy_of(path))
+            return RecordCopy(self._copy_of(path), path)
         return os.open(path, os.O_RDONLY)
 
     def _record(self, index: FileIndex, row: int) -> bytes:
@@ -112,22 +132,16 @@ class TfRecords(ArrayRecords):
         return os.path.join(self.cache_folder(), f"{name_beside(path)}.array_record")
 
 
-def tf_example(record: bytes) -> Example:
-    """Returns the features of a serialized tf.train.Example: int64, float32 or object (bytes)."""
-    from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+def _features(record: bytes, where: str) -> Example:
+    from google.protobuf.message import DecodeError
 
-    parsed = tensorflow("TfRecords without decode", None).train.Example.FromString(record)
-    found = {}
-    for name, feature in parsed.features.feature.items():
-        kind = feature.WhichOneof("kind")
-        if kind == "int64_list":
-            found[name] = np.array(feature.int64_list.value, np.int64)
-        elif kind == "float_list":
-            found[name] = np.array(feature.float_list.value, np.float32)
-        else:
-            values = list(feature.bytes_list.value)
-            found[name] = values[0] if len(values) == 1 else values
-    return found
+    try:
+        return tf_example(record)
+    except DecodeError:
+        raise BadExample(
+            "damaged", f"{where},", f"is no tf.train.Example: it begins {shown(repr(record[:24]))}",
+            "Set decode to a function from the record's bytes to a dict.",
+        ) from None
 
 
 def _next_record(file: Any, path: str, number: int) -> bytes | None:
@@ -152,7 +166,7 @@ def _require_sum(data: bytes, wanted: bytes, path: str, number: int) -> None:
     found = google_crc32c.value(data)
     # As TFRecord masks it, so that a checksum of checksums is none of zeros.
     masked = (((found >> 15) | (found << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-    if masked != _CRC.unpack(wanted)[0]:
+    if _CRC.pack(masked) != wanted:
         raise BadExample(
             "damaged", f"{path}, row {number},", "does not have the checksum that was written",
             "Make or copy the file again; a compressed file's name must end in .gz.",

@@ -1,4 +1,4 @@
 """tensorflow for input pipelines: imported late, kept to the CPU, and asked what it repeats.
 
-Never imported before a tf.data pipeline is used.
+Never imported before a tf.data pipeline is used; its examples are read without it.
 """

@@ -1,0 +1,75 @@
+"""What a serialized tf.train.Example holds, without loading tensorflow."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+_LISTS = {"bytes_list": "BytesList", "float_list": "FloatList", "int64_list": "Int64List"}
+
+
+def tf_example(record: bytes) -> dict[str, Any]:
+    """Returns the features of a serialized tf.train.Example, by name.
+
+    Numbers are arrays of int64 or float32. Of bytes, one value is bytes, and several, or none, are
+    a list.
+
+    Raises:
+      google.protobuf.message.DecodeError: the bytes are none.
+    """
+    found = {}
+    for name, feature in _example_class().FromString(record).features.feature.items():
+        kind = feature.WhichOneof("kind")
+        values = getattr(feature, kind).value if kind else []
+        if kind == "int64_list":
+            found[name] = np.array(values, np.int64)
+        elif kind == "float_list":
+            found[name] = np.array(values, np.float32)
+        else:
+            found[name] = values[0] if len(values) == 1 else list(values)
+    return found
+
+
+@functools.cache
+def _example_class() -> Any:
+    """Returns the message as tensorflow/core/example/example.proto and feature.proto define it."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="example.proto", package="tensorflow", syntax="proto3"
+    )
+
+    def message(messages: Any, name: str, *fields: tuple[str, int | str, bool]) -> Any:
+        made = messages.add(name=name)
+        for number, (name, kind, is_repeated) in enumerate(fields, 1):
+            label = field.LABEL_REPEATED if is_repeated else field.LABEL_OPTIONAL
+            if isinstance(kind, str):
+                made.field.add(
+                    name=name, number=number, label=label, type=field.TYPE_MESSAGE,
+                    type_name=f".tensorflow.{kind}",
+                )
+            else:
+                made.field.add(name=name, number=number, label=label, type=kind)
+        return made
+
+    message(file.message_type, "BytesList", ("value", field.TYPE_BYTES, True))
+    message(file.message_type, "FloatList", ("value", field.TYPE_FLOAT, True))
+    message(file.message_type, "Int64List", ("value", field.TYPE_INT64, True))
+    feature = message(
+        file.message_type, "Feature", *((name, kind, False) for name, kind in _LISTS.items())
+    )
+    feature.oneof_decl.add(name="kind")
+    for one in feature.field:
+        one.oneof_index = 0
+    features = message(file.message_type, "Features", ("feature", "Features.FeatureEntry", True))
+    entry = message(
+        features.nested_type, "FeatureEntry", ("key", field.TYPE_STRING, False),
+        ("value", "Feature", False),
+    )
+    entry.options.map_entry = True
+    message(file.message_type, "Example", ("features", "Features", False))
+    # A pool of its own: tensorflow, where it is loaded, has the same names in the common one.
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

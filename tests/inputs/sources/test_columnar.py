@@ -1,0 +1,145 @@
+"""Parquet and Arrow files: cells, copies, compressed ones, and what is wrong with them."""
+
+import os
+import pickle
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from pyarrow import feather, ipc
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs import ArrowFiles, Parquet
+from praxis_lite.inputs.sources.faults import BadExample
+
+ROWS = 997
+
+
+@pytest.fixture
+def table():
+    return pyarrow.table({"n": range(ROWS), "s": [f"text {n} " * (n % 13) for n in range(ROWS)]})
+
+
+def rows_of(source):
+    return [one for _, one in source.read(0, len(source))]
+
+
+def copies(folder):
+    names = (path.name for path in (folder / ".praxis_lite").glob("*.arrow*"))
+    return sorted(name for name in names if "ArrowFiles" not in name)  # Those are indexes.
+
+
+def test_cells_are_what_python_and_numpy_have(tmp_path):
+    pyarrow.parquet.write_table(
+        pyarrow.table({
+            "fixed": pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.float32(), 2)),
+            "ids": pyarrow.array([[7], []], pyarrow.large_list(pyarrow.int32())),
+            "words": [["a", "b"], []],
+            "word": pyarrow.array(["a", None]).dictionary_encode(),
+            "bytes": [b"\xff", None],
+        }),
+        tmp_path / "a.parquet",
+    )
+    for read in (lambda source: source[0], lambda source: rows_of(source)[0]):
+        found = read(Parquet(f"{tmp_path}/a.parquet"))
+        assert found.pop("fixed").tolist() == [1, 2] and found["ids"].dtype == np.int32
+        assert found.pop("ids").tolist() == [7]
+        assert found == {"words": ["a", "b"], "word": "a", "bytes": b"\xff"}
+    last = Parquet(f"{tmp_path}/a.parquet")[1]
+    assert (last["word"], last["bytes"], last["ids"].tolist()) == (None, None, [])
+
+
+def test_a_copy_is_made_when_a_row_is_asked_for_by_number_and_not_before(table, tmp_path, caplog):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, row_group_size=300)
+    source = Parquet(f"{path}")
+    assert rows_of(source) == table.to_pylist() and copies(tmp_path) == []
+    with caplog.at_level("INFO"):
+        assert source[701] == table.to_pylist()[701]
+    assert "to find any row" in caplog.text
+    (first,) = copies(tmp_path)
+    pickle.loads(pickle.dumps(source))[3]
+    assert copies(tmp_path) == [first]
+    # A change that the digest of a large file would not notice: it looks at 64 blocks.
+    os.utime(path, ns=(1, 1))
+    again = Parquet(f"{path}")
+    assert again[996] == table.to_pylist()[996]
+    (second,) = copies(tmp_path)
+    assert second != first
+
+
+def test_a_row_group_is_decoded_once_for_all_its_parts(table, tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=600)
+    groups, read = [], pyarrow.parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", lambda self, group, **how: (
+        groups.append((group, how["columns"])), read(self, group, **how))[1])
+    source = Parquet(f"{tmp_path}/a.parquet", columns=("n",))
+    found = []
+    for start in range(0, ROWS, 97):
+        found += [x["n"] for _, x in source.read(start, min(start + 97, ROWS))]
+    assert found == list(range(ROWS))
+    assert groups == [(0, ["n"]), (1, ["n"])] and source._last_group == {}
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd", "uncompressed"])
+def test_a_compressed_file_is_mapped_as_a_copy_that_is_not(compression, table, tmp_path):
+    feather.write_feather(table, f"{tmp_path}/a.arrow", compression=compression, chunksize=301)
+    source = ArrowFiles(f"{tmp_path}/a.arrow")
+    order = np.random.default_rng(0).permutation(ROWS).tolist()
+    source[0]
+    before = pyarrow.total_allocated_bytes()
+    wanted = table.to_pylist()
+    assert [source[n] for n in order] == [wanted[n] for n in order]
+    assert pyarrow.total_allocated_bytes() - before < table.nbytes // 10
+    assert len(copies(tmp_path)) == (compression != "uncompressed")
+
+
+def test_columns_are_checked_before_anything_is_read(table, tmp_path):
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a.parquet has no column 'nn'; it has \['n', 's'\]"):
+        Parquet(f"{tmp_path}/a.parquet", columns=("s", "nn")).check()
+    with pytest.raises(ConfigError, match="columns is 's'; wanted is a list of names"):
+        Parquet(f"{tmp_path}/a.parquet", columns="s").check()
+    assert copies(tmp_path) == []
+
+
+def test_damage_is_named(table, tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, compression="none", write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"text 500")] ^= 1  # Text that is text as well: a checksum alone can tell.
+    path.write_bytes(data)
+    source = Parquet(f"{path}")
+    source.check()
+    for read in (rows_of, lambda source: source[7]):
+        with pytest.raises(ConfigError, match="a.parquet is no whole Parquet file: .*CRC"):
+            read(source)
+    with ipc.new_stream(f"{tmp_path}/b.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=100)
+    data = (tmp_path / "b.arrow").read_bytes()
+    (tmp_path / "b.arrow").write_bytes(data[:-8])  # At the end of a record batch.
+    with pytest.raises(ConfigError, match="b.arrow is no whole Arrow file: .* does not end"):
+        ArrowFiles(f"{tmp_path}/b.arrow").check()
+
+
+def test_offsets_that_are_damaged_are_refused_and_end_no_process(table, tmp_path):
+    with ipc.new_file(f"{tmp_path}/a.arrow", table.schema) as file:
+        file.write_table(table)
+    data = bytearray((tmp_path / "a.arrow").read_bytes())
+    offset = data.index(table["s"].chunk(0).buffers()[1].to_pybytes()[:64])
+    data[offset + 403] = 0x7F
+    (tmp_path / "a.arrow").write_bytes(data)
+    with pytest.raises(ConfigError, match="a.arrow is no whole Arrow file"):
+        ArrowFiles(f"{tmp_path}/a.arrow").check()
+
+
+def test_a_text_that_is_not_utf8_is_left_out_alone(tmp_path):
+    binary = pyarrow.array([b"a", b"\xff", b"c"])
+    strings = pyarrow.Array.from_buffers(pyarrow.string(), 3, binary.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"s": strings}), tmp_path / "a.parquet")
+    source = Parquet(f"{tmp_path}/a.parquet", skip=("not_utf8",))
+    first, bad, last = rows_of(source)
+    assert (first, bad.fault, last) == ({"s": "a"}, "not_utf8", {"s": "c"})
+    with pytest.raises(BadExample, match="a.parquet, row 1, is not UTF-8"):
+        source[1]

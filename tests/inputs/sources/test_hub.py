@@ -1,0 +1,120 @@
+"""Datasets that TFDS and Hugging Face's library prepared: values, splits, and lost files."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs import HuggingFaceDataset, Tfds
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [{"ids": list(range(n)), "x": [0.5] * n, "words": ["é"], "n": n} for n in range(13)]
+
+
+@pytest.fixture
+def saved(rows, tmp_path):
+    import datasets
+
+    features = datasets.Features({
+        "ids": datasets.List(datasets.Value("int32")), "n": datasets.Value("int64"),
+        "x": datasets.List(datasets.Value("float32")),
+        "words": datasets.List(datasets.Value("string")),
+    })
+    one = datasets.Dataset.from_list(rows, features=features)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=one, test=one.select(range(7))).save_to_disk(tmp_path / "dict")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_lists_of_numbers_are_arrays_of_their_type_empty_ones_too(saved, rows):
+    source = pickle.loads(pickle.dumps(HuggingFaceDataset(str(saved / "one"))))
+    source.check()
+    for n in np.random.default_rng(0).permutation(13).tolist():
+        found = source[n]
+        assert (found["ids"].dtype, found["x"].dtype) == (np.int32, np.float32)
+        assert {k: v.tolist() if k in ("ids", "x") else v for k, v in found.items()} == rows[n]
+
+
+@pytest.mark.slow
+def test_a_fingerprint_of_hugging_faces_knows_no_folder(saved):
+    one, split = HuggingFaceDataset(f"{saved}/one"), HuggingFaceDataset(f"{saved}/dict", "test")
+    before = one.fingerprint(), one.parts()
+    shutil.move(saved / "one", saved / "moved")
+    moved = HuggingFaceDataset(f"{saved}/moved")
+    assert (moved.fingerprint(), moved.parts()) == before
+    assert split.fingerprint()["version"] != before[0]["version"] and len(split) == 7
+
+
+@pytest.mark.slow
+def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
+    with pytest.raises(ConfigError, match=r"split is None; .* has \['test', 'train'\]"):
+        HuggingFaceDataset(f"{saved}/dict").check()
+    with pytest.raises(ConfigError, match="holds a dataset without splits. Leave split out"):
+        HuggingFaceDataset(f"{saved}/one", "train").check()
+    with pytest.raises(ConfigError, match="holds no dataset of Hugging Face's"):
+        HuggingFaceDataset(f"{saved}/none").check()
+    (file,) = (saved / "one").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(ConfigError, match="one holds no dataset of Hugging Face's"):
+        HuggingFaceDataset(f"{saved}/one").check()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    import tensorflow_datasets as tfds
+
+    folder = tmp_path_factory.mktemp("tfds")
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="numbers", version="1.0.0", data_dir=str(folder), file_format="array_record",
+        features=tfds.features.FeaturesDict({
+            "n": np.int64, "x": tfds.features.Tensor(shape=(3,), dtype=np.float32),
+            "text": tfds.features.Text(),
+        }),
+        split_datasets={
+            name: [(n, {"n": n, "x": [n] * 3, "text": f"é {n}"}) for n in range(count)]
+            for name, count in (("train", 31), ("test", 7))
+        },
+    )
+    return folder / "numbers/1.0.0"
+
+
+@pytest.mark.slow
+def test_examples_of_tfds_are_what_was_prepared(prepared):
+    source = pickle.loads(pickle.dumps(Tfds(str(prepared), "train")))
+    source.check()
+    found = sorted((source[n] for n in range(31)), key=lambda one: one["n"])
+    for n, one in enumerate(found):
+        assert (int(one["n"]), one["x"].tolist(), one["text"].decode()) == (n, [n] * 3, f"é {n}")
+    assert len(Tfds(str(prepared), "train[:10]")) == 10
+
+
+@pytest.mark.slow
+def test_a_fingerprint_of_tfds_knows_no_folder(prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "moved")
+    one, moved = Tfds(str(prepared), "train"), Tfds(f"{tmp_path}/moved", "train")
+    assert (one.fingerprint(), one.parts()) == (moved.fingerprint(), moved.parts())
+    assert one.fingerprint()["version"] != Tfds(str(prepared), "test").fingerprint()["version"]
+
+
+@pytest.mark.slow
+def test_wrong_splits_and_lost_files_of_tfds_are_told(prepared, tmp_path):
+    with pytest.raises(ConfigError, match=r"split is 'tain'; .* Did you mean train"):
+        Tfds(str(prepared), "tain").check()
+    with pytest.raises(ConfigError, match=r"split is 'train\[:x\]': .* Write 'test' or"):
+        Tfds(str(prepared), "train[:x]").check()
+    with pytest.raises(ConfigError, match="holds no dataset of TFDS"):
+        Tfds(str(tmp_path), "train").check()
+    shutil.copytree(prepared, tmp_path / "cut")
+    (file,) = (tmp_path / "cut").glob("numbers-train*")
+    file.write_bytes(file.read_bytes()[:-4000])
+    Tfds(f"{tmp_path}/cut", "test").check()
+    with pytest.raises(ConfigError, match=r"numbers-train.* cannot be read \(.+\); wanted are 31"):
+        Tfds(f"{tmp_path}/cut", "train").check()
+    file.unlink()
+    with pytest.raises(ConfigError, match="numbers-train.* No such file"):
+        Tfds(f"{tmp_path}/cut", "train").check()

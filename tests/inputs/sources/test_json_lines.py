@@ -1,0 +1,105 @@
+"""JSON lines: what is read of a file, compressed files' copies, and lines that are no example."""
+
+import functools
+import gzip
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from praxis_lite.errors import ConfigError
+from praxis_lite.inputs import JsonLines
+from praxis_lite.inputs.sources.faults import BadExample
+
+
+def test_one_row_reads_its_own_bytes_alone(tmp_path, monkeypatch):
+    lines = [json.dumps({"n": n, "text": "é" * (n % 17)}).encode() + b"\n" for n in range(257)]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    source = JsonLines(f"{tmp_path}/a.jsonl")
+    source.check()
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, start: (
+        read.append((start, size)), pread(file, size, start))[1])
+    assert source[131]["n"] == 131
+    assert read == [(sum(map(len, lines[:131])), len(lines[131]))]
+
+
+@pytest.mark.parametrize(("line", "fault", "found"), [
+    (b"{", "not_json", "is no JSON: Expecting property name"),
+    (b"[7]", "not_json", r"is \[7\]; wanted is an object"),
+    (b"null", "not_json", "is null; wanted is an object"),
+    (b"[" * 100_000, "not_json", "is no JSON: maximum recursion depth"),
+    (b'{"text": "\xe9"}', "not_utf8", "is not UTF-8: .*iconv"),
+])  # fmt: skip
+@pytest.mark.parametrize("end", ["jsonl", "jsonl.gz"])
+def test_a_line_that_is_no_example_is_named_and_others_are_read(line, fault, found, end, tmp_path):
+    data = b'{"n": 0}\n\n' + line + b'\n{"n": 2}\n'
+    path = tmp_path / f"a.{end}"
+    path.write_bytes(gzip.compress(data) if end == "jsonl.gz" else data)
+    source = JsonLines(str(path))
+    source.check()
+    with pytest.raises(BadExample, match=f"a.{end}:3 {found}") as caught:
+        source[1]
+    assert caught.value.fault == fault and f"skip=['{fault}']" in str(caught.value)
+    read = [one for _, one in source.read(0, 3)]
+    assert (read[0], read[1].fault, read[2]) == ({"n": 0}, fault, {"n": 2})
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n\n"])
+def test_a_file_without_lines_is_told(data, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"has no examples \(1 files without any\)"):
+        JsonLines(f"{tmp_path}/a.jsonl").check()
+    (tmp_path / "b.jsonl").write_bytes(b'{"n": 1}')
+    source = JsonLines(f"{tmp_path}/*.jsonl")
+    source.check()
+    assert len(source) == 1 and source[0] == {"n": 1}
+
+
+def test_every_cut_of_a_compressed_file_is_told(tmp_path):
+    data = gzip.compress(b"".join(b'{"n": %d}\n' % n for n in range(500)))
+    path = tmp_path / "a.jsonl.gz"
+    for cut in (*range(1, 30), *range(30, len(data), 101), len(data) - 8, len(data) - 1):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ConfigError, match="a.jsonl.gz (is cut off|has no)"):
+            JsonLines(str(path)).check()
+        rest = JsonLines(str(path), skip=("truncated",))
+        assert [one["n"] for _, one in rest.read(0, len(rest))] == list(range(len(rest)))
+        assert rest.faults_of_files() == {"truncated": 1}
+
+
+def test_a_copy_that_is_lost_or_damaged_is_told(tmp_path):
+    rows = [{"text": np.random.default_rng(n).bytes(100).hex()} for n in range(1000)]
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(one) + "\n" for one in rows).encode())
+    )
+    source = functools.partial(JsonLines, f"{tmp_path}/a.jsonl.gz")
+    assert source()[700] == rows[700]
+    (copy,) = (tmp_path / ".praxis_lite").glob("*.array_record")
+    data = bytearray(copy.read_bytes())
+    data[70_000] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(ConfigError, match="the copy of .*a.jsonl.gz, cannot be read: .*Remove"):
+        [source()[n] for n in range(1000)]
+    copy.unlink()
+    with pytest.raises(ConfigError, match="the copy of .*a.jsonl.gz, cannot be read: .*Remove"):
+        source()[0]
+
+
+def test_threads_read_the_same(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(2000)))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"n": 2000}\n' * 500))
+    source, found = JsonLines(f"{tmp_path}/*"), [[] for _ in range(4)]
+
+    def read(k):
+        for n in np.random.default_rng(k).permutation(2500).tolist():
+            found[k].append(source[n]["n"] == min(n, 2000))
+
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert found == [[True] * 2500] * 4
