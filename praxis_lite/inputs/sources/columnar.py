@@ -15,7 +15,7 @@ from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
-from praxis_lite.inputs.sources.record_files import write_arrow
+from praxis_lite.inputs.sources.record_files import remove_copies, write_arrow
 
 # Rows of a copy that are found together: fewer are found faster, more make fewer batches.
 _ROWS_PER_BATCH = 256
@@ -106,10 +106,7 @@ class ArrowFiles(FileSource):
         with kept.locked(folder):
             if not os.path.exists(copy):
                 _log.info("copying %s into %s, to find any row", index.path, copy)
-                # Copies of what the file was, or what a killed process left.
-                for old in os.listdir(folder):
-                    if old.startswith(name) and ".arrow" in old[len(name) :]:
-                        os.unlink(os.path.join(folder, old))
+                remove_copies(folder, name)
                 self._copy(index.path, copy)
         return copy
 

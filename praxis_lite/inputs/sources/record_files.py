@@ -91,6 +91,13 @@ class RecordWriter:
                 raise not_written(self._path, OSError(0, str(failure))) from None
 
 
+def remove_copies(folder: str, name: str) -> None:
+    """Removes Arrow files whose names begin so: of what a file was, or left by a killed process."""
+    for old in os.listdir(folder):
+        if old.startswith(name) and ".arrow" in old[len(name) :]:
+            os.unlink(os.path.join(folder, old))
+
+
 def write_arrow(path: str, schema: Any, batches: Iterable[Any], rows_per_batch: int) -> None:
     """Writes record batches into an uncompressed Arrow file, in batches of so many rows or fewer.
 
