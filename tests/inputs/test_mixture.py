@@ -1,15 +1,13 @@
-"""Mixtures: shares against exact fractions, rows against the sources' own, any batch at once."""
+"""Mixtures: rows against the sources' own, any batch at once, weights that change."""
 
 import hashlib
 import time
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import InMemory, Mixture, SyntheticLm, WithWorkers
-from praxis_lite.inputs.mixing import shares
 from praxis_lite.inputs.processes.stream_digest import stream_digest
 
 
@@ -22,27 +20,6 @@ def numbered(tens, length, *, batch_size=4, shuffle=False, **leaves):
 def xs(mixture, num_batches, start=0):
     batches = mixture.batches(start)
     return np.concatenate([next(batches)["x"] for _ in range(num_batches)]).tolist()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_beginning_is_within_one_row_of_its_shares(seed):
-    rng = np.random.default_rng(seed)
-    most = int(rng.choice([3, 20, 300]))
-    parts = tuple(map(int, rng.integers(0, most, rng.integers(1, 9)))) + (1,)
-    schedule, total = shares.Schedule([(0, parts)]), sum(parts)
-    is_source = schedule.sources_at(0, total)[:, None] == np.arange(len(parts))
-    for source, part in enumerate(parts):
-        counts, share = np.cumsum(is_source[:, source]).tolist(), Fraction(part, total)
-        assert all(abs(count - share * n) < 1 for n, count in enumerate(counts, 1))
-    assert schedule.counts_before(total).tolist() == list(parts)
-
-
-def test_weights_are_what_they_are_written_as():
-    assert shares.parts_of([0.7, 0.3]) == (7, 3)
-    assert shares.parts_of([2, 0, 4]) == (1, 0, 2)
-    assert shares.parts_of([0.12345678, 0.3]) is None
-    assert shares.rounded_parts([1, 2, 0], 10) == (3, 7, 0)
-    assert shares.rounded_parts([1e-9, 1], 10) == (1, 10)
 
 
 def test_rows_come_in_their_sources_order_whatever_the_sources_batches_are():
@@ -68,7 +45,7 @@ def test_an_endless_source_goes_on_from_epoch_to_epoch():
     assert [x for x in xs(mixture, 8) if x < 100] == expected
 
 
-def test_weights_change_at_a_batch_and_count_from_there():
+def test_weights_change_at_a_batch():
     mixture = Mixture(
         {"a": numbered(0, 50), "b": numbered(100, 50)},
         [(0, {"a": 1, "b": 0}), (2, {"a": 1, "b": 3}), (4, {"a": 0, "b": 1})], 4,
@@ -80,6 +57,33 @@ def test_weights_change_at_a_batch_and_count_from_there():
     assert xs(mixture, 2, start=3) == found[12:20]
     whole = mixture.rows(1, slice(0, 4)), mixture.rows(2, slice(0, 4))
     assert np.concatenate([one["x"] for one in whole]).tolist() == found[4:12]
+
+
+def test_shares_of_a_row_are_carried_over_changes_of_weights():
+    sources = {"a": numbered(0, 50), "b": numbered(100, 50), "c": numbered(200, 50)}
+    thirds = dict.fromkeys("abc", 1)
+    # Changes to the same weights change nothing, though a batch has 4/3 rows of each source.
+    same = Mixture(sources, [(index, thirds) for index in range(12)], 4)
+    assert xs(same, 12) == xs(Mixture(sources, thirds, 4), 12)
+    changes = [(index, thirds | {"b": 1 + index % 2}) for index in range(12)]
+    mixture = Mixture(sources, changes, 4)
+    given = xs(mixture, 12)
+    # Six batches of 4/3 rows of "a", and six of 1.
+    assert [x for x in given if x < 100] == list(range(14))
+    assert xs(mixture, 3, start=7) == given[28:40]
+
+
+def test_a_source_may_give_a_row_that_it_is_owed_when_its_weight_is_0():
+    def made(length, **settings):
+        sources = {name: numbered(100, 9, shuffle=True) for name in "bcd"}
+        sources = {"a": numbered(0, length)} | sources
+        weights = [(0, dict.fromkeys("abcd", 1)), (3, {"a": 0, "b": 0, "c": 1, "d": 1})]
+        return Mixture(sources, weights, 2, **settings)
+
+    # At place 6 all are owed half a row; "c" and "d" come before the change, as both are due at 7.
+    assert made(2).sources_of(4, 6).tolist() == [2, 3, 0, 2, 3, 2]
+    assert made(1, stop="first").num_batches == 3
+    assert made(2, stop="first").num_batches is None
 
 
 def test_it_stops_with_the_first_source_that_ends():
@@ -114,6 +118,28 @@ def test_tokens_are_shared_where_rows_differ_in_length():
         tokens["long"] += counted[batch["x"] < 100].sum()
         tokens["short"] += counted[batch["x"] >= 100].sum()
     assert tokens["long"] == pytest.approx(tokens["short"], rel=0.01)
+
+
+class Measured(InMemory):
+    def tokens_per_row(self):
+        return self.mean
+
+
+def test_a_source_may_say_how_many_tokens_its_rows_have():
+    # The first rows, which would be counted, are shorter than the others.
+    weights = np.pad(np.ones((3000, 2), np.float32), ((0, 0), (0, 6)))
+    weights[1500:] = 1
+    long = Measured({"x": np.arange(3000, dtype=np.int32), "weights": weights}, 4, shuffle=False)
+    other = numbered(0, 3000, weights=weights)
+    long.mean = 5.0
+    mixture = Mixture({"long": long, "other": other}, {"long": 1, "other": 1}, 7, unit="tokens")
+    rows = [int((mixture.sources_of(0, 10_000) == source).sum()) for source in (0, 1)]
+    assert rows == pytest.approx([10_000 * 2 / 7, 10_000 * 5 / 7], abs=2)
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        long.mean = wrong
+        mixture = Mixture({"long": long, "other": other}, {"long": 1, "other": 1}, 7, unit="tokens")
+        with pytest.raises(ConfigError, match="tokens_per_row.*a number above 0"):
+            mixture.check()
 
 
 def test_a_batch_far_on_is_found_at_once():
@@ -154,6 +180,11 @@ def test_the_fingerprint_has_shares_and_sources():
     assert first != made(weights={"a": 2, "b": 1}).fingerprint()
     assert first != made(stop="first").fingerprint()
     assert first["sources"]["a"] == numbered(0, 7).fingerprint()
+    # Jobs from when rows were counted anew at each change go on where that made no difference.
+    changed = [(0, {"a": 1, "b": 1}), (1, {"a": 1, "b": 3}), (2, {"a": 2, "b": 1})]
+    assert made(weights=changed).fingerprint().keys() == first.keys()
+    carried = [*changed, (3, {"a": 1, "b": 1})]
+    assert made(weights=carried).fingerprint().keys() == first.keys() | {"counted"}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +196,7 @@ def test_the_fingerprint_has_shares_and_sources():
         ({"weights": {"a": 0, "b": 0}}, "one above 0"),
         ({"weights": {"a": 0.1234567, "b": 1}}, "fewer digits"),
         ({"weights": [(1, {"a": 1, "b": 1})]}, "whose first batch is 0"),
+        ({"weights": [(0, {"a": 1, "b": 1}), (1.5, {"a": 1, "b": 1})]}, "whose first batch is 0"),
         ({"stop": "last"}, "never"),
         ({"sources": {}}, "one or more pipelines"),
         ({"sources": {"a": numbered(0, 3), "b": [1, 2]}}, "'b' is a list"),
@@ -235,45 +267,3 @@ def numbered_tokens(num_rows):
     """A shuffled source with the leaves of SyntheticLm."""
     ids = np.arange(num_rows * 5, dtype=np.int32).reshape(num_rows, 5) % 17
     return InMemory({"ids": ids, "labels": ids + 1}, 4, seed=2, shuffle=True)
-
-
-def random_phases(seed):
-    """Returns (place, parts) pairs of two to five sources, some of which pause."""
-    rng = np.random.default_rng(seed)
-    number, place, phases = int(rng.integers(2, 6)), 0, []
-    for _ in range(int(rng.integers(2, 6))):
-        parts = rng.integers(0, 30, number)
-        parts[rng.integers(number)] += 1
-        phases.append((place, tuple(int(x) for x in parts)))
-        place += int(rng.integers(1, 120))
-    return phases
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_every_place_is_within_one_row_of_the_target_through_all_changes(seed):
-    phases = random_phases(seed)
-    stop = phases[-1][0] + 3 * sum(phases[-1][1])
-    drawn = shares.Schedule(phases).sources_at(0, stop)
-    target, given = [Fraction(0)] * len(phases[0][1]), [0] * len(phases[0][1])
-    for place in range(stop):
-        parts = [parts for start, parts in phases if start <= place][-1]
-        target = [t + Fraction(p, sum(parts)) for t, p in zip(target, parts, strict=True)]
-        given[drawn[place]] += 1
-        assert all(abs(t - g) < 1 for t, g in zip(target, given, strict=True)), place
-
-
-def test_any_place_is_found_at_once_and_as_by_counting():
-    for seed in range(20):
-        schedule = shares.Schedule(random_phases(seed))
-        whole = schedule.sources_at(0, 900)
-        for first in (0, 1, 57, 130, 400, 877):
-            assert (schedule.sources_at(first, 23) == whole[first : first + 23]).all()
-            counts = np.bincount(whole[:first], minlength=len(schedule.pieces[0].before))
-            assert (schedule.counts_before(first) == counts).all()
-        for source in range(len(schedule.pieces[0].before)):
-            for row, place in enumerate(np.flatnonzero(whole == source)[:40]):
-                assert schedule.place_of(source, row) == place
-    # What is kept of far places does not grow with them.
-    far = shares.Schedule([(0, (7, 3)), (10**9 + 1, (1, 4)), (10**12, (10, 3))])
-    assert sum(len(one.order) for one in far.pieces) < 200
-    assert far.counts_before(10**15).sum() == 10**15

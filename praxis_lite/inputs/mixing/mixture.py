@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,9 +25,9 @@ class Mixture(IndexedPipeline):
     """Rows of several pipelines, in the ratios of their weights, as one stream.
 
     The rows of a source come in its own order. At every place of the stream, each source has given
-    its share of the rows so far, to less than one row; where weights change, its shares at all
-    places so far are added up. Where a row comes from follows from its place and the weights
-    alone: any batch is found at once.
+    its share of the rows so far, to less than one row. Where weights change, what it is owed of a
+    row stays owed: a source whose weight becomes 0 may give one row more. Where a row comes from
+    follows from its place and all weights, those after it too: any batch is found at once.
 
     A source without end (`shuffle=True`) goes on from epoch to epoch; one with an end begins again.
 
@@ -37,9 +38,9 @@ class Mixture(IndexedPipeline):
             7/10 exactly. Or [(0, {...}), (1000, {...})]: from these batches on.
         batch_size: rows of the global batch.
         stop: "never", or "first": with the first source whose rows are all given.
-        unit: what a weight is a share of: "examples" are rows, "tokens" labels with a weight. As
-            many count for a row as its source's `tokens_per_row()` says, the mean of the rows of
-            one epoch; without that method, as its first 1,024 rows have on average.
+        unit: what a weight is a share of: "examples" are rows, "tokens" labels with a weight. A
+            row counts as many as its source's method `tokens_per_row()` says is the mean of an
+            epoch; without that method, as the first 1,024 rows have on average.
     """
 
     sources: Mapping[str, IndexedPipeline]
@@ -104,7 +105,8 @@ class Mixture(IndexedPipeline):
         listed = [(0, given)] if isinstance(given, Mapping) else [tuple(one) for one in given]
         starts = [one[0] for one in listed]
         require(
-            starts[:1] == [0] and all(a < b for a, b in zip(starts, starts[1:], strict=False)),
+            all(isinstance(one, int) for one in starts) and starts[:1] == [0]
+            and all(a < b for a, b in pairwise(starts)),
             "Mixture.weights", given, "weights by name, or pairs (batch, weights) whose first "
             "batch is 0 and which come in order",
         )
@@ -112,9 +114,7 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _schedule(self) -> shares.Schedule:
-        return shares.Schedule(
-            [(start * self.batch_size, parts) for start, parts in self._phases]
-        )
+        return shares.Schedule([(start * self.batch_size, parts) for start, parts in self._phases])
 
     def _parts(self, weights: Weights) -> tuple[int, ...]:
         for name in weights:
@@ -137,8 +137,7 @@ class Mixture(IndexedPipeline):
         )
         if self.unit == "tokens":
             return shares.rounded_parts([
-                one / tokens
-                for one, tokens in zip(values, self._tokens_per_row, strict=True)
+                one / tokens for one, tokens in zip(values, self._tokens, strict=True)
             ])
         parts = shares.parts_of(values)
         if parts is None:
@@ -150,9 +149,11 @@ class Mixture(IndexedPipeline):
         return parts
 
     @functools.cached_property
-    def _tokens_per_row(self) -> list[float]:
+    def _tokens(self) -> list[float]:
+        """As how many tokens a row of each source counts."""
         return [
-            _tokens_per_row(source, self._lengths[name]) for name, source in self.sources.items()
+            _tokens_per_row(name, source, self._lengths[name])
+            for name, source in self.sources.items()
         ]
 
     @functools.cached_property
@@ -204,13 +205,15 @@ class Mixture(IndexedPipeline):
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
-        return self.settings_fingerprint("batch_size", "stop", "unit") | {
+        found = self.settings_fingerprint("batch_size", "stop", "unit") | {
             "weights": [
-                [batch, dict(zip(self.sources, parts, strict=True))]
-                for batch, parts in self._phases
+                [start, dict(zip(self.sources, parts, strict=True))]
+                for start, parts in self._phases
             ],
             "sources": {name: source.fingerprint() for name, source in self.sources.items()},
         }
+        # Once, rows were counted anew from each change of weights: jobs of then had other batches.
+        return found | ({"counted": "over all weights"} if self._schedule.has_fractions else {})
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:
@@ -240,9 +243,14 @@ def _stream(
         first, count = first + stop - start, count - (stop - start)
 
 
-def _tokens_per_row(source: IndexedPipeline, length: int | None) -> float:
+def _tokens_per_row(name: str, source: IndexedPipeline, length: int | None) -> float:
     if hasattr(source, "tokens_per_row"):
-        return max(1e-3, source.tokens_per_row())
+        tokens = source.tokens_per_row()
+        require(
+            0 < tokens < math.inf, f"Mixture.sources[{name!r}].tokens_per_row()", tokens,
+            "a number above 0",
+        )
+        return tokens
     count = _NUM_MEASURED if length is None else min(length, _NUM_MEASURED)
     pieces = _stream(source, length, 0, count)
     return max(1.0, sum(int((piece["weights"] > 0).sum()) for piece in pieces)) / count

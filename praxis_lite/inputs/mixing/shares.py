@@ -6,8 +6,9 @@ before, at the first place where the target is at least j + 1. Of the rows that 
 one that is due first is drawn. This keeps every source within one row of its target at every place:
 the P-fair schedule of Baruah, Cohen, Plaxton and Varvel (1996), here with shares that may change.
 
-A row that may be drawn before a change can be due after it. The last rows before a change depend on
-the shares after it, therefore: no order that does not look ahead stays within one row.
+A row that may be drawn before a change can be due after it. So the last rows before a change depend
+on the shares after it. No order that does not look ahead stays within one row: after two of four
+equal sources have given a row each, the other two may get all of the share.
 
 Between changes the order repeats itself after as many rows as the shares' common denominator, apart
 from some rows next to the changes. It is kept in pieces, so that counts at any place are looked up
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_PARTS = 20_000  # Rows after which the order repeats itself, at most: 0.01 s to make.
+MOST_PARTS = 20_000  # Rows after which the order repeats itself, at most. They are made in 0.01 s.
 
 
 def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
@@ -41,6 +42,19 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
     divisor = math.gcd(*counts)
     parts = tuple(one // divisor for one in counts)
     return parts if sum(parts) <= MOST_PARTS else None
+
+
+def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:
+    """Returns whole numbers that add up to `total`, nearest to the ratios of weights, none of 0.
+
+    For weights that are measured, such as rows per token, and have no small denominator.
+    """
+    shares = np.array(weights, float) / sum(weights) * total
+    parts = np.floor(shares).astype(int)
+    left = total - parts.sum()
+    parts[np.argsort(parts - shares, kind="stable")[:left]] += 1
+    parts[(np.array(weights) > 0) & (parts == 0)] = 1
+    return tuple(int(one) for one in parts // np.gcd.reduce(parts))
 
 
 class Piece(NamedTuple):
@@ -111,7 +125,7 @@ class Schedule:
 
 
 class _Target:
-    """The rows that a source should have given before a place: a line in each phase."""
+    """The rows that a source should have given before each place: a line in each phase."""
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]], source: int) -> None:
         self._phases, self._source = phases, source
@@ -143,18 +157,19 @@ class _Phase:
         self._turn = sum(self._parts)
         self._at_start = [own.at_starts[number] for own in targets]
         self._at_end = self._at_start if is_last else [own.at_starts[number + 1] for own in targets]
-        # Where the row of a source is due that is begun at the end: its target is part of the row.
+        # A row is begun where the target is a part of it. Those of the end are due at:
         self._late_dues = [
             own.place_reaching(math.ceil(target))
             for own, target in zip(targets, self._at_end, strict=True)
         ]
 
     def stretches(self) -> list[tuple[int, int | float, int]]:
-        """Returns (start, stop, period) of up to three pieces: first rows, full turns, last rows.
+        """Returns (start, stop, period) of up to three pieces, each with an order that repeats.
 
-        The first rows differ by those that are begun at the start, until these are due. If the
-        source of such a row has no share now, the row goes where no other may be drawn: in the
-        first turn or never. The last rows differ by those that are begun at the end.
+        The order of one turn repeats itself, except at both ends of the phase. At the start it
+        differs until the rows are due that are begun there. If the source of such a row has no
+        share now, the row is drawn where no other may be: in the first turn or never. At the end it
+        differs from where rows may be drawn that are begun there, for they are due after the end.
         """
         start, end, turn = self._start, self._end, self._turn
         begun = zip(self._at_start, self._parts, strict=True)
@@ -167,7 +182,7 @@ class _Phase:
         return [one for one in three if one[0] < one[1]]
 
     def _longest_begun(self, targets: Sequence[Fraction]) -> int:
-        """Returns the most places in which a target that is not whole rises by one."""
+        """Returns how many places the rows take at most that are begun at these targets."""
         begun = zip(targets, self._parts, strict=True)
         return max(
             (-(-self._turn // part) for target, part in begun if target.denominator > 1 and part),
@@ -208,16 +223,3 @@ class _Phase:
             if part := parts[source]:
                 heapq.heappush(waiting, ((rows[source] * turn - upper[source]) // part, source))
         return order
-
-
-def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:
-    """Returns whole numbers that add up to `total`, nearest to the ratios of weights, none of 0.
-
-    For weights that are measured, such as rows per token, and have no small denominator.
-    """
-    shares = np.array(weights, float) / sum(weights) * total
-    parts = np.floor(shares).astype(int)
-    left = total - parts.sum()
-    parts[np.argsort(parts - shares, kind="stable")[:left]] += 1
-    parts[(np.array(weights) > 0) & (parts == 0)] = 1
-    return tuple(int(one) for one in parts // np.gcd.reduce(parts))

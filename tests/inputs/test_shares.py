@@ -1,0 +1,115 @@
+"""Shares of a mixture: the source of each row against exact fractions."""
+
+import hashlib
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from praxis_lite.inputs.mixing import shares
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_beginning_is_within_one_row_of_its_shares(seed):
+    rng = np.random.default_rng(seed)
+    most = int(rng.choice([3, 20, 300]))
+    parts = tuple(map(int, rng.integers(0, most, rng.integers(1, 9)))) + (1,)
+    schedule = shares.Schedule([(0, parts)])
+    assert_within_one_row(schedule, [(0, parts)], 0, sum(parts))
+    assert schedule.counts_before(sum(parts)).tolist() == list(parts)
+
+
+def target(phases, source, place):
+    """The rows that a source should have given before a place, exactly."""
+    ends = [*(start for start, _ in phases[1:]), place]
+    return sum(
+        Fraction(max(0, min(end, place) - start) * parts[source], sum(parts))
+        for (start, parts), end in zip(phases, ends, strict=True)
+    )
+
+
+def assert_within_one_row(schedule, phases, first, count):
+    """Counts rows one by one from a place on, against the targets."""
+    given = schedule.counts_before(first).tolist()
+    for place, source in enumerate(schedule.sources_at(first, count).tolist(), start=first):
+        given[source] += 1
+        targets = [target(phases, one, place + 1) for one in range(len(given))]
+        assert all(abs(a - b) < 1 for a, b in zip(given, targets, strict=True)), place
+    assert schedule.counts_before(first + count).tolist() == given
+
+
+def random_phases(rng, num_phases, most_turns):
+    """Shares of two to seven sources, some 0, and lengths from one place to many turns."""
+    phases, place, num_sources = [], 0, int(rng.integers(2, 8))
+    for _ in range(num_phases):
+        most = int(rng.choice([2, 5, 30]))
+        parts = rng.integers(0, most, num_sources) * rng.integers(0, 2, num_sources)
+        parts[rng.integers(num_sources)] += 1
+        phases.append((place, tuple(map(int, parts // np.gcd.reduce(parts)))))
+        place += int(rng.choice([rng.integers(1, 9), rng.integers(1, most_turns * sum(parts) + 2)]))
+    return phases
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_beginning_is_within_one_row_however_often_shares_change(seed):
+    rng = np.random.default_rng(seed)
+    phases = random_phases(rng, num_phases=int(rng.integers(2, 7)), most_turns=6)
+    schedule = shares.Schedule(phases)
+    count = phases[-1][0] + 3 * sum(phases[-1][1]) + 5
+    assert_within_one_row(schedule, phases, 0, count)
+    sources, first = schedule.sources_at(0, count), int(rng.integers(count))
+    assert schedule.sources_at(first, count - first).tolist() == sources[first:].tolist()
+    for source, part in enumerate(phases[-1][1]):
+        places = np.flatnonzero(sources == source).tolist()
+        assert [schedule.place_of(source, row) for row in range(len(places))] == places
+        if part == 0:
+            assert schedule.place_of(source, len(places)) is None
+
+
+def test_the_order_before_a_change_fits_the_shares_after_it():
+    # The last two sources come before the change, as both are due one place after it.
+    schedule = shares.Schedule([(0, (1, 1, 1, 1)), (2, (0, 0, 1, 1))])
+    assert schedule.sources_at(0, 3).tolist() == [2, 3, 0]
+    # With equal shares after it, too, the order is as if there were no change.
+    same = shares.Schedule([(0, (1, 1, 1, 1)), (2, (2, 2, 2, 2)), (7, (1, 1, 1, 1))])
+    assert same.sources_at(0, 12).tolist() == [0, 1, 2, 3] * 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_phases_of_many_turns_are_counted_and_not_walked(seed):
+    rng = np.random.default_rng(seed)
+    phases, far = random_phases(rng, num_phases=4, most_turns=6), 10**10 + 7
+    phases = [(place + far * number, parts) for number, (place, parts) in enumerate(phases)]
+    schedule = shares.Schedule(phases)
+    for start, parts in phases[1:]:
+        for first in (start - far // 2, start - sum(parts), start, start + far // 2):
+            assert_within_one_row(schedule, phases, first, 2 * sum(parts))
+    made = sum(len(piece.order) for piece in schedule.pieces)
+    assert made <= 3 * sum(sum(parts) for _, parts in phases)
+
+
+def test_the_order_of_shares_that_never_change_stays_what_it_was():
+    digest = hashlib.sha256()
+    for part in range(1, 30):
+        schedule = shares.Schedule([(0, (part, 7 * part % 13, 0, 31 - part, 5))])
+        digest.update(schedule.sources_at(1000, 100).astype("<i2").tobytes())
+    assert digest.hexdigest() == "78241b5f480cc4ac084b6a2fcacfdcd74e72483228d6960d33ff24546ae6a19b"
+
+
+def test_counts_far_on_are_sums_of_what_stands_before():
+    schedule = shares.Schedule([(0, (5, 0, 3, 11))])
+    order = [int(schedule.sources_at(n, 1)[0]) for n in range(100)]
+    for place in (0, 1, 18, 19, 20, 77):
+        found = schedule.counts_before(place)
+        assert found.tolist() == [order[:place].count(source) for source in range(4)]
+    third_of_last = [n for n, source in enumerate(order) if source == 3][20]
+    assert schedule.place_of(3, 20) == third_of_last
+    assert schedule.place_of(1, 0) is None
+
+
+def test_weights_are_what_they_are_written_as():
+    assert shares.parts_of([0.7, 0.3]) == (7, 3)
+    assert shares.parts_of([2, 0, 4]) == (1, 0, 2)
+    assert shares.parts_of([0.12345678, 0.3]) is None
+    assert shares.rounded_parts([1, 2, 0], 10) == (3, 7, 0)
+    assert shares.rounded_parts([1e-9, 1], 10) == (1, 10)
