@@ -113,4 +113,5 @@ class ChatData(PackedRows):
         digest = hashlib.sha256()
         for ids, is_answer in self.conversations:
             digest.update(ids.tobytes() + is_answer.tobytes())
-        return {**settings, "sha256": digest.hexdigest()}
+        # Rows were packed otherwise before: by size, each where it fits best.
+        return {**settings, "window": WINDOW, "sha256": digest.hexdigest()}
