@@ -1,4 +1,4 @@
-"""Arrays and numbers kept on disk under one name: there whole or not at all, read memory-mapped.
+"""Arrays and numbers kept on disk under one name: there whole or not at all, large ones mapped.
 
 NAME.json has the numbers, and the length and the XXH3 digest of each NAME.<array>.npy. It is
 written last, so where it is all else is. Another version of the library's formats is read as
@@ -22,6 +22,7 @@ from praxis_lite.errors import ConfigError, not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VERSION = 1
+_SMALLEST_MAPPED = 1 << 20  # Bytes.
 
 
 def write(folder: str, name: str, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -53,8 +54,10 @@ def read(folder: str, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             path = place / f"{name}.{key}.npy"
             if path.stat().st_size != size:
                 raise ValueError(f"{path} has {path.stat().st_size} bytes of {size}")
+            # A process may map 65,530 files, so small ones are read.
+            mode = "r" if size > _SMALLEST_MAPPED else None
             # A view that is no np.memmap: that class makes every slice slow.
-            arrays[key] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+            arrays[key] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
