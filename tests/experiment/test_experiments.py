@@ -26,7 +26,8 @@ SLOW = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
 )
-def test_its_steps_can_be_traced(name):
+def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # Some make their data there.
     config = registry.get_experiment(name)().config()
     check_required(config)
     job = fdl.build(config)

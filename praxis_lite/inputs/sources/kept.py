@@ -21,7 +21,7 @@ import xxhash
 from praxis_lite.errors import ConfigError, not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
-_VERSION = 1
+_VERSION = 2
 _SMALLEST_MAPPED = 1 << 20  # Bytes.
 
 
