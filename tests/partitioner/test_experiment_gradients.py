@@ -136,7 +136,9 @@ def test_the_gradient_of_each_weight_is_that_on_one_device(name, place):
     loss, found = first_step(name, meshes[place])
     wanted_loss, wanted = first_step(name, None)
     weights = first_state(name).mdl_vars["params"]
-    assert loss == pytest.approx(wanted_loss, rel=2e-6)
+    # DPO's loss is of four sums of some 300 nats, which float32 has to 2e-5, times its beta of 0.1.
+    scale = 1e-5 if "Dpo" in name else 0.0
+    assert loss == pytest.approx(wanted_loss, rel=2e-6, abs=scale)
     for (path, grad), right, weight in zip(
         jax.tree_util.tree_flatten_with_path(found)[0],
         jax.tree.leaves(wanted), jax.tree.leaves(weights), strict=True,
