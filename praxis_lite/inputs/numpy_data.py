@@ -11,7 +11,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
 from praxis_lite.inputs.leaves import narrow, with_weights
-from praxis_lite.inputs.mixing.shuffle import random_bits, shuffled
+from praxis_lite.inputs.mixing.shuffle import examples_at, random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows
 from praxis_lite.inputs.tokenizers import Tokenizer
@@ -176,14 +176,13 @@ class InMemory(IndexedPipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        if self.shuffle:
-            _, examples = shuffled(self.seed, self.num_examples, first, count)
-            return {name: leaf[examples] for name, leaf in self.leaves.items()}
+        chosen = examples_at(
+            self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle
+        )
         batch = {}
         for name, leaf in self.leaves.items():
-            there = leaf[first : first + count]
             batch[name] = np.zeros((count, *leaf.shape[1:]), leaf.dtype)
-            batch[name][: len(there)] = there
+            batch[name][: len(chosen)] = leaf[chosen]
         return batch
 
     def fingerprint(self) -> dict[str, Any]:

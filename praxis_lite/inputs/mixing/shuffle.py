@@ -37,3 +37,17 @@ def shuffled(seed: int, size: int, first: int, count: int) -> tuple[np.ndarray, 
         here = epochs == epoch
         examples[here] = epoch_order(seed, int(epoch), size)[places[here] % size]
     return epochs, examples
+
+
+def examples_at(
+    size: int, first: int, count: int, *, seed: int, shuffle: bool
+) -> np.ndarray:
+    """Returns int64: which of `size` examples stand at places first, first + 1, ... of a stream.
+
+    Args:
+      shuffle: True: without end, each epoch in an order of its own. False: one pass in order, so
+        that there may be fewer than `count`, or none.
+    """
+    if shuffle:
+        return shuffled(seed, size, first, count)[1]
+    return np.arange(first, max(first, min(first + count, size)))

@@ -4,13 +4,14 @@ A run that ends early has the parts that are done, and where a file changes only
 again. Which cores made them, and how many, changes nothing.
 """
 
+import collections
 import functools
 import hashlib
 import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,18 @@ def derived(
     found = [_read(folder, one) for one in parts]
     if not missing:
         _verify(folder, found)
+    return found
+
+
+def left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
+    """Returns how many examples are left out, by fault, or "filtered"; says so if there are any."""
+    counts = collections.Counter(source.faults_of_files())
+    for one in parts:
+        counts.update(one.values["left_out"])
+    found = dict(sorted(counts.items()))
+    if found:
+        said = ", ".join(f"{count:,} x {name}" for name, count in found.items())
+        _log.info("%s: left out are %s", type(source).__name__, said)
     return found
 
 

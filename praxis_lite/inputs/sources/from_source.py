@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,9 @@ import numpy as np
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline, described, spec_of
 from praxis_lite.inputs.leaves import stacked
-from praxis_lite.inputs.mixing.shuffle import shuffled
+from praxis_lite.inputs.mixing.shuffle import examples_at
 from praxis_lite.inputs.sources.base import Example, Part, Source
-from praxis_lite.inputs.sources.derived import code_of, derived
+from praxis_lite.inputs.sources.derived import code_of, derived, left_out
 from praxis_lite.inputs.sources.faults import BadExample, applied
 from praxis_lite.inputs.sources.file_index import Made
 
@@ -75,14 +74,8 @@ class FromSource(IndexedPipeline):
             self.source, "kept", {"keep": code_of(self.keep), "transform": code_of(self.transform)},
             self._made, "filtering",
         )
-        counts = collections.Counter(self.source.faults_of_files())
-        for one in parts:
-            counts.update(one.values["left_out"])
-        if counts:
-            said = ", ".join(f"{count:,} x {name}" for name, count in sorted(counts.items()))
-            _log.info("%s: left out are %s", type(self.source).__name__, said)
         numbers = [one.part.start + one.arrays["rows"].astype(np.int64) for one in parts]
-        return np.concatenate([np.empty(0, np.int64), *numbers]), dict(sorted(counts.items()))
+        return np.concatenate([np.empty(0, np.int64), *numbers]), left_out(self.source, parts)
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -90,24 +83,24 @@ class FromSource(IndexedPipeline):
         return self._wanted[1]
 
     def _made(self, part: Part) -> Made:
-        rows, left_out = [], collections.Counter()
+        rows, faults = [], collections.Counter()
         for number, example in self.source.read(part.start, part.stop):
             try:
                 if isinstance(example, BadExample):
                     raise example
                 where = self.source.where(number)
                 if self.keep is not None and not applied(self.keep, example, where):
-                    left_out["filtered"] += 1
+                    faults["filtered"] += 1
                     continue
                 if self.source.skip:
                     self._transformed(example, number)
             except BadExample as error:
                 if error.fault not in self.source.skip:
                     raise
-                left_out[error.fault] += 1
+                faults[error.fault] += 1
                 continue
             rows.append(number - part.start)
-        return {"left_out": dict(left_out)}, {"rows": np.array(rows, np.int32)}
+        return {"left_out": dict(faults)}, {"rows": np.array(rows, np.int32)}
 
     def _transformed(self, example: Example, number: int) -> Mapping[str, Any]:
         if self.transform is None:
@@ -141,10 +134,9 @@ class FromSource(IndexedPipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        if self.shuffle:
-            places = shuffled(self.seed, self.num_examples, first, count)[1].tolist()
-        else:
-            places = range(first, min(first + count, self.num_examples))
+        places = examples_at(
+            self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle
+        ).tolist()
         if not places:
             return {
                 name: np.zeros((count, *leaf.shape[1:]), leaf.dtype)
@@ -154,17 +146,14 @@ class FromSource(IndexedPipeline):
         return stacked("FromSource", type(self.source).__name__, elements, count)
 
     def fingerprint(self) -> dict[str, Any]:
-        wanted, left_out = self._wanted
+        wanted, missing = self._wanted
         digest = None if wanted is None else hashlib.sha256(wanted.tobytes()).hexdigest()
         return self.settings_fingerprint("batch_size", "seed", "shuffle", "source") | {
             "transform": json.loads(json.dumps(described(self.transform))),
-            "left_out": left_out, "kept_sha256": digest,
+            "left_out": missing, "kept_sha256": digest,
         }
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process reads what is kept anew.
         names = {one.name for one in dataclasses.fields(self)}
         return {name: value for name, value in vars(self).items() if name in names}
-
-
-_log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.sources.base import Part, Source
-from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived
+from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived, left_out
 from praxis_lite.inputs.sources.faults import BadExample, applied
 from praxis_lite.inputs.sources.file_index import Made
 from praxis_lite.inputs.text.conversations import Tokens
@@ -71,7 +71,7 @@ class Documents:
             isinstance(self.source, Source), "Documents.source", self.source,
             "a source of examples, such as JsonLines('data/*.jsonl')",
         )
-        _ = self.parts
+        _ = self.left_out
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
@@ -84,30 +84,17 @@ class Documents:
             "transform": code_of(self.transform), "keep": code_of(self.keep),
         }
         kind = "tokens" if self.ahead else "lengths"
-        found = derived(self.source, kind, recipe, self._made, "tokenising")
-        left_out = self._left_out(found)
-        if left_out:
-            _log.info(
-                "%s: left out are %s", type(self.source).__name__,
-                ", ".join(f"{count:,} x {name}" for name, count in left_out.items()),
-            )
-        return found
+        return derived(self.source, kind, recipe, self._made, "tokenising")
 
-    def _left_out(self, parts: list[DerivedPart]) -> dict[str, int]:
-        counts = collections.Counter(self.source.faults_of_files())
-        for one in parts:
-            counts.update(one.values["left_out"])
-        return dict(sorted(counts.items()))
-
-    @property
+    @functools.cached_property
     def left_out(self) -> dict[str, int]:
         """How many examples are no document: by fault, "filtered" by `keep`, or "too_short"."""
-        return self._left_out(self.parts)
+        return left_out(self.source, self.parts)
 
     def _made(self, part: Part) -> Made:
         """Returns what is kept of the examples of a part."""
         documents: list[Tokens] = []
-        rows, places, left_out = [], [], collections.Counter()
+        rows, places, faults = [], [], collections.Counter()
         largest, largest_row = -1, -1
         for number, example in self.source.read(part.start, part.stop):
             try:
@@ -117,12 +104,12 @@ class Documents:
             except BadExample as error:
                 if error.fault not in self.source.skip:
                     raise
-                left_out[error.fault] += 1
+                faults[error.fault] += 1
                 continue
             if found is None:
-                left_out["filtered"] += 1
+                faults["filtered"] += 1
             elif len(found.ids) < 2:  # Nothing to predict.
-                left_out["too_short"] += 1
+                faults["too_short"] += 1
             else:
                 documents.append(found)
                 rows.append(number - part.start)
@@ -142,7 +129,7 @@ class Documents:
                 arrays["answers"] = np.concatenate(
                     [np.empty(0, bool), *(one.is_answer for one in documents)]
                 )
-        values = {"left_out": dict(left_out), "largest": largest, "largest_row": largest_row}
+        values = {"left_out": dict(faults), "largest": largest, "largest_row": largest_row}
         return values, arrays
 
     def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
-from praxis_lite.inputs.mixing.shuffle import shuffled
+from praxis_lite.inputs.mixing.shuffle import examples_at
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.packing import Packing
 
@@ -46,10 +46,9 @@ class PackedRows(IndexedPipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        if self.shuffle:
-            _, chosen = shuffled(self.seed, self.table.num_rows, first, count)
-        else:
-            chosen = range(first, min(first + count, self.table.num_rows))
+        chosen = examples_at(
+            self.table.num_rows, first, count, seed=self.seed, shuffle=self.shuffle
+        )
         names = ("ids", "labels", "segment_ids", "segment_pos")
         batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
         batch["weights"] = np.zeros((count, self.seq_len), np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
-from praxis_lite.inputs.mixing.shuffle import shuffled
+from praxis_lite.inputs.mixing.shuffle import examples_at
 from praxis_lite.inputs.text.conversations import (
     Tokens,
     checked_messages,
@@ -110,10 +110,9 @@ class PreferenceData(IndexedPipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        if self.shuffle:
-            _, chosen = shuffled(self.seed, len(self.pairs), first, count)
-        else:
-            chosen = np.arange(first, min(first + count, len(self.pairs)))
+        chosen = examples_at(
+            len(self.pairs), first, count, seed=self.seed, shuffle=self.shuffle
+        )
         shape = (count, 2, self.seq_len)
         batch = {
             "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),

@@ -1,4 +1,4 @@
-"""Files of NumPy arrays: rows by memory map, wrong names, and what is no array of numbers."""
+"""Files of NumPy arrays are mapped, known by their content, and refused if they hold no numbers."""
 
 import zipfile
 
