@@ -200,7 +200,9 @@ class FileSource(Source):
         for one, first in zip(self.indexes, self.first_numbers.tolist(), strict=False):
             for start in range(0, one.num_examples, EXAMPLES_PER_PART):
                 stop = min(start + EXAMPLES_PER_PART, one.num_examples)
-                name = f"{os.path.basename(one.path)}.{one.digest[:12]}.{start}"
+                # A digest of a large file need not notice what its time of change does.
+                changed = f"{one.digest[:12]}.{one.state[1]:x}"
+                name = f"{os.path.basename(one.path)}.{changed}.{start}"
                 found.append(Part(first + start, first + stop, name))
         return found
 

@@ -56,21 +56,25 @@ def derived(
     name = f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     folder = os.path.join(source.cache_folder(), name)
     parts = source.parts()
-    missing = [one for one in parts if kept.read(folder, one.name) is None]
-    if missing:
+    found = {one: kept.read(folder, one.name) for one in parts}
+    earlier = [one for one in parts if found[one] is not None]
+    if len(earlier) < len(parts):
         with kept.locked(folder):
             # For people who wonder what a folder is.
             Path(folder, "recipe.json").write_text(json.dumps(recipe, indent=1))
-            missing = [one for one in missing if kept.read(folder, one.name) is None]
+            # Another process may have made some by now.
+            missing = [
+                one for one in parts
+                if found[one] is None and kept.read(folder, one.name) is None
+            ]
             sizes = [one.stop - one.start for one in missing]
             on_all_cores(
                 _Make(folder, make), missing, sizes, f"{what} into {folder}", "examples",
                 is_worth_it=sum(sizes) >= _WORTH_PROCESSES,
             )
-    found = [_read(folder, one) for one in parts]
-    if not missing:
-        _verify(folder, found)
-    return found
+    made = [_part(folder, one, found[one] or kept.read(folder, one.name)) for one in parts]
+    _verify(folder, [one for one in made if one.part in set(earlier)])
+    return made
 
 
 def left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
@@ -94,8 +98,7 @@ class _Make(NamedTuple):
         kept.write(self.folder, part.name, values, arrays)
 
 
-def _read(folder: str, part: Part) -> DerivedPart:
-    found = kept.read(folder, part.name)
+def _part(folder: str, part: Part, found: Made | None) -> DerivedPart:
     if found is None:
         raise ConfigError(f"{folder} has lost {part.name}. Launch again, which makes it anew.")
     return DerivedPart(part, *found, kept.digests(folder, part.name))
