@@ -149,15 +149,17 @@ def test_the_mean_of_tokens_is_that_of_an_epoch(folder):
     assert rows.tokens_per_row() == sum(b["weights"].sum() for b in batches) / num_rows
 
 
-def test_ids_of_others_are_checked(tmp_path):
+def test_ids_of_others_are_checked(tmp_path, caplog):
     lines = [{"ids": [3, 4, 5]}, {"ids": [1]}, {"ids": [7, -1, 2]}, {"ids": [0, 6]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     with pytest.raises(ConfigError, match=r"a.jsonl:3 has the id -1; wanted are ids from 0 to"):
         packed(tmp_path, {"holds": "ids"}).check()
     source = JsonLines(f"{tmp_path}/*.jsonl", skip=["id_beyond_vocabulary"])
     found = PackedText(Documents(source, "ids"), "train", 1, 3, shuffle=False)
-    assert [ids for ids, _, _ in pieces_of(found)] == [[3, 4], [0]]
-    assert found.documents.left_out == {"id_beyond_vocabulary": 1, "too_short": 1}
+    with caplog.at_level(logging.INFO):
+        assert [ids for ids, _, _ in pieces_of(found)] == [[3, 4], [0]]
+        assert found.documents.left_out == {"id_beyond_vocabulary": 1, "too_short": 1}
+    assert f"{tmp_path}/*.jsonl: examples left out: 1 (id_beyond_vocabulary), 1 (too" in caplog.text
     assert found.documents.largest_id() == (6, f"{tmp_path}/a.jsonl:4")
 
 

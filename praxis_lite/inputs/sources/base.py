@@ -51,6 +51,11 @@ class Source(abc.ABC):
     def __getitem__(self, index: int) -> Example:
         """Returns an example. Raises BadExample, which names its place."""
 
+    @property
+    @abc.abstractmethod
+    def location(self) -> str:
+        """Where the examples are, for messages: the globs of its files, or a folder."""
+
     @abc.abstractmethod
     def where(self, index: int) -> str:
         """Returns where an example stands, for messages: "file, row 7"."""
@@ -121,6 +126,10 @@ class FileSource(Source):
     @abc.abstractmethod
     def example(self, index: FileIndex, row: int) -> Example:
         """Returns an example of a file, counted from 0. Raises BadExample."""
+
+    @property
+    def location(self) -> str:
+        return self.files
 
     @functools.cached_property
     def paths(self) -> list[str]:

@@ -84,8 +84,8 @@ def left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
         counts.update(one.values["left_out"])
     found = dict(sorted(counts.items()))
     if found:
-        said = ", ".join(f"{count:,} x {name}" for name, count in found.items())
-        _log.info("%s: left out are %s", type(source).__name__, said)
+        said = ", ".join(f"{count:,} ({name})" for name, count in found.items())
+        _log.info("%s: examples left out: %s", source.location, said)
     return found
 
 

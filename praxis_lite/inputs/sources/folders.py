@@ -45,6 +45,10 @@ class _FilePerExample(Source):
     def decoded(self, data: bytes, path: str) -> Example:
         """Returns the example of a file's bytes."""
 
+    @property
+    def location(self) -> str:
+        return self.files
+
     @functools.cached_property
     def listed(self) -> list[_Listed]:
         """The files, each with its size and time of change."""

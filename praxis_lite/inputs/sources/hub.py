@@ -38,17 +38,17 @@ class _Prepared(Source):
     def check(self) -> None:
         super().check()
         if not len(self):
-            raise ConfigError(f"{self._name} has no examples. Leave the source out.")
+            raise ConfigError(f"{self.location} has no examples. Leave the source out.")
 
     @property
-    def _name(self) -> str:
+    def location(self) -> str:
         return f"{self.path}, {self.split}" if self.split else self.path
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def where(self, index: int) -> str:
-        return f"{self._name}, row {index}"
+        return f"{self.location}, row {index}"
 
     def parts(self) -> list[Part]:
         return [

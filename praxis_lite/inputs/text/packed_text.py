@@ -97,7 +97,7 @@ class PackedText(PackedRows):
                     said, table = self._packed()
                     kept.write(folder, name, {"said": said}, table._asdict())
         values, arrays = kept.read(folder, name)
-        _log.info("%s", values["said"])
+        _log.info("%s, %s", self.documents.source.location, values["said"])
         return Packing(**arrays)
 
     def _packed(self) -> tuple[str, Packing]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.base_layer import BaseLayer, require_floating, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
@@ -197,7 +198,12 @@ class TransformerEncoderDecoder(BaseLayer):
 
         With a cache the targets are appended to it at their positions `target_segment_pos`, and
         only the first call needs `encoded`.
+
+        Raises:
+          ConfigError: segments come with a cache.
         """
+        require_one_segment(self, cache, input_segment_ids)
+        require_one_segment(self, cache, target_segment_ids)
         lookup = self.decoder_embedding_lookup
         x = embed(self.softmax if lookup is None else lookup, targets)
         position_emb = self.position_emb or self.decoder_position_emb

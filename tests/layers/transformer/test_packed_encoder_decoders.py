@@ -126,3 +126,12 @@ def test_segments_of_one_side_alone_are_refused(name):
     ids = jnp.ones((2, 3), jnp.int32)
     with pytest.raises(ConfigError, match="only one of input_segment_ids and target_segment_ids"):
         model(ids, ids, **{name: ids})
+
+
+@pytest.mark.parametrize("name", ["input_segment_ids", "target_segment_ids"])
+def test_segments_are_refused_beside_a_cache(name):
+    model = layers.TransformerEncoderDecoder(7, 4, 6, 2, 1, 1, rngs=nnx.Rngs(0))
+    ids = jnp.ones((2, 3), jnp.int32)
+    cache = model.init_cache(2, 3, encoded_length=3)
+    with pytest.raises(ConfigError, match="a cache and segment_ids"):
+        model.decode(ids, encoded=model.encode(ids), cache=cache, **{name: ids})
