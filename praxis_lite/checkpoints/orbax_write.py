@@ -41,11 +41,12 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(coroutine)
+    except BaseException:
+        loop.set_exception_handler(lambda loop, context: None)  # One failure is told, not each.
+        raise
     finally:
         while left := asyncio.all_tasks(loop):
             loop.run_until_complete(asyncio.wait(left))
-            for task in left:
-                task.cancelled() or task.exception()  # Asked for, it is not printed.
         asyncio.set_event_loop(None)
         loop.close()
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import logging
 import math
 import os
 import shutil
@@ -582,6 +584,25 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
             checkpoints.wait()
         assert len(began) == len(ended) == 2
     assert names_in(tmp_path) == []
+
+
+def test_of_several_writes_that_fail_one_is_told_and_none_is_printed(caplog):
+    """Whichever round of the loop the second fails in: also the last one, which nobody sees."""
+    caplog.set_level(logging.DEBUG, "asyncio")
+
+    async def fails(rounds):
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        raise OSError(28, "No space left on device")
+
+    async def both(rounds):
+        await asyncio.gather(fails(0), fails(rounds))
+
+    for rounds in range(8):
+        with pytest.raises(OSError, match="No space left"):
+            asyncio_utils.run_sync(both(rounds))
+    gc.collect()
+    assert [line for line in caplog.messages if "never retrieved" in line] == []
 
 
 def test_errors_are_told_in_the_systems_words():
