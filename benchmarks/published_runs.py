@@ -37,7 +37,7 @@ from praxis_lite.layers.stacking.repeats import CHECKPOINT_POLICIES
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
-from praxis_lite.plan.command import PLANNING_OPTIONS
+from praxis_lite.plan.planned_job import PLANNING_OPTIONS
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 

@@ -7,7 +7,8 @@ import fiddle as fdl
 import optax
 
 from praxis_lite import register
-from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings, lm_config
+from praxis_lite.checkpoints.huggingface.decoder import lm_config
+from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.checkpoints.huggingface.family import settings_in
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm

@@ -72,7 +72,7 @@ def _print_digest(args: argparse.Namespace, pipelines: Mapping[str, InputPipelin
     )
     print(
         f"{found}  {args.dataset} of {args.exp}, batches {args.start} to "
-        f"{args.start + args.batches - 1}, {args.processes} processes"
+        f"{args.start + args.batches - 1}, processes={args.processes}"
     )
 
 

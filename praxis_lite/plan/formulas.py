@@ -8,7 +8,12 @@ scattered once per step (FSDP), activations gathered and scattered around each h
 
 import dataclasses
 import math
+from typing import Any
 
+from flax import nnx
+
+from praxis_lite.layers import Pipeline
+from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 from praxis_lite.plan.chips import Chip
 from praxis_lite.plan.costs import FITTED, Efficiencies
 
@@ -185,3 +190,26 @@ def _feature_gathers(shape: Shape, layout: Layout, again: float) -> float:
     # A gather and a scatter around each half of a block, forward, backward, and forward again.
     passes = 2 + again
     return 4 * passes * each * shape.num_layers * layout.micro_batches
+
+
+def bubble_share(model: Any, rows: int) -> float | None:
+    """Returns the share of ticks in which a stage idles, the largest of a model's pipelines.
+
+    Args:
+      model: of a task; of others than NNX's nothing is known.
+      rows: of a global batch.
+
+    Returns:
+      None without a pipeline.
+    """
+    make = getattr(model, "abstract_module", None)
+    if make is None:
+        return None
+    shares = [
+        Schedule(
+            one.num_stages, one.num_microbatches or rows // one.microbatch_size,
+            one.circular_repeat,
+        ).bubble_share
+        for _, one in nnx.iter_modules(make()) if isinstance(one, Pipeline)
+    ]
+    return max(shares, default=None)

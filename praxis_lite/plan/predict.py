@@ -14,8 +14,8 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.explain import hlo
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.train_state import StateLayout
-from praxis_lite.plan.bubbles import bubble_share
 from praxis_lite.plan.costs import FITTED, Efficiencies
+from praxis_lite.plan.formulas import bubble_share
 from praxis_lite.plan.memory import Memory, memory_of, out_of_memory, what_to_change
 from praxis_lite.plan.schedule import schedule
 from praxis_lite.plan.timeline import Mesh, Timeline

@@ -23,8 +23,8 @@ from praxis_lite.experiment import registry
 from praxis_lite.explain.compiler_warnings import explained_warnings
 from praxis_lite.explain.layout_table import bytes_per_device
 from praxis_lite.plan.candidates import AXES, Candidate, candidates, paths_of, spread
-from praxis_lite.plan.command import planned_partitioner, step_specs
 from praxis_lite.plan.formulas import Shape
+from praxis_lite.plan.planned_job import planned_partitioner, step_specs
 from praxis_lite.plan.predict import StepPlan, num_parameters, num_units, plan_step
 from praxis_lite.plan.report import seconds_text
 from praxis_lite.plan.search_report import picture, table, written_class

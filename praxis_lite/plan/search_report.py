@@ -3,16 +3,14 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from praxis_lite.plan.candidates import Candidate
 from praxis_lite.plan.predict import StepPlan
 from praxis_lite.plan.report import seconds_text
 from praxis_lite.plan.topology import Topology
 
-if TYPE_CHECKING:
-    from praxis_lite.plan.search import Candidate
-
-Plans = Sequence[tuple["Candidate", StepPlan]]
+Plans = Sequence[tuple[Candidate, StepPlan]]
 
 
 class WrittenClass(NamedTuple):

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from praxis_lite import ConfigError
-from praxis_lite.checkpoints.huggingface.decoder import LayerKind, lm_config
+from praxis_lite.checkpoints.huggingface.decoder import lm_config
+from praxis_lite.checkpoints.huggingface.decoder_settings import LayerKind
 from praxis_lite.checkpoints.huggingface.family import family_of
 from praxis_lite.checkpoints.huggingface.rotary import rotary
 from praxis_lite.checkpoints.init.init_from_checkpoint import completed

@@ -13,8 +13,9 @@ from praxis_lite.config.class_attributes import configured
 from praxis_lite.experiment import registry
 from praxis_lite.explain import hlo
 from praxis_lite.plan import predict
-from praxis_lite.plan.command import plan_job, planned_partitioner, step_specs
+from praxis_lite.plan.command import plan_job
 from praxis_lite.plan.memory import bytes_of_stacks, out_of_memory
+from praxis_lite.plan.planned_job import planned_partitioner, step_specs
 from praxis_lite.plan.predict import plan_of_compiled, plan_step
 from praxis_lite.plan.report import plan_text
 from praxis_lite.plan.topology import topology_of

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings
+from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.errors import ConfigError, did_you_mean, require
 
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
@@ -24,7 +24,7 @@ class Family:
     Attributes:
       name: of the file.
       architectures: the classes of transformers that it describes.
-      settings: by field of config.json, our setting or several, see `decoder.DecoderSettings`.
+      settings: by field of config.json, our setting or several, see `DecoderSettings`.
       unused: by field, why it is not followed: said to the user, unless the field asks nothing.
       only: by field, the values that are understood, all of which compute the same; any if empty.
       constants: our settings that the family fixes.

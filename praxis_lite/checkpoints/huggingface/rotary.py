@@ -1,10 +1,16 @@
 """The rotary positions of a layer, given a config.json's `rope_scaling`, of all its spellings."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fiddle as fdl
 
+from praxis_lite.checkpoints.huggingface.decoder_settings import (
+    FULL,
+    SLIDING,
+    DecoderSettings,
+    LayerKind,
+)
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.layers import (
     LinearScaledRotary,
@@ -15,14 +21,9 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.embedding.rotary_scaling import yarn_factor
 
-if TYPE_CHECKING:
-    from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings, LayerKind
-
-SLIDING, FULL = "sliding_attention", "full_attention"  # As in their `layer_types`.
-
 
 def rotary(
-    settings: "DecoderSettings", kind: "LayerKind"
+    settings: DecoderSettings, layer_kind: LayerKind
 ) -> "fdl.Partial[RotaryPositionalEmbedding]":
     """Returns the config of a layer's rotary positions.
 
@@ -31,8 +32,8 @@ def rotary(
     """
     scaling, theta = dict(settings.rope_scaling or {}), settings.rope_theta
     if SLIDING in scaling or FULL in scaling:  # Of each kind its own, as transformers 5 has it.
-        scaling = dict(scaling[SLIDING if kind.slides else FULL])
-    elif kind.slides and settings.local_rope_theta is not None:
+        scaling = dict(scaling[SLIDING if layer_kind.slides else FULL])
+    elif layer_kind.slides and settings.local_rope_theta is not None:
         scaling, theta = {}, settings.local_rope_theta
     theta = scaling.pop("rope_theta", theta)
     share = scaling.pop("partial_rotary_factor", settings.rotary_share)

@@ -9,7 +9,7 @@ from typing import Any
 import einops
 import numpy as np
 
-from praxis_lite.checkpoints.huggingface.decoder import DecoderSettings
+from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.checkpoints.huggingface.family import Family
 from praxis_lite.errors import ConfigError, few
 

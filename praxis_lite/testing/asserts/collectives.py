@@ -16,7 +16,7 @@ from praxis_lite.explain import hlo
 from praxis_lite.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.train_state import StateLayout
-from praxis_lite.plan.command import planned_partitioner, step_specs
+from praxis_lite.plan.planned_job import planned_partitioner, step_specs
 from praxis_lite.plan.topology import topology_of
 
 _RESHARDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "all-gather")

@@ -1,0 +1,149 @@
+"""A decoder-only language model in the words that the tables in `families/` translate to."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # As in their `layer_types`.
+# Which layers slide, where there are no `layer_types`.
+WINDOWS = ("all", "even", "from max_window_layers", "all but each window_period-th")
+
+
+class LayerKind(NamedTuple):
+    """What differs between the layers of a model.
+
+    Attributes:
+      slides: its attention has the window, and local rotary positions if there are any.
+      has_experts: its feed-forward part is a mixture of experts.
+    """
+
+    slides: bool
+    has_experts: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSettings:
+    """A decoder-only model in the words of `families/`.
+
+    Attributes:
+      hidden_dims: None: 4 model_dims.
+      num_kv_heads: None: num_heads.
+      dim_per_head: None: model_dims / num_heads.
+      activation: their name, see `decoder.ACTIVATIONS`.
+      norm: of `decoder.NORMS`; norm_policy: of Transformer.
+      is_tied: one table embeds and predicts.
+      use_bias, use_output_bias, has_bias: of queries, keys and values; of attention's outputs; of
+        the feed-forward part.
+      qk_norm: norm of queries and keys before they rotate: "", "head" or "all heads".
+      query_scalar: queries are multiplied by its -0.5th power; None: dim_per_head.
+      window: a token sees itself and window - 1 before it, in the layers that slide.
+      windows: which slide, of WINDOWS; layer_types says it of each layer instead.
+      max_seq_length: of learned positions; None: positions are rotary.
+      rotary_share: the share of a head's dims that rotates.
+      rope_theta: local_rope_theta is that of layers that slide, which rope_scaling leaves as they
+        are; None: they are as the others.
+      rope_scaling: as in config.json.
+      num_experts: None: no experts. Of each sparse_step layers the last has them, but for
+        dense_layers.
+      expert_hidden_dims: None: hidden_dims.
+      is_parallel: attention and feed-forward part read the same, and both are added.
+      first_dense_layers: so many have no experts either.
+      num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
+        of TransformerFeedForwardMoe.
+      attention_sinks: of DotProductAttention.
+      has_expert_bias, swiglu_limit: has_bias and swiglu_limit of TransformerFeedForwardMoe.
+      q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: of
+        MultiHeadLatentAttention, which takes attention's place if there is a kv_lora_rank.
+      num_prediction_layers: of multi-token prediction, which are left out.
+      atten_dropout_prob, residual_dropout_prob: of Transformer, in training.
+      max_positions: for which a model is published; over original_max_positions it is the factor
+        of longrope.
+    """
+
+    vocab_size: int
+    model_dims: int
+    num_layers: int
+    num_heads: int
+    hidden_dims: int | None = None
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    activation: str = "silu"
+    norm: str = "rms"
+    norm_policy: str = "pre"
+    epsilon: float = 1e-6
+    is_tied: bool = False
+    use_bias: bool = False
+    use_output_bias: bool = False
+    has_bias: bool = False
+    use_gated_activation: bool = False
+    scale_embeddings: bool = False
+    qk_norm: str = ""
+    query_scalar: float | None = None
+    atten_logit_cap: float = 0.0
+    soft_cap_logits: float = 0.0
+    use_window: bool = True
+    window: int | None = None
+    windows: str = "all"
+    max_window_layers: int = 0
+    window_period: int | None = None
+    layer_types: Sequence[str] | None = None
+    max_seq_length: int | None = None
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    rotary_share: float = 1.0
+    rope_scaling: Mapping[str, Any] | None = None
+    original_max_positions: int | None = None
+    num_experts: int | None = None
+    num_experts_per_token: int = 2
+    normalize_gates: bool = True
+    expert_hidden_dims: int | None = None
+    sparse_step: int = 1
+    dense_layers: Sequence[int] = ()
+    is_parallel: bool = False
+    first_dense_layers: int = 0
+    num_shared_experts: int = 0
+    score_func: str = "softmax"
+    num_expert_groups: int = 1
+    num_expert_groups_per_token: int = 1
+    gates_scale: float = 1.0
+    attention_sinks: bool = False
+    has_expert_bias: bool = False
+    swiglu_limit: float | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    num_prediction_layers: int = 0
+    atten_dropout_prob: float = 0.0
+    residual_dropout_prob: float = 0.0
+    max_positions: int | None = None
+
+    @property
+    def head_dims(self) -> int:
+        """Dims of a head."""
+        return self.dim_per_head or self.model_dims // self.num_heads
+
+    @property
+    def pattern(self) -> Sequence[LayerKind]:
+        """The kinds of the layers of one turn of the stack."""
+        kinds = [self._kind_of(i) for i in range(self.num_layers)]
+        for length in range(1, self.num_layers):
+            repeats, rest = divmod(self.num_layers, length)
+            if not rest and kinds == kinds[:length] * repeats:
+                return kinds[:length]
+        return kinds
+
+    def _kind_of(self, layer: int) -> LayerKind:
+        if self.window is None or not self.use_window:
+            slides = False
+        elif self.layer_types is not None:
+            slides = self.layer_types[layer] == SLIDING
+        else:
+            slides = (
+                True, layer % 2 == 0, layer >= self.max_window_layers,
+                (layer + 1) % (self.window_period or 1) != 0,
+            )[WINDOWS.index(self.windows)]
+        is_sparse = (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
+        is_sparse = is_sparse and layer >= self.first_dense_layers
+        return LayerKind(slides, self.num_experts is not None and is_sparse)
