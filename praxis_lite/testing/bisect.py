@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -11,11 +10,9 @@ from praxis_lite.errors import ConfigError
 from praxis_lite.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.partitioner import ShardMapPartitioner
 from praxis_lite.testing.certificate import Comparison, FirstDifference, split_axes
+from praxis_lite.testing.check import Check
 from praxis_lite.testing.runs.on_mesh import OnMesh, names_of
 from praxis_lite.testing.runs.states import nudged
-
-if TYPE_CHECKING:
-    from praxis_lite.testing.check import Check
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
                "variables", "counts", "padding", "initial state")
@@ -26,7 +23,7 @@ _NO_LAYERS = ("inputs", "unpad", "pad")
 
 
 def first_difference(
-    check: "Check", mesh: OnMesh | None, failed: Sequence[Comparison]
+    check: Check, mesh: OnMesh | None, failed: Sequence[Comparison]
 ) -> FirstDifference:
     """Returns where the first of the failed comparisons has its cause.
 
@@ -74,7 +71,7 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
 
 
 def _fewest_axes(
-    check: "Check", mesh: OnMesh, first: Comparison, axes: Sequence[str]
+    check: Check, mesh: OnMesh, first: Comparison, axes: Sequence[str]
 ) -> list[str]:
     """Returns the fewest axes that, split as on the mesh and all others whole, differ too."""
     for number in range(1, len(axes)):
@@ -95,7 +92,7 @@ def _fewest_axes(
     return list(axes)
 
 
-def _first_layer(check: "Check", mesh: OnMesh, step: int) -> str:
+def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
     """Returns the layer whose values differ first in a training step, or "" if none does."""
     reference, state = check.reference_of(mesh), check.state
     if step:

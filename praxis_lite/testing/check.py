@@ -1,4 +1,4 @@
-"""The course of a check: one device first, then each mesh, then all that a job does on its own."""
+"""What a check compares a mesh with, what it computes once, and what it has found."""
 
 import math
 import time
@@ -14,14 +14,11 @@ from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.sharding import filled_mesh
-from praxis_lite.sharding.mesh import attached_devices
 from praxis_lite.task import Task
 from praxis_lite.testing import tolerances
-from praxis_lite.testing.bisect import REFUSALS, first_difference
-from praxis_lite.testing.certificate import Certificate, Comparison, mesh_name
-from praxis_lite.testing.meshes import Shape, chosen_meshes, reduced
-from praxis_lite.testing.parts import data, own_mesh, properties
+from praxis_lite.testing.certificate import Certificate, Comparison
+from praxis_lite.testing.meshes import Shape
+from praxis_lite.testing.parts import data, properties
 from praxis_lite.testing.runs.on_mesh import (
     Batch,
     Leaves,
@@ -34,14 +31,20 @@ from praxis_lite.testing.runs.on_mesh import (
 from praxis_lite.testing.runs.parts import devices_in_turn
 from praxis_lite.testing.runs.states import first_state, nudged
 
-# What a check is made of, in its order.
-PARTS = ("data", "initial weights", "training", *own_mesh.PARTS)
-FEW_STEPS = 3
 T = TypeVar("T")
 
 
 class Differs(Exception):
-    """Ends a check at the first comparisons that failed."""
+    """Ends a check: comparisons failed.
+
+    Attributes:
+      mesh: on which they failed; None: no mesh was in use.
+      failed: in the order in which they were made.
+    """
+
+    def __init__(self, mesh: OnMesh | None, failed: Sequence[Comparison]):
+        super().__init__(failed)
+        self.mesh, self.failed = mesh, failed
 
 
 class Check:
@@ -50,9 +53,8 @@ class Check:
     Args:
       config: of the job.
       experiment: its full name.
-      meshes: shapes to check on; None: those of `chosen_meshes`.
-      num_steps: of training on the experiment's own mesh; FEW_STEPS on the others.
-      parts: names of PARTS, which alone are made; None: all.
+      num_steps: of training on the experiment's own mesh.
+      parts: names of `course.PARTS`, which alone are made; None: all.
       packages: whose functions and classes the config may name, besides the library's.
       print_text: told what is being done, a line each.
 
@@ -61,19 +63,19 @@ class Check:
       batches: the first of the training data, cut to few rows.
       state: to train from, NumPy arrays of true shapes in float64.
       nudged: the same, its weights moved by rounding.
+      own_shape: of the experiment's own mesh, or of what stands for it.
+      num_rows: of a batch.
       meshes: those that were checked, by their shapes.
       couplings: what makes a row's numbers depend on other rows, in words; none as a rule.
     """
 
     def __init__(
-        self, config: "fdl.Config[Job]", experiment: str, *, meshes: Sequence[Shape] | None,
-        num_steps: int, parts: Sequence[str] | None, packages: Sequence[str],
-        print_text: Callable[[str], None],
+        self, config: "fdl.Config[Job]", experiment: str, *, num_steps: int,
+        parts: Sequence[str] | None, packages: Sequence[str], print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
         self.found, self.meshes = Certificate(experiment), {}
-        self._given_meshes, self.num_steps, self._print = meshes, num_steps, print_text
-        self._parts = parts
+        self.num_steps, self._parts, self._print = num_steps, parts, print_text
         self._axis_names = tuple(self.job.mesh.axis_names)
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, reporting(self.job.task)
@@ -83,36 +85,12 @@ class Check:
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
         self._is_random: bool | None = None
 
-    def run(self) -> Certificate:
-        """Returns the certificate; it ends at the first mesh or property that differs."""
-        num_devices, platform = attached_devices()
-        self.note(f"{num_devices} {platform} devices, jax {jax.__version__}")
-        mesh = filled_mesh(self.job.mesh, num_devices)
-        own = reduced(mesh, num_devices)
-        if own != mesh.shape:
-            self.remark(
-                f"The experiment's mesh {mesh.shape} is larger than the {num_devices} "
-                f"devices; it is checked as {own}."
-            )
-        shapes = self._given_meshes or chosen_meshes(own, self.plain_one.layout, num_devices)
-        self.own_shape = own if own in shapes else shapes[-1]
-        try:
-            if self.makes("data"):
-                self.note("the data, twice")
-                self.add(None, data.repeatable(self.job))
-            self._prepare()
-            for shape in shapes:
-                self._check_mesh(shape)
-            if self.own_shape in self.meshes:
-                own_mesh.check(self, self.meshes[self.own_shape])
-        except Differs:
-            pass
-        return self.found
-
-    def _prepare(self) -> None:
+    def prepare(self, own_shape: Shape) -> None:
+        """Makes the batches and the state to train from."""
+        self.own_shape = own_shape
         pipeline = self.job.datasets[TRAIN]
         batches = data.first_batches(pipeline, self.num_steps)
-        partitioners = [self.plain_one.partitioner, self.on_mesh(self.own_shape).partitioner]
+        partitioners = [self.plain_one.partitioner, self.on_mesh(own_shape).partitioner]
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
             self.remark(f"Batches are cut to {self.num_rows} of their {pipeline.batch_size} rows.")
@@ -127,33 +105,8 @@ class Check:
         self.state = first_state(self.initial, self.task, self.plain_one.layout)
         self.nudged = nudged(self.state)
 
-    def _check_mesh(self, shape: Shape) -> None:
-        name = mesh_name(dict(zip(self._axis_names, shape, strict=True)))
-        self.note(f"mesh {name}")
-        first = []
-        try:
-            one = self.on_mesh(shape)
-            one.partitioner.trace("train", data.structs(self.batches[0]))
-            if self.makes("initial weights"):
-                first += self.compare_initial(one)
-            if self.makes("training"):
-                first += self.compare_training(one, 1)
-        except REFUSALS as error:
-            said = str(error.args[0]).splitlines()[0]
-            if shape == self.own_shape:
-                raise ConfigError(f"The mesh {name} cannot be checked. {said}") from error
-            self.remark(f"The mesh {name} is left out. {said}")
-            return
-        self.found.meshes[name], self.meshes[shape] = dict(one.mesh.shape), one
-        self.add(one, first)
-        # The other meshes show in a few steps what they have to show.
-        longest = self.num_steps if shape == self.own_shape else min(self.num_steps, FEW_STEPS)
-        if self.makes("training") and longest > 1:
-            self.note(f"mesh {name}: {longest} steps")
-            self.add(one, self.compare_training(one, longest))
-
     def makes(self, part: str) -> bool:
-        """Returns True if a part of PARTS is to be made."""
+        """Returns True if a part of `course.PARTS` is to be made."""
         return self._parts is None or part in self._parts
 
     def known(self, batch: Batch) -> Batch:
@@ -286,12 +239,10 @@ class Check:
         """Takes comparisons into the certificate.
 
         Raises:
-          Differs: one of them failed; the certificate then has its place.
+          Differs: one of them failed.
         """
         comparisons = list(comparisons)
         self.found.comparisons += comparisons
         failed = [x for x in comparisons if not x.is_equal]
         if failed:
-            self.note(f"{failed[0].what} differs; looking for where")
-            self.found.first_difference = first_difference(self, one, failed)
-            raise Differs
+            raise Differs(one, failed)

@@ -12,7 +12,8 @@ from praxis_lite.errors import require
 from praxis_lite.experiment.experiment import Experiment
 from praxis_lite.sharding import simulate_devices
 from praxis_lite.testing.certificate import Certificate
-from praxis_lite.testing.check import PARTS, Check
+from praxis_lite.testing.check import Check
+from praxis_lite.testing.course import PARTS, run
 from praxis_lite.testing.meshes import NUM_DEVICES, Shape
 from praxis_lite.trainer.job_checks import check_parts
 
@@ -58,7 +59,6 @@ def check_on_meshes(
     check_parts(build(config))
     simulate_devices(NUM_DEVICES)
     check = Check(
-        config, name, meshes=meshes, num_steps=steps, parts=parts, packages=packages,
-        print_text=print_text,
+        config, name, num_steps=steps, parts=parts, packages=packages, print_text=print_text
     )
-    return check.run()
+    return run(check, meshes)

@@ -1,26 +1,23 @@
 """A mesh's first step in the experiment's own types: how far rounding may take it."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison, differences, largest
+from praxis_lite.testing.check import Check
 from praxis_lite.testing.runs import variants
 from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, report
 from praxis_lite.testing.runs.states import NUDGE
 from praxis_lite.testing.tolerances import kind_of
-
-if TYPE_CHECKING:
-    from praxis_lite.testing.check import Check
 
 # Between the rounding of float32, 2^-24, and of bfloat16, 2^-9: far from the one, below the other.
 FLOAT32_OFF = 2.0**-11
 FLOAT32_ROUNDING = 2.0**-24
 
 
-def as_trained(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """The first step, as the experiment's own types make it."""
     name, reference = one.name, check.reference_of(one)
     (wanted, *_), _ = check.trained_on_one(reference, 1)
@@ -37,7 +34,7 @@ def as_trained(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
         yield _in_float32(wanted, own, differences(wanted, moved))
 
 
-def _report(check: "Check", one: OnMesh) -> Leaves:
+def _report(check: Check, one: OnMesh) -> Leaves:
     """Returns the report of the first step."""
     partitioner = one.partitioner
     placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)

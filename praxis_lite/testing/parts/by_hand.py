@@ -11,18 +11,18 @@ from flax import traverse_util
 
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
+from praxis_lite.testing.check import Check
 from praxis_lite.testing.runs.float64 import in_float64
 from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh
 from praxis_lite.testing.runs.wide_types import wide_dtype
 
 if TYPE_CHECKING:
     from praxis_lite.learner import Learner
-    from praxis_lite.testing.check import Check
 
 Flat = dict[str, Any]
 
 
-def update_by_hand(check: "Check", _: OnMesh) -> Iterator[list[Comparison]]:
+def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
     """Weights and averages after the steps of one device, made anew from its gradients."""
     learner, groups = check.job.task.learner, check.plain_one.layout.groups
     skips = learner.limits.skip_step_gradient_norm_value

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fiddle as fdl
 import numpy as np
@@ -12,6 +12,7 @@ from praxis_lite.config.build import build
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
+from praxis_lite.testing.check import Check
 from praxis_lite.testing.parts import data, properties
 from praxis_lite.testing.parts.as_trained import as_trained
 from praxis_lite.testing.parts.by_hand import update_by_hand
@@ -21,13 +22,10 @@ from praxis_lite.testing.runs.on_mesh import OnMesh, reporting
 from praxis_lite.testing.runs.parts import micro_batches_in_turn
 from praxis_lite.testing.runs.states import restacked, stacked_like
 
-if TYPE_CHECKING:
-    from praxis_lite.testing.check import Check
-
 Batch = dict[str, np.ndarray]
 
 
-def check(check: "Check", one: OnMesh) -> None:
+def check(check: Check, one: OnMesh) -> None:
     """Adds the comparisons on one mesh to a check, the quick ones first."""
     for what, compare in PARTS.items():
         if not check.makes(what):
@@ -37,7 +35,7 @@ def check(check: "Check", one: OnMesh) -> None:
             check.add(one, comparisons)
 
 
-def evaluation(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """Metrics and outputs of each row; and that a batch's metrics are the means of its halves'."""
     batch, plain, reference = check.batches[0], check.plain_one, check.reference_of(one)
     mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
@@ -54,7 +52,7 @@ def evaluation(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
         yield list(map(tolerances.with_epsilon, found))
 
 
-def filler(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """A batch of which the last rows have no weight: their contents enter nothing."""
     batch, reference = check.batches[0], check.reference_of(one)
     if "weights" not in batch:
@@ -84,7 +82,7 @@ def filler(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
             yield tolerances.in_float64(one.name, what, wanted, found, moved)
 
 
-def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
     batch, whole = check.batches[0], (1,) * len(one.mesh.shape)
     own = check.job.task.learner.gradient_accumulation_steps
@@ -123,7 +121,7 @@ def micro_batches(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
         yield _named(compared, f"{number} micro-batches")
 
 
-def decoding(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """What the task decodes of the first batch of each of its prompts."""
     reference, mdl_vars = check.plain_one, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
@@ -135,7 +133,7 @@ def decoding(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def two_ways(
-    what: str, property_of: Callable[..., Any], check: "Check", one: OnMesh
+    what: str, property_of: Callable[..., Any], check: Check, one: OnMesh
 ) -> Iterator[list[Comparison]]:
     """What one function of `properties` computes in two ways: the first is the one to trust."""
     batch = check.batches[0]
@@ -153,7 +151,7 @@ def two_ways(
 
 
 def variant(
-    what: str, change: "Callable[[fdl.Config], fdl.Config | None]", check: "Check", one: OnMesh
+    what: str, change: "Callable[[fdl.Config], fdl.Config | None]", check: Check, one: OnMesh
 ) -> Iterator[list[Comparison]]:
     """A step of a config that must compute the same."""
     config = change(check.config)
@@ -179,7 +177,7 @@ def variant(
     yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), what)
 
 
-PARTS: dict[str, Callable[["Check", OnMesh], Iterator[list[Comparison]]]] = {
+PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
     "evaluation": evaluation,
     "update by hand": update_by_hand,
     "rows of filler": filler,

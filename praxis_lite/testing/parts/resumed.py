@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,20 +21,18 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
+from praxis_lite.testing.check import Check
 from praxis_lite.testing.parts.data import structs, with_rows
 from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, cut, leaves_of
 from praxis_lite.trainer import launch
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics import read_json_lines
 
-if TYPE_CHECKING:
-    from praxis_lite.testing.check import Check
-
 NUM_STEPS, STOPPED_AT = 3, 1
 _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
 
 
-def resumed(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def resumed(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """A job that is made at a stretch, and one that is launched twice; what a checkpoint gives."""
     one = check.on_mesh(check.own_shape, None, check.job.task)
     yield from _saved_and_restored(check, one)
@@ -53,7 +51,7 @@ def resumed(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
     yield _of_the_program(check, one)
 
 
-def _saved_and_restored(check: "Check", one: OnMesh) -> Iterator[list[Comparison]]:
+def _saved_and_restored(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """Random numbers in every leaf, saved on one mesh and restored on each."""
     rng = np.random.default_rng(7)
 
@@ -81,7 +79,7 @@ def _saved_and_restored(check: "Check", one: OnMesh) -> Iterator[list[Comparison
 class _AsChecked(InputPipeline):
     """The training data as it is checked: few rows, of ids that the model has."""
 
-    def __init__(self, check: "Check"):
+    def __init__(self, check: Check):
         self.check, self.pipeline = check, check.job.datasets[TRAIN]
         self.batch_size = check.num_rows
 
@@ -105,7 +103,7 @@ class _AsChecked(InputPipeline):
 
 
 def _losses(
-    check: "Check", one: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
+    check: Check, one: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
     """Trains a job, launched anew after each of `stops`; returns its losses by step."""
     folder.mkdir()
@@ -132,7 +130,7 @@ def _restored(directory: Path, mesh: OnMesh) -> Any:
     return cut(mesh.layout, jax.device_get(state))[0]
 
 
-def _of_the_program(check: "Check", one: OnMesh) -> list[Comparison]:
+def _of_the_program(check: Check, one: OnMesh) -> list[Comparison]:
     """Returns what is exact of the compiled train step, after it was called."""
     partitioner = one.partitioner
     compiled = partitioner.lower("train", structs(check.batches[0])).compile().as_text()
