@@ -153,10 +153,15 @@ class FileSource(Source):
 
     @functools.cached_property
     def indexes(self) -> list[FileIndex]:
-        """The index of each file."""
-        return indexes_of(
-            self.paths, self.cache_folder(), type(self).__name__, self.index_file
-        )
+        """The index of each file. Raises BadExample if one is cut off, unless that is skipped."""
+        found = indexes_of(self.paths, self.cache_folder(), type(self).__name__, self.index_file)
+        for one in found:
+            if "truncated" in one.values and "truncated" not in self.skip:
+                raise BadExample(
+                    "truncated", one.path, f"is cut off or damaged: {one.values['truncated']}",
+                    "Make or copy the file again.",
+                )
+        return found
 
     @functools.cached_property
     def first_numbers(self) -> np.ndarray:
@@ -170,12 +175,6 @@ class FileSource(Source):
 
     def check(self) -> None:
         super().check()
-        for one in self.indexes:
-            if "truncated" in one.values and "truncated" not in self.skip:
-                raise BadExample(
-                    "truncated", one.path, f"is cut off: {one.values['truncated']}",
-                    "Make or copy the file again.",
-                )
         if not len(self):
             raise ConfigError(
                 f"{type(self).__name__}: {self.files!r} has no examples "

@@ -1,5 +1,6 @@
 """Files of JSON lines, plain or compressed."""
 
+import codecs
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +21,8 @@ from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
 from praxis_lite.inputs.sources.record_files import RecordCopy, RecordFile, RecordWriter
 
-COMPRESSED = (".gz", ".zst")
+# How compressed files end and begin.
+COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
 DAMAGED = (EOFError, OSError, zlib.error)
 
@@ -110,12 +112,14 @@ def parsed(line: bytes, where: str) -> Example:
       BadExample: it is not UTF-8, no JSON, or no object; names `where`, "file:line".
     """
     try:
-        found = json.loads(line.decode())
+        # What some write before the first line, RFC 8259 lets a reader ignore.
+        found = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
-        raise BadExample(
-            "not_utf8", where, f"is not UTF-8: {error}",
-            "Write the file in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1).",
-        ) from None
+        fix = "Write the file in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1)."
+        for end, start in COMPRESSED.items():
+            if line.startswith(start):
+                fix = f"It is compressed: let its name end in {end}."
+        raise BadExample("not_utf8", where, f"is not UTF-8: {error}", fix) from None
     except (ValueError, RecursionError) as error:
         raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
     if not isinstance(found, dict):
@@ -127,4 +131,4 @@ def parsed(line: bytes, where: str) -> Example:
 
 
 def _is_compressed(path: str) -> bool:
-    return path.endswith(COMPRESSED)
+    return path.endswith(tuple(COMPRESSED))

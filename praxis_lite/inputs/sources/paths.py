@@ -3,7 +3,7 @@
 import glob
 import os
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 
 
 def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
@@ -15,6 +15,7 @@ def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
     Raises:
         ConfigError: a pattern names no file.
     """
+    require(isinstance(patterns, str), f"{what}.files", patterns, "a text: globs between commas")
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     if not wanted:
         raise ConfigError(

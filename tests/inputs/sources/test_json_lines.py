@@ -1,12 +1,16 @@
 """JSON lines: what is read of a file, compressed files' copies, and lines that are no example."""
 
+import codecs
 import functools
 import gzip
 import json
 import os
+import pathlib
 import threading
 
+import grain
 import numpy as np
+import pyarrow
 import pytest
 
 from praxis_lite.errors import ConfigError
@@ -68,6 +72,36 @@ def test_every_cut_of_a_compressed_file_is_told(tmp_path):
         rest = JsonLines(str(path), skip=("truncated",))
         assert [one["n"] for _, one in rest.read(0, len(rest))] == list(range(len(rest)))
         assert rest.faults_of_files() == {"truncated": 1}
+
+
+def test_what_grain_reads_of_a_file_that_is_cut_off_is_not_just_less(tmp_path):
+    """Grain calls no `check`."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"n": 1}\n' * 99)[:-4])
+    with pytest.raises(BadExample, match="a.jsonl.gz is cut off"):
+        len(grain.MapDataset.source(JsonLines(str(path))))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"n": 0}\n' + codecs.BOM_UTF8)
+    source = JsonLines(f"{tmp_path}/a.jsonl")
+    assert source[0] == {"n": 0}
+    with pytest.raises(BadExample, match="a.jsonl:2 is no JSON"):
+        source[1]
+
+
+@pytest.mark.parametrize(("end", "codec"), [("gz", "gzip"), ("zst", "zstd")])
+def test_a_compressed_file_of_another_name_is_told(end, codec, tmp_path):
+    data = pyarrow.compress(b'{"n": 0}\n' * 99, codec=codec, asbytes=True)
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(BadExample, match=f"is not UTF-8: .* let its name end in .{end}"):
+        JsonLines(f"{tmp_path}/a.jsonl")[0]
+
+
+@pytest.mark.parametrize("files", [["a.jsonl", "b.jsonl"], pathlib.Path("a.jsonl"), None])
+def test_files_are_a_text(files):
+    with pytest.raises(ConfigError, match=r"JsonLines.files is .*; wanted is a text: globs"):
+        JsonLines(files).check()
 
 
 def test_a_copy_that_is_lost_or_damaged_is_told(tmp_path):
