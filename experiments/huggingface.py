@@ -1,6 +1,7 @@
 """Models of Hugging Face, from their directories."""
 
 import functools
+import json
 from pathlib import Path
 
 import fiddle as fdl
@@ -13,7 +14,8 @@ from praxis_lite.checkpoints.huggingface.family import settings_in
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
-from praxis_lite.inputs import ChatData, PreferenceData
+from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData
+from praxis_lite.inputs.text.conversations import about_python
 from praxis_lite.inputs.tokenizers.loading import has_tokenizer
 from praxis_lite.layers import (
     SHARDING_PRESETS,
@@ -31,6 +33,7 @@ TINY = DecoderSettings(
     vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
     dim_per_head=12, use_gated_activation=True,
 )
+QUESTIONS = "questions.jsonl"
 # Experts too, which are most of the weights of a model that has some.
 PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 
@@ -73,19 +76,40 @@ class CausalLm(lm.PyDocs):
         return run
 
 
+def write_questions(folder: str) -> None:
+    """Writes questions about Python, answered by its language reference, as JSON lines."""
+    lines = [json.dumps({"messages": one.content["messages"]}) for one in about_python()]
+    Path(folder, QUESTIONS).write_text("\n".join(lines), "utf-8")
+
+
+def lines_of(files, folder):
+    """Returns settings of JsonLines: of `files`, or of questions about Python, made in `folder`."""
+    if files is not None:
+        return {"files": files}
+    return {"files": f"{folder}/{QUESTIONS}", "make": write_questions}
+
+
+def former_chat_data(files, split, batch_size, seq_len, tokenizer=None, heldout_percent=10, **more):
+    """Returns the data that jobs of before were configured with, under the name ChatData."""
+    source = JsonLines(**lines_of(files, ChatFull.folder))
+    documents = Documents(
+        source, "messages", tokenizer=tokenizer, heldout_percent=heldout_percent
+    )
+    return PackedText(documents, split, batch_size, seq_len, **{"too_long": "refuse", **more})
+
+
 @register
 class ChatFull(CausalLm):
     """The same model learns answers of conversations, with all its weights.
 
-    --set CHAT_FILES=GLOB of JSON lines with "messages"; without it, questions about Python. The
-    chat template is that of the tokenizer.
+    --set CHAT_FILES=GLOB of JSON lines with "messages"; without it, questions about Python, written
+    into `folder` once. The chat template is that of the tokenizer.
     """
 
+    folder = "~/.cache/praxis_lite/questions"
     CHAT_FILES: str | None = None
     SEQ_LEN = 512
     BATCH_SIZE = 16
-
-    data = ChatData
 
     def task(self):
         task = super().task()
@@ -94,13 +118,19 @@ class ChatFull(CausalLm):
         return task
 
     def datasets(self):
-        data = functools.partial(
-            fdl.Config, self.data, self.CHAT_FILES, seq_len=self.SEQ_LEN,
-            batch_size=self.BATCH_SIZE, tokenizer=self.text.tokenizer,
+        source = fdl.Config(JsonLines, **lines_of(self.CHAT_FILES, self.folder))
+        conversations = fdl.Config(
+            Documents, source, "messages", tokenizer=self.text.tokenizer, heldout_percent=10
+        )
+        return self.splits(PackedText, conversations, too_long="refuse")
+
+    def splits(self, pipeline, data, **settings):
+        """Returns the configs of a pipeline's two splits."""
+        of = functools.partial(
+            fdl.Config, pipeline, data, seq_len=self.SEQ_LEN, batch_size=self.BATCH_SIZE, **settings
         )
         return {
-            "train": data(split="train", shuffle=True),
-            "heldout": data(split="heldout", shuffle=False),
+            "train": of(split="train", shuffle=True), "heldout": of(split="heldout", shuffle=False)
         }
 
     def decode_datasets(self):
@@ -140,7 +170,8 @@ class ChatDpo(ChatFull):
     frozen copy.
     """
 
-    data = PreferenceData
+    def datasets(self):
+        return self.splits(PreferenceData, self.CHAT_FILES, tokenizer=self.text.tokenizer)
 
     def task(self):
         task = super().task()

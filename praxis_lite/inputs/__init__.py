@@ -29,7 +29,6 @@ _HOMES = {
     "HuggingFaceDataset": "sources.hub",
     "Tfds": "sources.hub",
     "TextPrompts": "text.prompts",
-    "ChatData": "text.chat",
     "PreferenceData": "text.preferences",
     "Mixture": "mixing.mixture",
     "WithWorkers": "workers",

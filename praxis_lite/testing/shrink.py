@@ -6,7 +6,7 @@ import math
 import fiddle as fdl
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs import ChatData, PreferenceData
+from praxis_lite.inputs import PackedText, PreferenceData
 from praxis_lite.testing.runs.variants import buildables
 
 # By the names of settings, Pax's and those usual elsewhere.
@@ -17,8 +17,6 @@ DIMS = {
 }
 IDS = {"vocab_size", "num_classes", "num_ids"}
 LENGTHS = {"seq_len", "max_seq_length"}
-# Data whose lines must fit into seq_len: lengths stay.
-WHOLE_LINES = (ChatData, PreferenceData)
 DECODED = {"num_tokens", "max_decode_steps"}
 LARGEST_DIM, LARGEST_VOCABULARY, LONGEST, MOST_DECODED = 32, 96, 64, 16
 MOST_LAYERS = 2
@@ -35,10 +33,8 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
       ConfigError: no setting of the model has a name that is known.
     """
     config, said = copy.deepcopy(config), []
-    has_whole_lines = any(
-        fdl.get_callable(one) in WHOLE_LINES for one in buildables(config.datasets)
-    )
-    of_data, layers = IDS if has_whole_lines else IDS | LENGTHS, _fewest_layers(config)
+    is_refused = any(_refuses_long(one) for one in buildables(config.datasets))
+    of_data, layers = IDS if is_refused else IDS | LENGTHS, _fewest_layers(config)
     for root, names in (("task", of_data | LAYERS | DIMS | DECODED), ("datasets", of_data)):
         for one in buildables(getattr(config, root)):
             for name, value in list(fdl.ordered_arguments(one).items()):
@@ -56,6 +52,12 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
             "or make a smaller model with --set."
         )
     return config, list(dict.fromkeys(said))
+
+
+def _refuses_long(data: "fdl.Buildable") -> bool:
+    """Returns True for data that refuses what does not fit into seq_len: lengths stay."""
+    kind = fdl.get_callable(data)
+    return kind is PreferenceData or (kind is PackedText and data.too_long == "refuse")
 
 
 def _fewest_layers(config: "fdl.Config") -> int:

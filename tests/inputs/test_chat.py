@@ -6,7 +6,10 @@ import json
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.inputs import ByteTokenizer, ChatData, PreferenceData
+from praxis_lite.config.build import build
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.experiments import huggingface
+from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, PackedText, PreferenceData
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
@@ -34,9 +37,20 @@ def path(tmp_path_factory):
     return path
 
 
-def data(path, split="train", kind=ChatData, **settings):
-    given = {"batch_size": 4, "seq_len": 70, "shuffle": False} | settings
-    return kind(str(path), split, **given)
+SIZES = {"batch_size": 4, "seq_len": 70, "shuffle": False}
+
+
+def chats(path, split="train", heldout_percent=10, **settings):
+    documents = Documents(JsonLines(str(path)), "messages", heldout_percent=heldout_percent)
+    return PackedText(documents, split, **SIZES | settings)
+
+
+def pairs(path, **settings):
+    return PreferenceData(str(path), "train", **SIZES | {"heldout_percent": 0} | settings)
+
+
+def conversations_of(rows):
+    return [rows.documents[number] for number in rows.documents.of_split(rows.split)]
 
 
 @pytest.mark.parametrize(
@@ -67,12 +81,12 @@ def test_a_template_that_rewrites_earlier_turns_must_mark_its_answers():
 
 
 def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
-    found, tokenizer = data(path), ByteTokenizer()
+    found, tokenizer = chats(path), ByteTokenizer()
     wanted = {
         tokenizer.decode(tokenizer.apply_chat_template(conversation(i)["messages"]))
         for i in range(60)
-    } - {tokenizer.decode(one.ids) for one in data(path, "heldout").conversations}
-    assert len(found.conversations) == len(wanted) > 40
+    } - {tokenizer.decode(one.ids) for one in conversations_of(chats(path, "heldout"))}
+    assert len(conversations_of(found)) == len(wanted) > 40
     texts, answers = [], 0
     for batch in found.batches():
         for row in range(4):
@@ -88,23 +102,14 @@ def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
                 answers += weighs.sum()
             assert not batch["weights"][row][segments == 0].any()
     assert len(texts) == len(set(texts)) and set(texts) == wanted
-    assert answers == sum(one.is_answer.sum() for one in found.conversations)
+    assert answers == sum(one.is_answer.sum() for one in conversations_of(found))
     # Most of them share a row: 70 tokens hold two.
     assert found.table.num_rows < 0.8 * len(wanted)
-    assert data(path, packing=False).table.num_rows == len(wanted)
-
-
-def test_compressed_files_hold_the_same_conversations(path, tmp_path):
-    packed = tmp_path / "chat.jsonl.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert data(packed).fingerprint() == data(path).fingerprint()
-    packed.write_bytes(packed.read_bytes()[:-200])
-    with pytest.raises(ConfigError, match="chat.jsonl.gz cannot be read: Compressed file ended"):
-        data(packed).check()
+    assert chats(path, packing=False).table.num_rows == len(wanted)
 
 
 def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
-    found = data(path, shuffle=True, batch_size=1)
+    found = chats(path, shuffle=True, batch_size=1)
     rows = [found.rows(i, slice(0, 1))["ids"].tobytes() for i in range(2 * found.table.num_rows)]
     first, second = rows[: found.table.num_rows], rows[found.table.num_rows :]
     assert sorted(first) == sorted(second) and first != second and found.num_batches is None
@@ -112,9 +117,9 @@ def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
 
 
 BAD = {
-    "[1]": "chat.jsonl:2 is '\\[1\\]'; wanted is an object|chat.jsonl:2 is \\[1\\]",
     "{": "chat.jsonl:2 is no JSON",
-    '{"text": "a"}': "chat.jsonl:2: messages are null",
+    '{"text": "a"}': r"chat.jsonl:2 has no 'messages'; it has \['text'\]",
+    '{"messages": "a"}': 'chat.jsonl:2: messages are "a"; wanted is a list',
     '{"messages": [{"role": "user", "content": "a"}]}': "no message has the role assistant",
     json.dumps(conversation(3) | {"messages": [
         *conversation(3)["messages"], {"role": "assistant", "content": "b" * 99},
@@ -127,16 +132,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
     path = tmp_path / "chat.jsonl"
     path.write_text(f"{json.dumps(conversation(1))}\n{line}\n")
     with pytest.raises(ConfigError, match=BAD[line]):
-        data(path, heldout_percent=0).check()
-
-
-def test_what_is_too_long_is_dropped_or_cut_if_asked(tmp_path):
-    path = tmp_path / "chat.jsonl"
-    long = {"messages": [*SAID[1:3], {"role": "assistant", "content": "b" * 99}]}
-    path.write_text(f"{json.dumps(conversation(1))}\n{json.dumps(long)}\n")
-    kept = data(path, heldout_percent=0, too_long="drop").conversations
-    cut = data(path, heldout_percent=0, too_long="cut").conversations
-    assert len(kept) == 1 and len(cut) == 2 and len(cut[1].ids) == 71
+        chats(path, heldout_percent=0, too_long="refuse").check()
 
 
 FORMS = [
@@ -149,7 +145,7 @@ FORMS = [
 def test_pairs_are_read_in_each_form_of_trl_and_only_answers_count(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in FORMS), "utf-8")
-    found, tokenizer = data(path, kind=PreferenceData, heldout_percent=0), ByteTokenizer()
+    found, tokenizer = pairs(path), ByteTokenizer()
     (batch,) = found.batches()
     assert batch["weights"].tolist() == [1, 1, 1, 0]
     answers = [
@@ -162,13 +158,25 @@ def test_pairs_are_read_in_each_form_of_trl_and_only_answers_count(tmp_path):
     assert (batch["ids"][1] == batch["ids"][2]).all()
     path.write_text('{"prompt": "a", "chosen": "b"}\n')
     with pytest.raises(ConfigError, match="pairs.jsonl:1 has \\['chosen', 'prompt'\\]; wanted are"):
-        data(path, kind=PreferenceData, heldout_percent=0).check()
+        pairs(path).check()
 
 
-def test_without_files_they_are_about_python():
-    found = ChatData(None, "train", 2, 600, shuffle=True)
-    pairs = PreferenceData(None, "train", 2, 600, shuffle=True)
+def test_pairs_of_compressed_files_are_the_same(tmp_path):
+    plain, packed = tmp_path / "pairs.jsonl", tmp_path / "pairs.jsonl.gz"
+    plain.write_text("".join(json.dumps(one) + "\n" for one in FORMS), "utf-8")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert pairs(packed).fingerprint() == pairs(plain).fingerprint()
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match="pairs.jsonl.gz cannot be read: Compressed file ended"):
+        pairs(packed).check()
+
+
+def test_without_files_they_are_about_python(tmp_path):
+    config = configured(huggingface.ChatFull, [f"folder={tmp_path / 'questions'}"])
+    found = build(config).datasets["train"]
+    of_two = PreferenceData(None, "train", 2, 600, shuffle=True, heldout_percent=0)
     found.check()
-    pairs.check()
-    assert len(found.conversations) == len(pairs.pairs) > 40
-    assert "Python" in ByteTokenizer().decode(found.conversations[0].ids)
+    of_two.check()
+    assert len(found.documents.lengths) == len(of_two.pairs) > 40
+    assert "Python" in ByteTokenizer().decode(found.documents[0].ids)
+    assert [path.name for path in (tmp_path / "questions").glob("*.jsonl")] == ["questions.jsonl"]

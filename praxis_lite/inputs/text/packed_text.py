@@ -5,17 +5,16 @@ import functools
 import hashlib
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from praxis_lite.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.mixing.shuffle import epoch_order
+from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
+from praxis_lite.inputs.mixing.shuffle import epoch_order, examples_at
 from praxis_lite.inputs.sources import kept
-from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.documents import Documents
-from praxis_lite.inputs.text.packed_rows import PackedRows
 from praxis_lite.inputs.text.packing import (
     WINDOW,
     Packing,
@@ -26,14 +25,19 @@ from praxis_lite.inputs.text.packing import (
 )
 from praxis_lite.inputs.tokenizers import Tokenizer
 
+if TYPE_CHECKING:
+    import jax
+
 TOO_LONG = ("split", "refuse", "drop", "cut")
 
 
 @dataclasses.dataclass(eq=False)
-class PackedText(PackedRows):
-    """Documents for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`.
+class PackedText(IndexedPipeline):
+    """Rows for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`: [B, T].
 
-    What the leaves are: `PackedRows`.
+    `segment_ids` count the documents of a row from 1, and are 0 where there is none; attention
+    stays within a segment. `segment_pos` counts from 0 in each. `weights` are 1 for labels that are
+    to be learnt, and 0 for others: of a conversation, what the assistant does not say.
 
     Which documents share a row is decided once, over all of them, in an order drawn from the seed;
     rows then come in another order every epoch. So any row follows from its number, and a job
@@ -140,8 +144,42 @@ class PackedText(PackedRows):
             "or 'cut'."
         )
 
-    def document(self, number: int) -> Tokens:
-        return self.documents[number]
+    @property
+    def num_batches(self) -> int | None:
+        return None if self.shuffle else -(-self.table.num_rows // self.batch_size)
+
+    def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
+        shape = (self.batch_size, self.seq_len)
+        segments = spec_of(segment_ids=(shape, np.int32), segment_pos=(shape, np.int32))
+        return {**lm_spec(*shape), **segments}
+
+    def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
+        chosen = examples_at(
+            self.table.num_rows, first, count, seed=self.seed, shuffle=self.shuffle
+        )
+        names = ("ids", "labels", "segment_ids", "segment_pos")
+        batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
+        batch["weights"] = np.zeros((count, self.seq_len), np.float32)
+        positions = np.arange(self.seq_len, dtype=np.int32)
+        for row, number in enumerate(chosen):
+            begin, stop = self.table.starts[number : number + 2].tolist()
+            ids, labels, segment_ids, segment_pos, weights = (
+                batch[name][row] for name in (*names, "weights")
+            )
+            at = 0
+            for segment, piece in enumerate(range(begin, stop), 1):
+                label, size = int(self.table.firsts[piece]), int(self.table.counts[piece])
+                tokens, is_answer = self.documents[self.table.documents[piece]]
+                end = at + size
+                ids[at:end] = tokens[label : label + size]
+                labels[at:end] = tokens[label + 1 : label + size + 1]
+                segment_ids[at:end] = segment
+                segment_pos[at:end] = positions[:size]
+                is_learnt = 1 if is_answer is None else is_answer[label + 1 : label + size + 1]
+                weights[at:end] = is_learnt
+                at = end
+        return batch
 
     @property
     def tokenizer(self) -> Tokenizer:
