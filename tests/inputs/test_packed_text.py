@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import threading
 import types
 
 import numpy as np
@@ -19,6 +18,7 @@ from praxis_lite.inputs.sources import derived, file_index
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text import packed_text
 from praxis_lite.trainer.job_checks import check_tokens
+from tests.support.reads import counted_reads
 
 T = 37
 EOS = 256
@@ -343,22 +343,15 @@ def test_the_stream_is_the_same_through_twenty_switches_of_hosts_and_workers(fol
 def test_each_host_reads_only_its_rows(folder, monkeypatch):
     rows = packed(folder, {"ahead": False}, shuffle=True, packing=False, seq_len=400)
     rows.check()
-    read, pread, here = [], os.pread, threading.get_ident()
-
-    def counted(file, size, start):
-        if threading.get_ident() == here:  # Threads of an earlier test may not be over yet.
-            read.append(size)
-        return pread(file, size, start)
-
-    monkeypatch.setattr(os, "pread", counted)
+    read = counted_reads(monkeypatch)
     counts = []
     for host in range(4):
         read.clear()
         rows.rows(3, slice(host, host + 1))
-        counts.append(sum(read))
+        counts.append(sum(size for _, size in read))
     read.clear()
     rows.rows(3, slice(0, 4))
     # A row is one document here: a host reads one line, and all of them what the batch has.
-    assert len(read) == 4 and sum(counts) == sum(read)
+    assert len(read) == 4 and sum(counts) == sum(size for _, size in read)
     assert max(counts) <= max(len(line) for path in folder.glob("*.jsonl")
                               for line in path.read_bytes().splitlines(keepends=True))

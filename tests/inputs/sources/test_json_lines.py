@@ -4,7 +4,6 @@ import codecs
 import functools
 import gzip
 import json
-import os
 import pathlib
 import threading
 
@@ -16,6 +15,7 @@ import pytest
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import JsonLines
 from praxis_lite.inputs.sources.faults import BadExample
+from tests.support.reads import counted_reads
 
 
 def test_one_row_reads_its_own_bytes_alone(tmp_path, monkeypatch):
@@ -23,9 +23,7 @@ def test_one_row_reads_its_own_bytes_alone(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     source = JsonLines(f"{tmp_path}/a.jsonl")
     source.check()
-    read, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, start: (
-        read.append((start, size)), pread(file, size, start))[1])
+    read = counted_reads(monkeypatch)
     assert source[131]["n"] == 131
     assert read == [(sum(map(len, lines[:131])), len(lines[131]))]
 

@@ -1,0 +1,20 @@
+"""What a test's own thread reads of files."""
+
+import os
+import threading
+
+
+def counted_reads(monkeypatch):
+    """Returns a list that grows by (start, size) with each `os.pread` of the calling thread.
+
+    Threads of an earlier test may not be over yet.
+    """
+    found, pread, here = [], os.pread, threading.get_ident()
+
+    def counted(file, size, start):
+        if threading.get_ident() == here:
+            found.append((start, size))
+        return pread(file, size, start)
+
+    monkeypatch.setattr(os, "pread", counted)
+    return found
