@@ -3,6 +3,7 @@
 Where `tests/former_jobs` comes from stands in its README.
 """
 
+import dataclasses
 import json
 import tarfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import load_config_file
+from praxis_lite.experiments.huggingface import ChatLora
 from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import lines_of, succeed
 
@@ -26,6 +28,18 @@ def test_a_config_that_was_written_before_still_builds(path):
     check_required(loaded.config)
     fdl.build(loaded.config)
     assert loaded.experiment.endswith(path.stem)
+
+
+def test_conversations_of_before_are_read_as_those_of_today():
+    def settings(one):
+        found = dataclasses.asdict(one)
+        found["documents"]["tokenizer"] = type(one.tokenizer)
+        return type(one), found
+
+    before = fdl.build(load_config_file(FORMER / "configs/huggingface.ChatLora.json").config)
+    today = fdl.build(ChatLora().config())
+    for name in ("train", "heldout"):
+        assert settings(before.datasets[name]) == settings(today.datasets[name])
 
 
 @pytest.mark.slow
