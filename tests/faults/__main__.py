@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="is brought up to date")
     parser.add_argument("--num_kills", type=int, default=200)
     parser.add_argument("--num_flips", type=int, default=100)
+    parser.add_argument("--num_files", type=int, default=10_000, help="broken, for all readers")
+    parser.add_argument("--readers", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
@@ -95,10 +97,21 @@ def _meshes(args: argparse.Namespace) -> list[Row]:
     return meshes.run()
 
 
+def _readers(args: argparse.Namespace) -> list[Row]:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # Threads that another library started would be missing in what is forked.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    from tests.faults import readers
+    from tests.faults.reader_list import READERS
+
+    zoo.home()  # Here, for the processes of the tries leave without removing it.
+    return readers.run(list(readers.named(READERS, args.readers)), args.num_files, args.seed, _say)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "kills": _kills, "damage": _damage, "ways out": _ways_out, "wrong targets": _targets,
     "meshes": _meshes, "two processes": lambda args: pairs.run(_say),
-    "hostile input": lambda args: counted.run(),
+    "hostile input": lambda args: counted.run(), "readers": _readers,
 }
 
 

@@ -1,0 +1,467 @@
+"""All that reads a stranger's files: how whole ones are made, and how all in them is read."""
+
+import functools
+import gzip
+import json
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite import inputs
+from praxis_lite.inputs.sources.base import Source
+from tests.faults.readers import Reader
+from tests.support.goldens import GOLDENS
+
+TEXTS = [f"the cat number {i} sat on the mat, né 😀" for i in range(60)]
+# The tokens that models of chats have.
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+CHAT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MESSAGES = [
+    {"role": "user", "content": "hello cat"}, {"role": "assistant", "content": "yes it is"},
+]
+
+
+def read_source(source: Source) -> None:
+    """Reads every example of a source by its number and in order."""
+    source.check()
+    source.fingerprint()
+    for index in range(min(len(source), 50)):
+        source[index]
+    for _ in source.read(0, min(len(source), 500)):
+        pass
+
+
+# JSON lines, and the text in them.
+
+
+def _lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _json_lines(folder: Path) -> None:
+    text = _lines([{"text": text, "n": i, "list": [1, 2]} for i, text in enumerate(TEXTS)])
+    (folder / "a.jsonl").write_text(text)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def _read_documents(holds: str, folder: Path) -> None:
+    tokenizer = inputs.TokenIds() if holds == "ids" else _ChatBytes()
+    documents = inputs.Documents(
+        inputs.JsonLines(f"{folder}/*.jsonl"), holds, tokenizer=tokenizer
+    )
+    documents.check()
+    for index in range(len(documents.lengths)):
+        documents[index]
+
+
+class _ChatBytes(inputs.ByteTokenizer):
+    """Bytes, with a template of chats."""
+
+    @property
+    def chat(self) -> Any:
+        from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+
+        return ChatTemplate(CHAT)
+
+
+def _rows(rows: list[Any]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / "a.jsonl").write_text(_lines(rows))
+
+    return make
+
+
+def _read_preferences(folder: Path) -> None:
+    data = inputs.PreferenceData(
+        f"{folder}/a.jsonl", "train", 2, 300, _ChatBytes(), shuffle=False, heldout_percent=0
+    )
+    data.check()
+    data.rows(0, slice(0, 1))
+
+
+def _corpus(folder: Path) -> None:
+    for number in range(8):
+        (folder / f"{number}.txt").write_text("\n\n".join(TEXTS[number:]) + "né\r\nx\n" * 50)
+
+
+def _read_corpus(folder: Path) -> None:
+    corpus = inputs.TextCorpus(f"{folder}/*.txt", heldout_percent=50)
+    for split in ("train", "heldout"):
+        corpus.documents(split)
+
+
+def _prompts(folder: Path) -> None:
+    (folder / "a.txt").write_text("hello\nwhat is né?\n")
+    (folder / "b.jsonl").write_text(_lines([{"prompt": "hello"}, {"messages": MESSAGES[:1]}]))
+
+
+def _read_prompts(folder: Path) -> None:
+    from praxis_lite.trainer.decoding.user_prompts import _ids, read_prompts
+
+    for name in ("a.txt", "b.jsonl"):
+        for prompt in read_prompts(folder / name):
+            _ids(prompt, _ChatBytes(), "--prompts")
+
+
+# Columns, records, arrays, images, and datasets that other libraries prepared.
+
+
+def _columns(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    from pyarrow import feather, ipc
+
+    table = pyarrow.table({
+        "text": TEXTS, "ids": [[i, 1] for i in range(60)], "messages": [MESSAGES] * 60,
+        "word": pyarrow.array(TEXTS).dictionary_encode(), "bytes": [b"\xff"] * 60,
+    })
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=17)
+    with ipc.new_file(folder / "a.arrow", table.schema) as writer:
+        writer.write_table(table, 17)
+    with ipc.new_stream(folder / "b.arrow", table.schema) as writer:
+        writer.write_table(table, 17)
+    feather.write_feather(table, folder / "c.arrow", compression="zstd")
+
+
+def _records(folder: Path) -> None:
+    import google_crc32c
+
+    from praxis_lite.inputs.sources.record_files import RecordWriter
+
+    def masked(data: bytes) -> bytes:
+        crc = google_crc32c.value(data)
+        return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    feature = b"\x0a\x04text\x12\x06\x0a\x04\x0a\x02a\xff"
+    ids = b"\x0a\x03ids\x12\x0f\x1a\x0d\x0a\x0b\x03" + b"\xfc" + b"\xff" * 8 + b"\x01"
+    entries = b"".join(b"\x0a" + bytes([len(one)]) + one for one in (feature, ids))
+    record = b"\x0a" + bytes([len(entries)]) + entries
+    length = struct.pack("<Q", len(record))
+    framed = length + masked(length) + record + masked(record)
+    (folder / "a.tfrecord").write_bytes(framed * 30)
+    with RecordWriter(f"{folder}/a.array_record") as writer:
+        for _ in range(30):
+            writer.write(record)
+
+
+def _arrays(folder: Path) -> None:
+    np.save(folder / "a.npy", np.arange(60.0).reshape(20, 3))
+    np.savez(folder / "b.npz", x=np.arange(20), y=np.ones((20, 2)))
+    np.savez_compressed(folder / "c.npz", x=np.arange(20), y=np.ones((20, 2)))
+
+
+def _images(folder: Path) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 255, (13, 7, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    for number, ending in enumerate(("png", "jpg", "gif", "bmp", "webp", "tiff")):
+        (folder / f"class{number % 2}").mkdir(exist_ok=True)
+        image.save(folder / f"class{number % 2}" / f"x{number}.{ending}")
+
+
+def _hugging_face_dataset(folder: Path) -> None:
+    import datasets
+    from PIL import Image
+
+    image = Image.fromarray(np.zeros((3, 5, 3), np.uint8))
+    features = datasets.Features({
+        "text": datasets.Value("string"), "ids": datasets.List(datasets.Value("int32")),
+        "image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"]),
+    })
+    rows = [
+        {"text": text, "ids": [1, 2], "image": image, "label": i % 2}
+        for i, text in enumerate(TEXTS[:20])
+    ]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(folder / "data")
+
+
+def _tfds(folder: Path) -> None:
+    import tensorflow_datasets as tfds
+
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="numbers", version="1.0.0", data_dir=str(folder), file_format="array_record",
+        features=tfds.features.FeaturesDict({
+            "n": np.int64, "x": tfds.features.Tensor(shape=(3,), dtype=np.float32),
+            "text": tfds.features.Text(), "label": tfds.features.ClassLabel(names=["a", "b"]),
+        }),
+        split_datasets={
+            "train": [(n, {"n": n, "x": [n] * 3, "text": f"é {n}", "label": n % 2})
+                      for n in range(31)]
+        },
+    )
+
+
+# What .praxis_lite keeps of data.
+
+
+def _kept(folder: Path) -> None:
+    _json_lines(folder)
+    _columns(folder)
+    _arrays(folder)
+    for source in _sources_of(folder):
+        read_source(source)
+    _packed(folder).check()
+
+
+def _packed(folder: Path) -> inputs.PackedText:
+    documents = inputs.Documents(inputs.JsonLines(f"{folder}/*.jsonl"))
+    return inputs.PackedText(documents, "train", 2, 64, shuffle=False)
+
+
+def _sources_of(folder: Path) -> list[Source]:
+    return [
+        inputs.JsonLines(f"{folder}/*.jsonl*"), inputs.Parquet(f"{folder}/*.parquet"),
+        inputs.ArrowFiles(f"{folder}/*.arrow"), inputs.NpyFiles(f"{folder}/*.npy"),
+    ]
+
+
+def _read_kept(folder: Path) -> None:
+    for source in _sources_of(folder):
+        read_source(source)
+    packed = _packed(folder)
+    packed.check()
+    packed.rows(0, slice(0, 2))
+
+
+# Tokenizers and chat templates.
+
+
+def _json_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<s>", "</s>", IM_START, IM_END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    _tokenizer_files(folder)
+
+
+def _sentencepiece(folder: Path) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=f"{folder}/tokenizer", vocab_size=70,
+        model_type="bpe", character_coverage=1.0, minloglevel=2,
+    )
+    (folder / "tokenizer.vocab").unlink()
+    size = sentencepiece.SentencePieceProcessor(f"{folder}/tokenizer.model").vocab_size()
+    added = {IM_START: size, IM_END: size + 1}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    _tokenizer_files(folder)
+
+
+def _tokenizer_files(folder: Path) -> None:
+    special = {"bos_token": "<s>", "eos_token": {"content": IM_END, "lstrip": False},
+               "additional_special_tokens": [IM_START, IM_END]}
+    for name, content in {
+        "tokenizer_config.json": {
+            **special, "chat_template": CHAT, "tokenizer_class": "LlamaTokenizer",
+            "model_max_length": 64, "add_bos_token": True,
+        },
+        "special_tokens_map.json": special,
+        "generation_config.json": {"eos_token_id": [1, 3], "bos_token_id": 0},
+        "config.json": {"model_type": "llama", "eos_token_id": 1, "bos_token_id": 0},
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def _read_tokenizer(folder: Path) -> None:
+    from praxis_lite.inputs.text.conversations import tokens_of
+    from praxis_lite.inputs.tokenizers import StreamingDecoder, load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    tokenizer.fingerprint()
+    for text in (*TEXTS[:3], f"{IM_START}user\nhello{IM_END}", ""):
+        ids = tokenizer.encode(text).tolist()
+        tokenizer.decode(ids, skip_special_tokens=True)
+        stream = StreamingDecoder(tokenizer)
+        for token in [*ids, 10**6]:
+            stream.push(token)
+    if tokenizer.chat is not None:
+        tokens_of(MESSAGES, tokenizer, "line 1")
+
+
+def _template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHAT.replace("{% endfor %}", "\n{% endfor %}"))
+
+
+def _read_template(folder: Path) -> None:
+    from praxis_lite.inputs.text.conversations import tokens_of
+    from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+
+    class Bytes(inputs.ByteTokenizer):
+        chat = ChatTemplate((folder / "chat_template.jinja").read_text(errors="replace"))
+
+    tokens_of(MESSAGES, Bytes(), "line 1")
+
+
+# Models, checkpoints and jobs.
+
+
+def _hugging_face(family: str, folder: Path) -> None:
+    for path in (GOLDENS / "hf" / family).iterdir():
+        if not path.name.startswith("goldens"):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _read_hugging_face(folder: Path) -> None:
+    from praxis_lite.interop import huggingface
+
+    huggingface.load(folder)
+
+
+def _read_description(folder: Path) -> None:
+    """Reads a model's directory but for the values of its tensors: nothing is compiled."""
+    from praxis_lite.checkpoints.huggingface.decoder import lm_config
+    from praxis_lite.checkpoints.huggingface.family import settings_in
+    from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
+
+    lm_config(settings_in(folder))
+    TensorFiles(folder)
+
+
+def _pax(name: str, folder: Path) -> None:
+    with zipfile.ZipFile(GOLDENS / "pax_checkpoints" / f"{name}.zip") as file:
+        file.extractall(folder / "job")
+
+
+def _read_pax(folder: Path) -> None:
+    from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+
+    dict(read_pax_checkpoint(folder / "job"))
+
+
+def _nnx(folder: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = {"up": {"kernel": np.ones((7, 13)), "bias": np.zeros(13)}}
+        checkpointer.save(folder / "state", tree)
+
+
+def _read_nnx(folder: Path) -> None:
+    from praxis_lite.checkpoints.init.nnx_checkpoints import NnxCheckpoint
+
+    for array in NnxCheckpoint(folder / "state").arrays.values():
+        array.read()
+
+
+def _train(job: Path) -> None:
+    from praxis_lite.main import main
+    from tests.faults.zoo import train_argv
+
+    try:
+        main(train_argv(job, "run.num_train_steps=6", "mesh.ici_mesh_shape=1,1,1"))
+    except SystemExit as error:
+        assert not error.code, error.code
+
+
+def _job_texts(folder: Path) -> None:
+    """Writes config.json, metrics, and of a checkpoint its texts alone."""
+    _train(folder / "job")
+    for path in (folder / "job").glob("*"):
+        if path.is_file() and not path.name.endswith((".json", ".jsonl")):
+            path.unlink()
+    for path in (folder / "job/checkpoints").glob("*/*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "job/tensorboard", ignore_errors=True)
+
+
+def _checkpoint(folder: Path) -> None:
+    _train(folder / "trained")
+    shutil.move(folder / "trained/checkpoints", folder / "job")
+    shutil.rmtree(folder / "trained")
+
+
+def _read_job(folder: Path) -> None:
+    from praxis_lite.checkpoints import tools
+    from praxis_lite.config.build import build
+    from praxis_lite.config.text import load_config_file
+    from praxis_lite.trainer.metrics import read_json_lines
+
+    loaded = load_config_file(folder / "job/config.json", packages=("faultzoo",))
+    build(loaded.config)
+    for name in ("metrics.jsonl", "eval_metrics.jsonl"):
+        read_json_lines(folder / "job" / name)
+    directory = tools.steps_directory(str(folder / "job"))
+    tools.listing(tools.list_steps(directory))
+
+
+def _read_checkpoint(folder: Path) -> None:
+    from praxis_lite.checkpoints import tools
+    from praxis_lite.checkpoints.digest import digest_of
+
+    directory = tools.steps_directory(str(folder / "job"))
+    step_dir = tools.step_dir_of(directory, None)
+    tools.description(step_dir)
+    if not tools.what_is_wrong_within(step_dir):
+        digest_of(step_dir)
+
+
+def _source(name: str, glob: str) -> Callable[[Path], None]:
+    return lambda folder: read_source(getattr(inputs, name)(f"{folder}/{glob}"))
+
+
+READERS: tuple[Reader, ...] = (
+    Reader("json lines", _json_lines, _source("JsonLines", "*.jsonl*")),
+    Reader("parquet", _columns, _source("Parquet", "*.parquet")),
+    Reader("arrow", _columns, _source("ArrowFiles", "*.arrow")),
+    Reader("tfrecord", _records, _source("TfRecords", "*.tfrecord")),
+    Reader("array_record", _records, _source("ArrayRecords", "*.array_record")),
+    Reader("npy", _arrays, _source("NpyFiles", "*.np*")),
+    Reader("text files", _corpus, _source("TextFiles", "*.txt")),
+    Reader("image files", _images, _source("ImageFiles", "*/*")),
+    Reader("datasets", _hugging_face_dataset,
+           lambda folder: read_source(inputs.HuggingFaceDataset(f"{folder}/data"))),
+    Reader("tfds", _tfds,
+           lambda folder: read_source(inputs.Tfds(f"{folder}/numbers/1.0.0", "train")), 0.3, 20.0),
+    Reader("kept", _kept, _read_kept),
+    Reader("corpus", _corpus, _read_corpus),
+    Reader("documents of text", _rows([{"text": text} for text in TEXTS]),
+           functools.partial(_read_documents, "text")),
+    Reader("documents of ids", _rows([{"ids": [1, 2, i]} for i in range(20)]),
+           functools.partial(_read_documents, "ids")),
+    Reader("documents of messages", _rows([{"messages": MESSAGES}] * 5),
+           functools.partial(_read_documents, "messages")),
+    Reader("documents of completions", _rows([{"prompt": "hi", "completion": "there"}] * 5),
+           functools.partial(_read_documents, "completion")),
+    Reader("preferences", _rows([
+        {"prompt": "x", "chosen": "y", "rejected": "z"},
+        {"chosen": MESSAGES, "rejected": [MESSAGES[0], {"role": "assistant", "content": "no"}]},
+    ]), _read_preferences),
+    Reader("prompts", _prompts, _read_prompts),
+    Reader("tokenizer.json", _json_tokenizer, _read_tokenizer, 2.0),
+    Reader("tokenizer.model", _sentencepiece, _read_tokenizer, 2.0),
+    Reader("chat template", _template, _read_template),
+    *(
+        Reader(f"config of {family}", functools.partial(_hugging_face, family), _read_description)
+        for family in sorted(path.name for path in (GOLDENS / "hf").iterdir())
+    ),
+    *(
+        Reader(f"model of {family}", functools.partial(_hugging_face, family), _read_hugging_face,
+               0.1, 60.0)
+        for family in ("llama", "mixtral")
+    ),
+    Reader("pax, gda", functools.partial(_pax, "scanned_gda"), _read_pax, 0.5),
+    Reader("pax, ocdbt", functools.partial(_pax, "unrolled_ocdbt"), _read_pax, 0.5),
+    Reader("pax, flax", functools.partial(_pax, "scanned_flax"), _read_pax, 0.5),
+    Reader("nnx checkpoint", _nnx, _read_nnx, 0.5),
+    Reader("job", _job_texts, _read_job),
+    Reader("checkpoint", _checkpoint, _read_checkpoint),
+)
