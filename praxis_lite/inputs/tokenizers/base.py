@@ -17,7 +17,9 @@ class Tokenizer(abc.ABC):
       token_unit: what one id stands for, "byte" or "token"; names the metric bits_per_<unit>.
       vocab_size: ids are below it, special ones included; None: any number is an id.
       eos_id: ends a text; None if there is none.
-      eos_ids: each of them ends what a model writes: eos_id, and what ends a turn of a chat.
+      eos_ids: each of them ends what a model writes: eos_id, `model_eos_ids`, `turn_end_ids`.
+      model_eos_ids: the ends that generation_config.json, or else config.json, names.
+      turn_end_ids: the ends of a turn of a chat, as the template writes them after an answer.
       bos_id, pad_id: of the beginning of a text and of padding; None if there is none.
       begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
       run_ids: ids of single bytes of which a run is decoded as a whole, so that the text of a run
@@ -28,6 +30,8 @@ class Tokenizer(abc.ABC):
     token_unit: str = "token"
     vocab_size: int | None = None
     eos_id: int | None = None
+    model_eos_ids: Sequence[int] = ()
+    turn_end_ids: Sequence[int] = ()
     bos_id: int | None = None
     pad_id: int | None = None
     begin_ids: Sequence[int] = ()
@@ -49,7 +53,8 @@ class Tokenizer(abc.ABC):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        return () if self.eos_id is None else (self.eos_id,)
+        own = () if self.eos_id is None else (self.eos_id,)
+        return tuple(dict.fromkeys((*own, *self.model_eos_ids, *self.turn_end_ids)))
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a text without special tokens around it, and where each begins.

@@ -62,8 +62,8 @@ class JsonTokenizer(Tokenizer):
         return named if named is not None else next(iter(self._files.model_eos_ids), None)
 
     @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*super().eos_ids, *self._files.model_eos_ids)))
+    def model_eos_ids(self) -> tuple[int, ...]:
+        return self._files.model_eos_ids
 
     @property
     def bos_id(self) -> int | None:

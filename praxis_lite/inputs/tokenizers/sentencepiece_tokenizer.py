@@ -84,8 +84,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._of_model("eos")
 
     @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*super().eos_ids, *self._files.model_eos_ids)))
+    def model_eos_ids(self) -> tuple[int, ...]:
+        return self._files.model_eos_ids
 
     @property
     def bos_id(self) -> int | None:
