@@ -88,8 +88,10 @@ setup(
         "data": [
             "datasets>=5.2,<6", "tensorflow-datasets>=4.9.10,<5", "importlib-resources>=6",
         ],
-        # --mode=plan for TPUs: their compiler, on a machine without any.
-        "plan": ["libtpu>=0.0.51; sys_platform == 'linux'"],
+        # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
+        # libtpu (0.10.2: 0.0.42, 0.11.2: 0.0.48, 0.12.0: 0.0.50); with another one a profile ends
+        # by SIGSEGV. There are wheels for this platform alone.
+        "plan": ["jax[tpu]; sys_platform == 'linux' and platform_machine == 'x86_64'"],
         # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
         "quantization": ["qwix>=0.1.8,<0.2"],
         # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.

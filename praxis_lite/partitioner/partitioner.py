@@ -14,6 +14,7 @@ from praxis_lite.partitioner.compiler_options import init_options, step_options
 from praxis_lite.partitioner.narrow_scans import narrow_scans
 from praxis_lite.partitioner.train_state import TrainState, state_layout
 from praxis_lite.sharding import global_batch, reshard_by_rank
+from praxis_lite.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.sharding.inputs import (
     GlobalBatch,
     abstract_global_batch,
@@ -24,7 +25,6 @@ from praxis_lite.sharding.inputs import (
     true_rows,
 )
 from praxis_lite.sharding.mesh import CompilerOptions
-from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.task import Task, WeightedScalars
 
 PyTree = Any

@@ -25,6 +25,7 @@ from praxis_lite.plan.predict import StepPlan, plan_step
 from praxis_lite.plan.report import figures, plan_text
 from praxis_lite.plan.search import search
 from praxis_lite.plan.topology import Topology, topology_of
+from praxis_lite.sharding.devices.libtpu import mismatch
 from praxis_lite.trainer.job_on_mesh import use_compilation_cache
 
 
@@ -77,7 +78,10 @@ def chosen_topology(args: argparse.Namespace) -> Topology:
         )
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # No device is asked for: none need be there.
-    return topology_of(args.topology, args.num_slices or 1)
+    topology = topology_of(args.topology, args.num_slices or 1)
+    if topology.compiled_for == "tpu" and (said := mismatch()):
+        print(f"WARNING: {said}")
+    return topology
 
 
 def plan_job(

@@ -6,22 +6,19 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.plan.chips import CHIPS, Chip, chip_named
+from praxis_lite.sharding.devices.libtpu import WITHOUT_TPU
 from praxis_lite.sharding.mesh import simulated_devices
 
 # Examples of what each kind of name looks like, for errors. libtpu takes others, too.
 _EXAMPLES = {
     2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
     3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
-}
-_LIBTPU = {
-    "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
 _TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
 _GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
@@ -136,18 +133,19 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology={name} is compiled by libtpu, which is not installed. Install it: "
-            "pip install 'praxis_lite[plan]' (or: pip install libtpu)."
+            "pip install 'praxis_lite[plan]' (or 'jax[tpu]': each jax has a libtpu of its own)."
         )
-    # Else libtpu asks Google's metadata server what machine this is, complains, and locks itself.
-    for setting, value in _LIBTPU.items():
+    for setting, value in WITHOUT_TPU.items():
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies
 
-    options = {"num_slices": num_slices}
+    options: dict[str, Any] = {"num_slices": num_slices}
     if chip.name == "v4":
         options = {"chip_config_name": "megacore"}  # A device is a chip, as on v5p.
         if num_slices > 1:
             options["num_slices"] = num_slices
+    if math.prod(dims) == 1:  # libtpu up to 0.0.42 takes four chips for a host's.
+        options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{chip.name}:{'x'.join(map(str, dims))}", **options

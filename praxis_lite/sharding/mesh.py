@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from praxis_lite.errors import ConfigError, require
+from praxis_lite.sharding.devices.grid import of_each_process, simulated_grid, torus_grid
+from praxis_lite.sharding.devices.libtpu import leave_absent_tpus_alone
 
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -95,7 +95,7 @@ def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfi
     """
     if -1 not in config.ici_mesh_shape:
         return config
-    count = len(jax.devices()) if num_devices is None else num_devices
+    count = len(all_devices()) if num_devices is None else num_devices
     others = math.prod(size for size in config.ici_mesh_shape if size != -1)
     others *= math.prod(config.dcn_mesh_shape or ())
     if count % others:
@@ -120,6 +120,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
     concurrency: with that scheduler lm.PyDocs hung within 253 steps, without it not in 700.
     """
     # Where it does not divide, `make_mesh` says so: an accelerator may be there.
+    leave_absent_tpus_alone()
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))
     flags = os.environ.get("XLA_FLAGS", "")
@@ -129,6 +130,12 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
         # Where JAX has made its devices already, as in a notebook, they stay: `make_mesh` says so.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_simulated)
+
+
+def all_devices() -> list[jax.Device]:
+    """Returns the devices that JAX shows, attached or simulated, of all processes."""
+    leave_absent_tpus_alone()
+    return jax.devices()
 
 
 def simulated_devices(count: int) -> list[jax.Device]:
@@ -154,7 +161,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       ConfigError: there are too few devices, or accelerators are left over without
         `allow_unused_devices`.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(all_devices() if devices is None else devices)
     wanted, platform = config.num_devices, devices[0].platform
     if wanted > len(devices):
         limit = f", of which at most {MAX_SIMULATED_DEVICES} are simulated"
@@ -176,10 +183,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     num_processes = len({device.process_index for device in devices})
     if platform == "cpu" and num_processes > 1:
-        devices = _of_each_process(config, devices, num_processes)
+        devices = of_each_process(config, devices, num_processes)
     else:
         devices = devices[:wanted]
-    lay_out = _simulated_grid if platform == "cpu" else _torus_grid
+    lay_out = simulated_grid if platform == "cpu" else torus_grid
     grid = lay_out(config, devices)
     if len({device.process_index for device in devices}) < num_processes:
         raise ConfigError(
@@ -192,7 +199,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def attached_devices() -> tuple[int, str]:
     """Returns how many devices there are, attached or simulated, and their platform."""
-    return len(jax.devices()), jax.devices()[0].platform
+    devices = all_devices()
+    return len(devices), devices[0].platform
 
 
 def attached_mesh(config: MeshConfig) -> MeshConfig:
@@ -201,7 +209,7 @@ def attached_mesh(config: MeshConfig) -> MeshConfig:
     It is `config` itself if it has as many devices. Else all devices lie along its longest axis,
     the first of equals, so that what it splits over that axis stays split.
     """
-    devices = jax.devices()
+    devices = all_devices()
     count = len(devices) if devices[0].platform != "cpu" else 1
     config = filled_mesh(config, count)
     if config.num_devices == count:
@@ -211,89 +219,7 @@ def attached_mesh(config: MeshConfig) -> MeshConfig:
     return dataclasses.replace(config, ici_mesh_shape=shape, dcn_mesh_shape=None)
 
 
-def _of_each_process(
-    config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
-) -> list[jax.Device]:
-    """Returns as many simulated devices of each process; they are the slices, if there are any."""
-    wanted, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
-    if wanted % num_processes:
-        raise ConfigError(
-            f"{config} of {wanted} simulated devices cannot be divided among {num_processes} "
-            "processes. Change mesh.ici_mesh_shape, or the number of processes."
-        )
-    if config.dcn_mesh_shape is not None and num_slices not in (1, num_processes):
-        raise ConfigError(
-            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape)} lays {num_slices} slices, but "
-            f"there are {num_processes} processes, and of simulated devices each process is a "
-            f"slice. Make its product {num_processes}, or start {num_slices} processes."
-        )
-    held: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        held.setdefault(device.process_index, []).append(device)
-    each = wanted // num_processes
-    for process, own in held.items():
-        if len(own) < each:
-            raise ConfigError(
-                f"{config} needs {each} devices of each process, but process {process} has "
-                f"{len(own)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS there, or set them alike."
-            )
-    return [device for process in sorted(held) for device in held[process][:each]]
-
-
 def compiled_platform() -> str:
     """Returns the platform that is compiled for: of the mesh set, which need not be attached."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() if device is None else device.platform
-
-
-def _torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns the devices in the order that suits their interconnect, slice by slice."""
-    split = config.allow_split_physical_axes
-    try:
-        if config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:
-            return mesh_utils.create_hybrid_device_mesh(
-                tuple(config.ici_mesh_shape),
-                tuple(config.dcn_mesh_shape),
-                devices,
-                process_is_granule=_hosts_are_slices(config, devices),
-                allow_split_physical_axes=split,
-            )
-        return mesh_utils.create_device_mesh(
-            config.shape, devices, allow_split_physical_axes=split
-        )
-    except NotImplementedError as error:
-        raise ConfigError(
-            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} does not fit the devices' "
-            f"interconnect: {str(error).splitlines()[0].split(' The size of')[0]} Make each axis a "
-            "product of the interconnect's dims, or say mesh.allow_split_physical_axes=true."
-        ) from error
-
-
-def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns True if a host is a slice, as with GPUs; False if the devices say their slice.
-
-    Raises:
-      ConfigError: the DCN shape has another number of slices than there are of either.
-    """
-    wanted = math.prod(config.dcn_mesh_shape or (1,))
-    slices = len({getattr(device, "slice_index", None) for device in devices})
-    if wanted == slices:
-        return False
-    hosts = len({device.process_index for device in devices})
-    if wanted != hosts:
-        raise ConfigError(
-            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} lays {wanted} slices, but "
-            f"the devices are in {slices} slices and {hosts} processes. Make its product one of "
-            "these."
-        )
-    return True
-
-
-def _simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns the devices as mesh_utils' hybrid mesh lays them: slices outermost on each axis."""
-    ici_mesh_shape = tuple(config.ici_mesh_shape)
-    dcn_mesh_shape = tuple(config.dcn_mesh_shape or (1,) * len(ici_mesh_shape))
-    num_axes = len(ici_mesh_shape)
-    grid = np.array(devices).reshape(dcn_mesh_shape + ici_mesh_shape)
-    interleaved = [dim for axis in range(num_axes) for dim in (axis, num_axes + axis)]
-    return grid.transpose(interleaved).reshape(config.shape)

@@ -29,7 +29,7 @@ RUNS = [
     for place in (0, 1)
 ]
 TIMES_ROUNDING = 4.0
-# Over three axes XLA permutes what a convolution returns: sharding/xla_errors.py.
+# Over three axes XLA permutes what a convolution returns: sharding/devices/xla_errors.py.
 RUNS.append(pytest.param("vision.DigitsResNet", 2, marks=pytest.mark.slow))
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from praxis_lite import Task
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import constrain
-from praxis_lite.sharding.xla_errors import without_xla_errors
+from praxis_lite.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.testing.asserts.layers import drawn
 
 PADDING = -1

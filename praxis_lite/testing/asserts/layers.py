@@ -14,7 +14,7 @@ from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars, spec_leaves
 from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.sharding import MeshConfig, make_mesh
-from praxis_lite.sharding.xla_errors import without_xla_errors
+from praxis_lite.sharding.devices.xla_errors import without_xla_errors
 
 # What builds a layer (called with rngs=), what calls it on (module, x, key), and its inputs.
 LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]

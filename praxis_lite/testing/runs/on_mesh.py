@@ -12,8 +12,8 @@ from praxis_lite.experiment.experiment import Job
 from praxis_lite.models.model import MdlVars
 from praxis_lite.partitioner import Partitioner, TrainState
 from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
-from praxis_lite.sharding.xla_errors import without_xla_errors
 from praxis_lite.task import Task
 from praxis_lite.testing.certificate import mesh_name
 from praxis_lite.testing.runs.float64 import in_float64

@@ -15,7 +15,7 @@ from praxis_lite.layers import AuxLoss, Summary, TransformerFeedForwardMoe, inte
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import spec_leaves
 from praxis_lite.sharding import MeshConfig, constrain, make_mesh
-from praxis_lite.sharding.xla_errors import without_xla_errors
+from praxis_lite.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.testing.asserts.layers import revealing
 
 AXES = ("data", "expert", "mdl")

@@ -15,7 +15,7 @@ from flax import nnx
 from praxis_lite.learner import Learner
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import WeightSharding, constrain
-from praxis_lite.sharding.xla_errors import without_xla_errors
+from praxis_lite.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.testing.asserts.layers import assert_near
 
@@ -39,7 +39,7 @@ def scattered_by_hand(operation, initial, ids, updates):
 
 
 def test_canary_xla_scatters_the_filler_of_uneven_shards(mesh_of):
-    """Once this fails XLA is mended: `_scatter` of sharding/xla_errors.py can go."""
+    """Once this fails XLA is mended: `_scatter` of sharding/devices/xla_errors.py can go."""
     with jax.set_mesh(mesh_of(1, 3, 2)):
         found = jax.jit(functools.partial(scattered, "add"))(0.0, IDS, UPDATES)
     wanted = scattered_by_hand("add", 0.0, IDS, UPDATES)
