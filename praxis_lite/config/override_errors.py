@@ -17,7 +17,7 @@ from praxis_lite.config.values import (
     type_name,
     union_parts,
 )
-from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.errors import ConfigError, did_you_mean, few, shown
 
 # Far beyond what anyone means; likenesses of longer paths take long to compute.
 _LONGEST_PATH, _LONGEST_VALUE = 500, 10_000
@@ -94,9 +94,12 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
         else f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
     )
     if path.isupper() and not attributes:
+        beside = [one.path for one in fields if _last(one.path) == path.lower()]
         hint = (
             "An attribute of the experiment's class is set where that makes its config, in "
-            "training and --mode=explain; eval and decode take the job's as it is: set the fields."
+            "training and --mode=explain; eval and decode take the job's as it is. "
+            + (f"Set its fields: {few(beside, 5)}." if beside else
+               "Set its fields, which config.txt in the job's directory lists.")
         )
     if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):
         hint = (

@@ -112,14 +112,16 @@ def kind_of(leaf: LeafLayout) -> str:
 
 def _totals(layout: StateLayout) -> str:
     leaves = list(layout.leaves())
-    num_weights = sum(math.prod(leaf.shape) for leaf in leaves if kind_of(leaf) == "weights")
+    weights = [leaf for leaf in leaves if kind_of(leaf) == "weights"]
+    num_parameters = sum(math.prod(leaf.shape) for leaf in weights)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     held = bytes_per_device(layout)
     parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
     mesh = ", ".join(f"{name} {size}" for name, size in layout.axis_sizes.items())
     return (
-        f"{num_weights:,} weights; the state of training takes {format_bytes(whole)}. Each device "
-        f"of the mesh ({mesh}) holds {parts} = {format_bytes(sum(held.values()))}."
+        f"{len(weights):,} weights of {num_parameters:,} parameters; the state of training takes "
+        f"{format_bytes(whole)}. Each device of the mesh ({mesh}) holds {parts} = "
+        f"{format_bytes(sum(held.values()))}."
     )
 
 

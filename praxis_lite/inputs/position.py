@@ -1,4 +1,4 @@
-"""Where in the training data a job is: the next batch, and those that were left out."""
+"""Position of a job in its training data: the next batch, and the batches left out."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from praxis_lite.inputs.batches import checked_batches
 
 @dataclasses.dataclass(frozen=True)
 class DataPosition:
-    """Which batch comes next.
+    """Index of the next batch, and the batches that are left out.
 
     Attributes:
       next_batch: the index of the next step's batch.
@@ -53,7 +53,7 @@ class DataPosition:
         )
 
     def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of it."""
+        """Serialises this position for the checkpoint manifest."""
         return {
             "next_batch": self.next_batch, "skipped": list(self.skipped),
             "fingerprint": pipeline.fingerprint(),
@@ -61,5 +61,5 @@ class DataPosition:
 
 
 def step_of(data: Mapping[str, Any]) -> int:
-    """Returns the steps made at a position that `as_json` gave."""
+    """Returns the number of steps made at a position that `as_json` serialised."""
     return data["next_batch"] - sum(one < data["next_batch"] for one in data.get("skipped", ()))

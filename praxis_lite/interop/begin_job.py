@@ -13,7 +13,7 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import config_lines, dump_config
-from praxis_lite.errors import few, require
+from praxis_lite.errors import ConfigError, few
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
@@ -35,11 +35,12 @@ def new_job_dir(
     """
     name = registry.full_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
-    saved_before = [one.name for one in job_dir.checkpoints.glob("*")]
-    require(
-        not saved_before, f"{job_dir.path}: the checkpoints", few(sorted(saved_before)),
-        "none", "Name a new directory.",
-    )
+    saved_before = sorted(path.name for path in job_dir.checkpoints.glob("*"))
+    if saved_before:
+        raise ConfigError(
+            f"{job_dir.path} has checkpoints already ({few(saved_before)}), and a job can begin "
+            "only where there are none. Name a new directory."
+        )
     return job_dir
 
 

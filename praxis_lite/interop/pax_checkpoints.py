@@ -123,10 +123,12 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
             if path.is_dir() and (found := _STEP.fullmatch(path.name))
         }
     if not steps or (step is not None and step not in steps):
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        numbers = ", ".join(map(str, sorted(steps)))
+        there = f"Its steps are {numbers}" if steps else "It has no steps"
         raise ConfigError(
-            f"There is {wanted} in {directory}; it has the steps {sorted(steps)}. Name a Pax "
-            "job's `checkpoints` directory and one of its steps."
+            f"{directory} has {missing}. {there}. Name a Pax job's `checkpoints` directory and one "
+            "of its steps."
         )
     newest = max(steps) if step is None else step
     return PaxCheckpoint(newest, steps[newest])

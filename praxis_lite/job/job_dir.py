@@ -13,6 +13,9 @@ from praxis_lite.config.json_text import read_json
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.job.whole_files import write_whole
 
+# The dataset's name in decode/ of what a command line asks for with --prompt and --prompts.
+COMMAND_LINE = "command_line"
+
 
 def _below(name: str) -> property:
     return property(lambda self: self.path / name)

@@ -139,7 +139,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
 def _recognise(
     slot_shape: Shape, shape: Shape, candidates: Sequence[tuple[Shape, Shape]]
 ) -> Sequence[int | None]:
-    """Returns for each of a slot's dims the weight's dim it is, or None for one of its own."""
+    """Maps each slot dim to the weight dim it follows (None if the optimizer made it)."""
     for probed_slot, probed in candidates:
         dims = [probed.index(size) if size in probed else None for size in probed_slot]
         # A dim of the slot's own has its size whatever the weight's sizes. Where it has not, the

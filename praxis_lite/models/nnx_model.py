@@ -234,7 +234,7 @@ def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
 
 
 class _GatheredWhenRead(nnx.Param):
-    """A weight of which this device has a block: a layer that reads it gets it whole."""
+    """Sharded parameter that is all-gathered on each read."""
 
     def get_value(self, *, index: Any = ...) -> jax.Array:
         value = self.get_metadata("gather")(super().get_value())

@@ -1,4 +1,4 @@
-"""What a schedule needs of a mesh, and what it tells of a step."""
+"""Device layout that a schedule reads, and the timeline of a step that it returns."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The mesh of a program, as far as its schedule needs it.
+    """Device layout for the timeline: axis sizes, slice of each device, torus coordinates.
 
     Attributes:
       axis_sizes: devices along each axis.

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics import read_json_lines
 
 
@@ -46,12 +46,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _continuations(job: JobDir, num_prompts: int) -> list[str]:
     parts = []
     for directory in sorted((job.path / "decode").glob("*")):
-        files = sorted(directory.glob("*.jsonl"), key=lambda file: int(file.stem))
+        files = [file for file in directory.glob("*.jsonl") if file.stem.isdecimal()]
+        files.sort(key=lambda file: int(file.stem))
         if not files:
             continue
-        lines = [f"Continuations ({directory.name}, step {files[-1].stem})"]
-        for text in files[-1].read_text(encoding="utf-8").splitlines()[:num_prompts]:
-            record = json.loads(text)
+        records = [json.loads(line) for line in files[-1].read_text("utf-8").splitlines()]
+        # A command line adds its records to those of others before.
+        shown = records[-num_prompts:] if directory.name == COMMAND_LINE else records[:num_prompts]
+        number = "" if len(shown) == len(records) else f", {len(shown)} of {len(records)}"
+        lines = [f"Continuations ({directory.name}, step {files[-1].stem}{number})"]
+        for record in shown:
             lines.append(_block("prompt", record["prompt"]))
             lines.append(_block("  goes on", record["continuation"]))
         parts.append("\n".join(lines))

@@ -112,5 +112,5 @@ def test_an_attribute_that_is_none_or_of_another_type_is_refused(setting, words)
 
 
 def test_a_job_that_was_trained_has_no_attributes_any_more():
-    with pytest.raises(ConfigError, match="eval and decode take the job's as it is"):
+    with pytest.raises(ConfigError, match=r"Set its fields: datasets\.train\.batch_size"):
         apply_overrides(configured(Sized, []), ["BATCH_SIZE=7"])

@@ -122,7 +122,7 @@ def test_every_slot_stands_in_the_table_as_its_weight(tiny_layout):
 
 def test_the_last_line_sums_up(tiny_layout):
     # True weights, without padding, and what a device holds of them, with it.
-    num_weights = 7 + 7 * 257 + 2 * (11 + 77 + 7 + 77 + 7 + 7 + 4 * 126)
+    num_parameters = 7 + 7 * 257 + 2 * (11 + 77 + 7 + 77 + 7 + 7 + 4 * 126)
     weight_bytes = sum(size for *_, size, _ in BY_HAND.values())
     # Steps, updates, skipped ones, in a row; counts of the stack; and of the rest.
     counts = 4 * 4 + 8 * 2 + 4 * 2
@@ -130,9 +130,9 @@ def test_the_last_line_sums_up(tiny_layout):
         "weights": weight_bytes, "optimizer slots": 2 * weight_bytes + counts,
     }
     assert layout_table(tiny_layout).splitlines()[-1] == (
-        f"{num_weights:,} weights; the state of training takes "
-        f"{(12 * num_weights + counts) / 1024:.1f} KiB. Each device of the mesh (replica 1, data "
-        f"4, mdl 2) holds {weight_bytes / 1024:.1f} KiB of weights + "
+        f"{len(BY_HAND)} weights of {num_parameters:,} parameters; the state of training takes "
+        f"{(12 * num_parameters + counts) / 1024:.1f} KiB. Each device of the mesh (replica 1, "
+        f"data 4, mdl 2) holds {weight_bytes / 1024:.1f} KiB of weights + "
         f"{(2 * weight_bytes + counts) / 1024:.1f} KiB of optimizer slots = "
         f"{(3 * weight_bytes + counts) / 1024:.1f} KiB."
     )

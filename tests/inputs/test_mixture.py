@@ -190,7 +190,7 @@ def test_the_fingerprint_has_shares_and_sources():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"weights": {"a": 1, "c": 1}}, "which is no source; sources are ['a', 'b']"),
+        ({"weights": {"a": 1, "c": 1}}, "but there is no source 'c'. Known sources: a, b"),
         ({"weights": {"a": 1}}, "lacks ['b']"),
         ({"weights": {"a": 1, "b": -1}}, "one above 0"),
         ({"weights": {"a": 0, "b": 0}}, "one above 0"),

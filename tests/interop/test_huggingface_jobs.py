@@ -50,7 +50,7 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["import", str(tmp_path / "gone"), str(tmp_path / "job")])
     assert exit_.value.code == 2
-    assert "the checkpoints is '0'; wanted is none" in " ".join(capsys.readouterr().err.split())
+    assert "has checkpoints already (0)" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

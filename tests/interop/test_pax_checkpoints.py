@@ -111,14 +111,14 @@ def test_the_step_is_the_newest_or_the_one_asked_for(jobs, tmp_path):
     assert read_pax_checkpoint(tmp_path).step == 30
     assert read_pax_checkpoint(steps, step=10).step == 10
     assert read_pax_checkpoint(steps / "checkpoint_00000020").step == 20
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 11 .*\[10, 20, 30\]"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 11\. .* are 10, 20, 30"):
         read_pax_checkpoint(tmp_path, step=11)
 
 
 def test_what_is_no_pax_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a directory"):
         read_pax_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* has the steps \[\]"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint\. It has no steps"):
         read_pax_checkpoint(tmp_path)
     (tmp_path / "12/mdl_vars").mkdir(parents=True)  # One of ours.
     with pytest.raises(ConfigError, match="no variables of a Pax model"):

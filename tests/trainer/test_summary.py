@@ -2,7 +2,8 @@
 
 import json
 
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
+from praxis_lite.trainer.metrics.records import add_records
 from praxis_lite.trainer.summary import summary
 from tests.support.job_runs import copy_of_trained, launch
 
@@ -41,7 +42,7 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
     assert "heldout, step 200: loss 1.7500  bits_per_byte 2.5250" in evaluation
     assert "gzip -9 needs 2.5000 bits per byte" in evaluation and "7.0000" not in evaluation
     # The newest step, three prompts, lines kept apart.
-    assert continuations.splitlines()[0] == "Continuations (heldout, step 200)"
+    assert continuations.splitlines()[0] == "Continuations (heldout, step 200, 3 of 5)"
     assert [line.strip() for line in continuations.splitlines()[1:4]] == [
         "prompt    | prompt 0", "goes on | two", "| lines",
     ]
@@ -81,3 +82,15 @@ def test_the_mode_prints_it_without_a_mesh_or_a_compiler(tmp_path):
     assert done.out == summary(job) + "\n"
     for name in ("config.txt", "layout.txt", "metrics.jsonl", "loss_curve.png", "checkpoints"):
         assert str(job.path / name) in done.out
+
+
+def test_prompts_of_command_lines_are_added_to_one_file_and_the_newest_are_shown(tmp_path):
+    job = JobDir(tmp_path)
+    path = job.decode_jsonl(COMMAND_LINE, 7)
+    for calls in (["a", "b"], ["b", "c"], ["d", "e"]):
+        add_records(path, [{"prompt": text, "continuation": text * 3} for text in calls])
+    assert [json.loads(line)["prompt"] for line in path.read_text().splitlines()] == list("abcde")
+    assert [file.name for file in path.parent.iterdir()] == ["7.jsonl"]
+    continuations = summary(job).split("\n\n")[0].splitlines()
+    assert continuations[0] == "Continuations (command_line, step 7, 3 of 5)"
+    assert [line[-1] for line in continuations[1::2]] == ["c", "d", "e"]

@@ -100,7 +100,7 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
-        """From which batch on which parts count."""
+        """`[(first_batch, weights)]`: the phases of the schedule."""
         given = self.weights
         listed = [(0, given)] if isinstance(given, Mapping) else [tuple(one) for one in given]
         starts = [one[0] for one in listed]
@@ -119,9 +119,10 @@ class Mixture(IndexedPipeline):
     def _parts(self, weights: Weights) -> tuple[int, ...]:
         for name in weights:
             if name not in self.sources:
+                known = ", ".join(sorted(self.sources))
                 raise ConfigError(
-                    f"Mixture.weights has {name!r}, which is no source; sources are "
-                    f"{sorted(self.sources)}.{did_you_mean(str(name), self.sources)}"
+                    f"Mixture.weights names {name!r}, but there is no source {name!r}. Known "
+                    f"sources: {known}.{did_you_mean(str(name), self.sources)}"
                 )
         if missing := [name for name in self.sources if name not in weights]:
             raise ConfigError(
@@ -150,7 +151,7 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _tokens(self) -> list[float]:
-        """As how many tokens a row of each source counts."""
+        """Tokens that a row of each source counts as."""
         return [
             _tokens_per_row(name, source, self._lengths[name])
             for name, source in self.sources.items()

@@ -120,8 +120,8 @@ _ATTENTION = {
     "output_split_dims_mapping": _RESIDUAL,
 }
 
-# A class, or the nearest that it descends from: field -> a name per dim. A template's name instead
-# of a field: what that template gets there, in place of what it gets elsewhere.
+# `{class: {field: logical dims}}`, by MRO. A key that names a template overrides the fields of the
+# layers built from it.
 LOGICAL_DIMS: dict[type, dict[str, Any]] = {
     SharedEmbeddingSoftmax: {**_SOFTMAX, "lookup_split_dims_mapping": _RESIDUAL},
     FullSoftmax: _SOFTMAX,

@@ -7,17 +7,17 @@ from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.job import processes
+from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.trainer.decoding.streaming import Continuations
 from praxis_lite.trainer.decoding.user_prompts import (
-    COMMAND_LINE,
     Message,
     Prompt,
     prompt_batch,
     title,
 )
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, check_reads, compile_together
-from praxis_lite.trainer.metrics.records import write_records
+from praxis_lite.trainer.metrics.records import add_records, write_records
 from praxis_lite.trainer.restored_weights import restored_weights
 
 # A conversation's prompts are padded to multiples of this, for each length compiles.
@@ -47,7 +47,10 @@ def decode(
         else:
             records = _decoded_aloud(decoder, pipeline, prompts)
         path = job.files.decode_jsonl(name, step)
-        write_records(path, records, print)
+        if prompts is None:
+            write_records(path, records, print)
+        else:
+            add_records(path, records)
         print(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
 
 

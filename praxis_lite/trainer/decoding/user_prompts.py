@@ -11,15 +11,13 @@ import numpy as np
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import InMemory
+from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.task import Task
 from praxis_lite.trainer.job_checks import check_parts
 
 Message = Mapping[str, Any]  # With a "role" and a "content".
 Prompt = str | Sequence[int] | Sequence[Message]
 Prompts = str | Sequence[Prompt]
-
-# The decode dataset of the prompts of a command line.
-COMMAND_LINE = "command_line"
 
 
 def read_prompts(path: Path) -> list[Prompt]:

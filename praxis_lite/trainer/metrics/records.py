@@ -31,8 +31,7 @@ def write_records(
     Other records that the file had are kept as NAME.1, or with the next number that is free, and
     `note` is told. NaN and the infinities are the strings "NaN", "Infinity" and "-Infinity".
     """
-    lines = [json.dumps(strict_json(one, path.name), ensure_ascii=False) for one in records]
-    content = "".join(f"{line}\n" for line in lines).encode()
+    content = "".join(_lines(path, records)).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_bytes() != content:
@@ -44,6 +43,27 @@ def write_records(
     except OSError as error:
         raise not_written(path, error) from error
     write_whole(path, content)
+
+
+def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Adds to a file the records that it has not yet; raises ConfigError if it cannot be written.
+
+    The file is written whole, in the form of `write_records`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise not_written(path, error) from error
+    lines += [line for line in _lines(path, records) if line not in lines]
+    write_whole(path, "".join(lines).encode())
+
+
+def _lines(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        json.dumps(strict_json(record, path.name), ensure_ascii=False) + "\n"
+        for record in records
+    ]
 
 
 def _of_numpy(x: np.ndarray) -> np.ndarray:
