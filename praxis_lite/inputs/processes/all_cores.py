@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from praxis_lite.errors import ConfigError, format_bytes
+from praxis_lite.inputs.processes import compared
 
 _WORTH_PROCESSES = 16 << 20  # Of work, in bytes: a process starts in half a second.
 _SECONDS_BETWEEN_LINES = 5.0
@@ -84,7 +85,7 @@ def _pool(
     # Spawned, not forked: a copy of a process with JAX's threads hangs sooner or later.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
-        number, context, initializer=_begin, initargs=(function, os.getpid())
+        number, context, initializer=_begin, initargs=(function, os.getpid(), compared.known())
     )
     try:
         yield pool
@@ -103,8 +104,9 @@ def _pool(
     pool.shutdown()
 
 
-def _begin(function: Callable[[Any], Any], parent: int) -> None:
+def _begin(function: Callable[[Any], Any], parent: int, known: compared.Compared) -> None:
     global _function
+    compared.take(known)
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent answers it.
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -19,6 +19,7 @@ from praxis_lite.config.user_lines import ElsewhereError, described
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers
+from praxis_lite.inputs.processes import compared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -66,7 +67,7 @@ class WorkerProcess:
         """
         self._name += f" of {type(pipeline).__name__}"
         try:
-            self._orders.send((pipeline, mine, rows))
+            self._orders.send((compared.known(), pipeline, mine, rows))
         except (BrokenPipeError, ConnectionResetError):
             raise self._death(mine[0]) from None
         except Exception as error:
@@ -140,7 +141,8 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
     finished: queue.Queue[_Message] = queue.Queue(num_prefetched)
     threading.Thread(target=_send, args=(finished, batches)).start()
     try:
-        pipeline, mine, rows = orders.recv()
+        known, pipeline, mine, rows = orders.recv()
+        compared.take(known)
         threading.Thread(target=_end_with_parent, args=(orders,), daemon=True).start()
         for index in share(*mine):
             finished.put(_message(pipeline.rows(index, rows)))

@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of
+from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of, unreadable
 from praxis_lite.inputs.sources.paths import matching_files
 
 Example = Mapping[str, Any]
@@ -190,7 +190,11 @@ class FileSource(Source):
         return int(self.first_numbers[-1])
 
     def __getitem__(self, index: int) -> Example:
-        return self.example(*self.place_of(index))
+        file, row = self.place_of(index)
+        try:
+            return self.example(file, row)
+        except OSError as error:
+            raise unreadable(file.path, error) from None
 
     def place_of(self, index: int) -> tuple[FileIndex, int]:
         """Returns the file of an example, and its row there, counted from 0."""

@@ -3,19 +3,16 @@
 import contextlib
 import dataclasses
 import functools
-import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, require
-from praxis_lite.inputs.sources import kept
+from praxis_lite.errors import ConfigError, did_you_mean, few, require
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
-from praxis_lite.inputs.sources.record_files import remove_copies, write_arrow
+from praxis_lite.inputs.sources.file_index import FileIndex, Made
+from praxis_lite.inputs.sources.record_files import copy_of, write_arrow, writing_copy
 
 # Rows of a copy that are found together: fewer are found faster, more make fewer batches.
 _ROWS_PER_BATCH = 256
@@ -23,11 +20,16 @@ _ROWS_PER_BATCH = 256
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-class _Batches(NamedTuple):
+class Batches(NamedTuple):
     """Record batches of a file that is mapped into memory, and the rows up to the end of each."""
 
     batches: list[Any]
     stops: np.ndarray
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """Returns the batch of a row, and the row's place in it."""
+        batch = int(np.searchsorted(self.stops, row, side="right"))
+        return batch, row - (int(self.stops[batch - 1]) if batch else 0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,15 +48,14 @@ class ArrowFiles(FileSource):
         import pyarrow
 
         before = pyarrow.total_allocated_bytes()
-        batches = _mapped(path).batches
+        batches = mapped(path).batches
         # Batches that are not compressed lie in the file, which is mapped.
         allocated = pyarrow.total_allocated_bytes() - before
-        with _named(path, "Arrow"):
-            for one in batches:
-                one.validate(full=True)  # Damaged offsets would end the process.
+        for one in batches:
+            validate(one, path)
         return {
             "num_examples": sum(one.num_rows for one in batches),
-            "columns": batches[0].schema.names if batches else [],
+            "columns": _distinct(batches[0].schema.names, path) if batches else [],
             "is_copied": 2 * allocated > sum(one.nbytes for one in batches),
         }, {}
 
@@ -69,10 +70,12 @@ class ArrowFiles(FileSource):
         super().check()
 
     def example(self, index: FileIndex, row: int) -> Example:
-        batches, stops = self._opened(index)
-        batch = int(np.searchsorted(stops, row, side="right"))
-        before = int(stops[batch - 1]) if batch else 0
-        return _row(batches[batch], row - before, self._names(index), index, row)
+        batches, is_valid = self._opened(index)
+        batch, within = batches.place_of(row)
+        if not is_valid[batch]:
+            validate(batches.batches[batch], index.path)
+            is_valid[batch] = True
+        return row_of(batches.batches[batch], within, self._names(index), index.path, row)
 
     def _names(self, index: FileIndex) -> tuple[str, ...]:
         """Returns the columns of an example. Raises ConfigError if the file lacks one."""
@@ -85,34 +88,34 @@ class ArrowFiles(FileSource):
                 )
         return self.columns or known
 
-    def _opened(self, index: FileIndex) -> _Batches:
+    def _opened(self, index: FileIndex) -> tuple[Batches, np.ndarray]:
+        """Returns a file's batches, and bool[batches]: those that are known to be sound."""
         if index.path not in self._open:
             index.require_unchanged()
             is_copied = index.values["is_copied"]
-            self._open[index.path] = _mapped(self._copy_of(index) if is_copied else index.path)
+            if is_copied:
+                found = mapped(copy_of(self.cache_folder(), index, self._copy))
+                num_rows = int(found.stops[-1]) if found.batches else 0
+                _require_rows(num_rows, index.num_examples, index.path)
+            else:
+                found = mapped(index.path)
+            self._open[index.path] = found, np.full(len(found.batches), is_copied)
         return self._open[index.path]
 
     @functools.cached_property
-    def _open(self) -> dict[str, _Batches]:
+    def _open(self) -> dict[str, tuple[Batches, np.ndarray]]:
         return {}
 
-    def _copy_of(self, index: FileIndex) -> str:
-        """Returns the path of an uncompressed copy of a file, which is made if there is none."""
-        folder, name = self.cache_folder(), f"{name_beside(index.path)}."
-        # A digest of a large file need not notice what its time of change does.
-        copy = os.path.join(folder, f"{name}{index.digest[:12]}.{index.state[1]:x}.arrow")
-        if os.path.exists(copy):
-            return copy
-        with kept.locked(folder):
-            if not os.path.exists(copy):
-                _log.info("copying %s into %s, to find any row", index.path, copy)
-                remove_copies(folder, name)
-                self._copy(index.path, copy)
-        return copy
+    def _copy(self, path: str) -> None:
+        """Writes an uncompressed copy of a file."""
+        batches = mapped(path).batches
+        for one in batches:
+            validate(one, path)
+        self._write_copy(path, batches[0].schema, batches)
 
-    def _copy(self, path: str, copy: str) -> None:
-        batches = _mapped(path).batches
-        write_arrow(copy, batches[0].schema, batches, _ROWS_PER_BATCH)
+    def _write_copy(self, path: str, schema: Any, batches: Iterable[Any]) -> None:
+        with writing_copy(self.cache_folder(), path, "arrow") as copy:
+            write_arrow(copy, schema, batches, _ROWS_PER_BATCH)
 
     def settings(self) -> dict[str, Any]:
         return {"columns": sorted(self.columns)}
@@ -134,8 +137,8 @@ class Parquet(ArrowFiles):
             found = file.metadata
             sizes = [found.row_group(k).num_rows for k in range(found.num_row_groups)]
             values = {
-                "num_examples": found.num_rows, "columns": file.schema_arrow.names,
-                "is_copied": True,
+                "num_examples": sum(sizes), "is_copied": True,
+                "columns": _distinct(file.schema_arrow.names, path),
             }
         return values, {"group_stops": np.cumsum(sizes, dtype=np.int64)}
 
@@ -152,7 +155,7 @@ class Parquet(ArrowFiles):
             for batch in self._group(index, group, is_last=end == end_of_group):
                 for within in range(skipped, min(batch.num_rows, skipped + end - number)):
                     try:
-                        yield number, _row(batch, within, names, index, row)
+                        yield number, row_of(batch, within, names, index.path, row)
                     except BadExample as error:
                         yield number, error
                     number, row = number + 1, row + 1
@@ -167,6 +170,8 @@ class Parquet(ArrowFiles):
             index.require_unchanged()
             with _parquet(index.path) as file:
                 table = file.read_row_group(group, columns=list(self.columns) or None)
+            stops = index.arrays["group_stops"]
+            _require_rows(table.num_rows, int(np.diff(stops, prepend=0)[group]), index.path)
             found = table.to_batches()
         if not is_last:
             self._last_group[key] = found
@@ -177,28 +182,52 @@ class Parquet(ArrowFiles):
         """The row group that was read last, if parts of it were not asked for yet."""
         return {}
 
-    def _copy(self, path: str, copy: str) -> None:
+    def _copy(self, path: str) -> None:
         with _parquet(path) as file:
-            batches = file.iter_batches(_ROWS_PER_BATCH)
-            write_arrow(copy, file.schema_arrow, batches, _ROWS_PER_BATCH)
+            self._write_copy(path, file.schema_arrow, file.iter_batches(_ROWS_PER_BATCH))
 
 
-def _mapped(path: str) -> _Batches:
+def _distinct(names: Sequence[str], path: str) -> list[str]:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{path} has several columns named {few(twice)}; an example has one value by each name. "
+            "Write it with other names."
+        )
+    return list(names)
+
+
+def _require_rows(found: int, wanted: int, path: str) -> None:
+    if found != wanted:
+        raise ConfigError(
+            f"{path} has {found:,} rows where it says that it has {wanted:,}. Make or copy it "
+            "again, or leave it out of files."
+        )
+
+
+def validate(batch: Any, path: str) -> None:
+    """Raises ConfigError, with the file's name, if reading a batch could end the process."""
+    with _named(path, "Arrow"):
+        batch.validate(full=True)
+
+
+def mapped(path: str) -> Batches:
+    """Returns the batches of an Arrow file. Raises ConfigError if it is none."""
     import pyarrow
     from pyarrow import ipc
 
     with _named(path, "Arrow"):
-        mapped = pyarrow.memory_map(path)
+        source = pyarrow.memory_map(path)
         try:
-            file = ipc.open_file(mapped)
+            file = ipc.open_file(source)
             batches = [file.get_batch(k) for k in range(file.num_record_batches)]
         except pyarrow.ArrowInvalid:
-            mapped.seek(0)
-            batches = list(ipc.open_stream(mapped))
-            mapped.seek(max(0, mapped.size() - len(_END_OF_STREAM)))
-            if mapped.read() != _END_OF_STREAM:
+            source.seek(0)
+            batches = list(ipc.open_stream(source))
+            source.seek(max(0, source.size() - len(_END_OF_STREAM)))
+            if source.read() != _END_OF_STREAM:
                 raise OSError("the stream does not end as one does") from None
-    return _Batches(batches, np.cumsum([one.num_rows for one in batches], dtype=np.int64))
+    return Batches(batches, np.cumsum([one.num_rows for one in batches], dtype=np.int64))
 
 
 @contextlib.contextmanager
@@ -228,14 +257,13 @@ def _named(path: str, kind: str) -> Iterator[None]:
         ) from None
 
 
-def _row(
-    batch: Any, within: int, names: tuple[str, ...], index: FileIndex, row: int
-) -> Example:
+def row_of(batch: Any, within: int, names: Sequence[str], path: str, row: int) -> Example:
+    """Returns a row of a batch. Raises BadExample, which names the file, if a text is not UTF-8."""
     try:
         return {name: _value(batch.column(name)[within]) for name in names}
     except UnicodeDecodeError as error:
         raise BadExample(
-            "not_utf8", f"{index.path}, row {row},", f"is not UTF-8: {error}",
+            "not_utf8", f"{path}, row {row},", f"is not UTF-8: {error}",
             "Write its texts in UTF-8.",
         ) from None
 
@@ -250,5 +278,3 @@ def _value(scalar: Any) -> Any:
         return scalar.values.to_numpy(zero_copy_only=False)
     return scalar.as_py()
 
-
-_log = logging.getLogger(__name__)

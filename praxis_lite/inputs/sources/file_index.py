@@ -5,7 +5,7 @@ An index is made once, and made again when its file has another size or another 
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ class FileIndex(NamedTuple):
 
     def require_unchanged(self) -> None:
         """Raises ConfigError, with the name, if the file is gone or no longer what was indexed."""
-        found = _state(self.path)
+        found = state_of(self.path)
         if found != self.state:
             raise ConfigError(
                 f"{self.path} has changed while it was in use: its index is of {self.state[0]:,} "
@@ -53,7 +53,8 @@ class FileIndex(NamedTuple):
 
 def name_beside(path: str) -> str:
     """Returns what a file is called in a folder of files with any folder of their own."""
-    where = xxhash.xxh3_64_hexdigest(os.path.dirname(os.path.abspath(path)).encode())[:8]
+    folder = os.fsencode(os.path.dirname(os.path.abspath(path)))
+    where = xxhash.xxh3_64_hexdigest(folder)[:8]
     return f"{os.path.basename(path)}.{where}"
 
 
@@ -69,22 +70,22 @@ def indexes_of(
     Raises:
       ConfigError: a file or the folder cannot be read or written; and what `make` raises.
     """
-    found = [_kept(folder, kind, path) for path in paths]
-    if None not in found:
-        return found
-    with kept.locked(folder):
-        # Another process may have made some by now.
-        found = [_kept(folder, kind, path) for path in paths]
-        missing = [path for path, one in zip(paths, found, strict=True) if one is None]
+
+    def made(numbers: list[int]) -> None:
+        missing = [paths[number] for number in numbers]
         sizes = [os.path.getsize(path) for path in missing]
         on_all_cores(
             _Make(folder, kind, make), missing, sizes, f"indexing {len(missing)} files", "B"
         )
-        found = [one or _kept(folder, kind, path) for path, one in zip(paths, found, strict=True)]
-    for path, one in zip(paths, found, strict=True):
-        if one is None:
-            raise ConfigError(f"{path} changed while its index was made. Launch again.")
-    return found
+
+    found = kept.entries(
+        folder, [f"{name_beside(path)}.{kind}" for path in paths], made,
+        lambda number, one: _is_of(one.values, state_of(paths[number])),
+    )
+    return [
+        FileIndex(path, one.values["digest"], tuple(one.values["state"]), one.values, one.arrays)
+        for path, one in zip(paths, found, strict=True)
+    ]
 
 
 class _Make(NamedTuple):
@@ -93,22 +94,28 @@ class _Make(NamedTuple):
     make: Callable[[str], Made]
 
     def __call__(self, path: str) -> None:
-        state = _state(path)
-        old = kept.read(self.folder, f"{name_beside(path)}.{self.kind}")
-        if old is not None:
+        state, name = state_of(path), f"{name_beside(path)}.{self.kind}"
+        old = kept.read(self.folder, name, says=False)
+        if old is not None and not _is_of(old.values, state):
             _log.info("%s has changed; its index is made again", path)
-        values, arrays = self.make(path)
+        try:
+            values, arrays = self.make(path)
+        except OSError as error:
+            raise unreadable(path, error) from None
         values = {"state": state, "digest": digest_of_file(path), **values}
-        kept.write(self.folder, f"{name_beside(path)}.{self.kind}", values, arrays)
+        if state_of(path) != state:
+            raise ConfigError(f"{path} changed while its index was made. Launch again.")
+        kept.write(self.folder, name, values, arrays)
 
 
-def _kept(folder: str, kind: str, path: str) -> FileIndex | None:
-    """Returns what is kept of a file as it is now, or None."""
-    state, found = _state(path), kept.read(folder, f"{name_beside(path)}.{kind}")
-    if found is None or tuple(found[0]["state"]) != state:
-        return None
-    values, arrays = found
-    return FileIndex(path, values["digest"], state, values, arrays)
+def _is_of(values: Mapping[str, Any], state: _State) -> bool:
+    """Returns True if these are an index's values of a file with this size and time of change."""
+    return (
+        values.get("state") == list(state)
+        and isinstance(values.get("digest"), str)
+        and type(values.get("num_examples")) is int
+        and values["num_examples"] >= 0
+    )
 
 
 def digest_of_file(path: str) -> str:
@@ -125,15 +132,21 @@ def digest_of_file(path: str) -> str:
     return digest.hexdigest()
 
 
-def _state(path: str) -> _State:
+def state_of(path: str) -> _State:
+    """Returns a file's size and time of change. Raises ConfigError if it is gone."""
     try:
         found = os.stat(path)
     except OSError as error:
-        raise ConfigError(
-            f"The file {path} cannot be read: {error.strerror}. Put it back, or leave it out of "
-            "files."
-        ) from None
+        raise unreadable(path, error) from None
     return found.st_size, found.st_mtime_ns
+
+
+def unreadable(path: str, error: OSError) -> ConfigError:
+    """Returns the error for a file that is gone, or may not be read."""
+    return ConfigError(
+        f"The file {path} cannot be read: {error.strerror or error}. Put it back, or leave it out "
+        "of files."
+    )
 
 
 _log = logging.getLogger(__name__)

@@ -18,8 +18,14 @@ import numpy as np
 from praxis_lite.errors import shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
-from praxis_lite.inputs.sources.record_files import RecordCopy, RecordFile, RecordWriter
+from praxis_lite.inputs.sources.file_index import FileIndex, Made
+from praxis_lite.inputs.sources.record_files import (
+    RecordCopy,
+    RecordFile,
+    RecordWriter,
+    copy_of,
+    writing_copy,
+)
 
 # How compressed files end and begin.
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
@@ -60,14 +66,18 @@ class JsonLines(FileSource):
         if not _is_compressed(path):
             yield lambda line: None
             return
-        with RecordWriter(self._copy_of(path)) as writer:
+        with (
+            writing_copy(self.cache_folder(), path, "array_record") as copy,
+            RecordWriter(copy) as writer,
+        ):
             yield writer.write
 
     def example(self, index: FileIndex, row: int) -> Example:
         if index.path not in self._open:
             index.require_unchanged()
             self._open[index.path] = (
-                RecordCopy(self._copy_of(index.path), index.path) if _is_compressed(index.path)
+                RecordCopy(copy_of(self.cache_folder(), index, self.index_file), index.path)
+                if _is_compressed(index.path)
                 else os.open(index.path, os.O_RDONLY)
             )
         file = self._open[index.path]
@@ -89,9 +99,6 @@ class JsonLines(FileSource):
     def _open(self) -> dict[str, RecordFile | int]:
         """What is read of each file, of those that were needed so far."""
         return {}
-
-    def _copy_of(self, path: str) -> str:
-        return os.path.join(self.cache_folder(), f"{name_beside(path)}.array_record")
 
 
 def opened_lines(path: str) -> IO[bytes]:

@@ -1,83 +1,224 @@
-"""Arrays and numbers kept on disk under one name: there whole or not at all, large ones mapped.
+"""What is derived of data, kept on disk by name: as it was written, or made again.
 
-NAME.json has the numbers, and the length and the XXH3 digest of each NAME.<array>.npy. It is
-written last, so where it is all else is. Another version of the library's formats is read as
-nothing.
+An entry NAME is NAME.json, with values and the length and XXH3 digest of each of its files:
+NAME.KEY.npy of an array, NAME.KEY of any other. NAME.json ends all writing, and has a digest of its
+own text. A file is compared with its digest before it is used.
 """
 
 import contextlib
 import fcntl
+import io
 import json
 import logging
 import os
+import secrets
+import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from praxis_lite.errors import ConfigError, not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
+from praxis_lite.inputs.processes import compared
 
-_VERSION = 2
-_SMALLEST_MAPPED = 1 << 20  # Bytes.
+_VERSION = 3
+_LARGEST_JSON = 1 << 26  # Bytes.
+_LONGEST_NAME = 160  # Bytes, of the 255 that file systems take.
+_WORTH_A_LINE = 5.0  # Seconds.
+_THREADS = 4  # A disk gives more to several readers.
 
 
-def write(folder: str, name: str, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Writes what JSON can hold, and arrays. Raises ConfigError if the disk does not take it."""
-    place, digests = Path(folder), {}
+class Kept(NamedTuple):
+    """An entry that is as it was written.
+
+    Attributes:
+      values: of JSON.
+      arrays: by name; large ones are mapped.
+      files: paths, by the ends of their names.
+      digests: of the arrays and files.
+    """
+
+    values: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    files: dict[str, str]
+    digests: dict[str, str]
+
+
+def entries(
+    folder: str,
+    names: Sequence[str],
+    make: Callable[[list[int]], None],
+    is_current: Callable[[int, Kept], bool] = lambda number, found: True,
+) -> list[Kept]:
+    """Returns the entry of each name, read from a folder, or made now.
+
+    Args:
+      make: writes the entries of these numbers; no other process writes there meanwhile.
+      is_current: of the number of an entry and of what is kept, if that is still right.
+
+    Raises:
+      ConfigError: the folder cannot be written, or does not keep what is written there.
+    """
+
+    def current(number: int, says: bool = True) -> Kept | None:
+        found = read(folder, names[number], says=says)
+        return found if found is not None and is_current(number, found) else None
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(lambda number: current(number, says=False), range(len(names))))
+    if (seconds := time.monotonic() - began) > _WORTH_A_LINE:
+        _log.info("compared what %s has with its digests, in %.0f s", folder, seconds)
+    if None not in found:
+        return found
+    with locked(folder):
+        # Another process may have made some by now.
+        found = [one or current(number) for number, one in enumerate(found)]
+        missing = [number for number, one in enumerate(found) if one is None]
+        if missing:
+            make(missing)
+        found = [one or current(number) for number, one in enumerate(found)]
+    for name, one in zip(names, found, strict=True):
+        if one is None:
+            raise ConfigError(
+                f"{folder} does not have {name} as it was just written there. Look after the disk, "
+                "or set the source's cache_dir to a folder on another."
+            )
+    return found
+
+
+def read(folder: str, name: str, *, says: bool = True) -> Kept | None:
+    """Returns an entry, or None if it is not there as it was written.
+
+    Args:
+      says: True: a line says what is wrong with an entry that is there.
+    """
+    try:
+        return _read(Path(folder), name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        is_there = os.path.lexists(Path(folder, f"{_stem(name)}.json"))
+        if says and is_there:
+            _log.warning("%s in %s cannot be used (%s); it is made again", name, folder, error)
+        return None
+
+
+def _read(place: Path, name: str) -> Kept:
+    with _opened(place / f"{_stem(name)}.json") as file:
+        text = file.read(_LARGEST_JSON)
+    content = json.loads(text[_BODY:-1]) if text == _with_digest(text[_BODY:-1]) else {}
+    if content.get("version") != _VERSION or content["name"] != name:
+        raise ValueError("its .json is damaged, of another entry, or of an earlier version")
+    arrays, files, digests = {}, {}, {}
+    for key, (size, digest) in content["files"].items():
+        path = place / f"{_stem(name)}.{key}"
+        with _opened(path) as file:
+            found = os.fstat(file.fileno())
+            if found.st_size != size:
+                raise ValueError(f"{path.name} has {found.st_size:,} bytes of {size:,}")
+            # A process may map 65,530 files, so small ones are read.
+            data = file.read() if size <= compared.SMALLEST else None
+            _compare(path, file, data, found, digest)
+            if key.endswith(".npy"):
+                key = key.removesuffix(".npy")
+                arrays[key] = _array(file if data is None else io.BytesIO(data), data is None)
+            else:
+                files[key] = str(path)
+        digests[key] = digest
+    return Kept(content["values"], arrays, files, digests)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Returns a plain file. A pipe in its place would else be waited for without end."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path.name} is no plain file")
+    return os.fdopen(number, "rb")
+
+
+def _compare(
+    path: Path, file: IO[bytes], data: bytes | None, found: os.stat_result, digest: str
+) -> None:
+    if compared.is_compared(str(path), found, digest):
+        return
+    hasher = xxhash.xxh3_128(data or b"")
+    while data is None and (block := file.read(1 << 22)):
+        hasher.update(block)
+    if hasher.hexdigest() != digest:
+        raise ValueError(f"the bytes of {path.name} are not those that were written")
+    compared.add(str(path), found, digest)
+
+
+def _array(file: IO[bytes], is_mapped: bool) -> np.ndarray:
+    file.seek(0)
+    if not is_mapped:
+        return np.load(file, allow_pickle=False)
+    # Mapped by the file that was compared, not by its name.
+    np.lib.format.read_magic(file)
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    mapped = np.memmap(file, dtype, "r", file.tell(), shape, order="F" if is_fortran else "C")
+    return np.asarray(mapped)  # No np.memmap: that class makes every slice slow.
+
+
+def write(
+    folder: str,
+    name: str,
+    values: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Writes an entry: what JSON can hold, arrays, and files that are moved there.
+
+    Args:
+      files: paths from `partial_path`, by the ends of their names.
+
+    Raises:
+      ConfigError: the disk does not take it.
+    """
+    place, stem, written = Path(folder), _stem(name), {}
+    moved = {f"{key}.npy": partial_path(folder) for key in arrays} | dict(files or {})
     try:
         for key, array in arrays.items():
-            partial = place / f".{os.getpid()}.{name}.{key}.npy"
-            np.save(partial, array, allow_pickle=False)
-            digests[key] = [partial.stat().st_size, _digest(partial)]
-            os.replace(partial, place / f"{name}.{key}.npy")
-        partial = place / f".{os.getpid()}.{name}.json"
-        content = {"version": _VERSION, "values": values, "arrays": digests}
-        partial.write_text(json.dumps(content))
-        os.replace(partial, place / f"{name}.json")
+            with _created(moved[f"{key}.npy"]) as file:
+                np.save(file, array, allow_pickle=False)
+        for key, partial in moved.items():
+            with _opened(Path(partial)) as file:
+                hasher = xxhash.xxh3_128()
+                while block := file.read(1 << 22):
+                    hasher.update(block)
+                written[key] = [os.fstat(file.fileno()).st_size, hasher.hexdigest()]
+            os.replace(partial, place / f"{stem}.{key}")
+        content = {"version": _VERSION, "name": name, "values": values, "files": written}
+        _replace(place / f"{stem}.json", _with_digest(json.dumps(content).encode()))
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"{error.filename2 or error.filename} is a directory, where a file is to be kept that "
+            "is derived of data. Remove it, and launch again."
+        ) from None
     except OSError as error:
         raise not_written(place / name, error) from None
+    finally:
+        for partial in moved.values():
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
 
 
-def read(folder: str, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """Returns the values and the arrays, or None if they are not there whole."""
-    place = Path(folder)
+def write_note(folder: str, name: str, text: str) -> None:
+    """Writes a file for people, which nothing reads. Raises ConfigError if the disk refuses it."""
     try:
-        content = json.loads((place / f"{name}.json").read_text())
-        if content["version"] != _VERSION:
-            return None
-        arrays = {}
-        for key, (size, _) in content["arrays"].items():
-            path = place / f"{name}.{key}.npy"
-            if path.stat().st_size != size:
-                raise ValueError(f"{path} has {path.stat().st_size} bytes of {size}")
-            # A process may map 65,530 files, so small ones are read.
-            mode = "r" if size > _SMALLEST_MAPPED else None
-            # A view that is no np.memmap: that class makes every slice slow.
-            arrays[key] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("%s in %s cannot be read (%s); it is made again", name, folder, error)
-        return None
-    return content["values"], arrays
+        _replace(Path(folder, name), text.encode())
+    except OSError as error:
+        raise not_written(Path(folder, name), error) from None
 
 
-def digests(folder: str, name: str) -> dict[str, str]:
-    """Returns the digest of each array, as it was when it was written."""
-    content = json.loads((Path(folder) / f"{name}.json").read_text())
-    return {key: digest for key, (_, digest) in content["arrays"].items()}
-
-
-def is_damaged(folder: str, name: str) -> bool:
-    """Returns True if an array no longer has the digest that it was written with; reads it all."""
-    return any(
-        _digest(Path(folder) / f"{name}.{key}.npy") != digest
-        for key, digest in digests(folder, name).items()
-    )
+def partial_path(folder: str) -> str:
+    """Returns a new path for a file that is being written; `locked` removes those that are left."""
+    return os.path.join(folder, f".{os.getpid()}.{secrets.token_hex(8)}.partial")
 
 
 @contextlib.contextmanager
@@ -89,31 +230,57 @@ def locked(folder: str) -> Iterator[None]:
         should not do anything then.
     """
     require_guarded_main()
+    path = os.path.join(folder, "lock")
     try:
         os.makedirs(folder, exist_ok=True)
-        file = open(os.path.join(folder, "lock"), "w")  # noqa: SIM115
+        # Neither a pipe, which has no reader, nor a link to a file elsewhere.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(path, flags, 0o666)
     except OSError as error:
+        at = path if os.path.lexists(path) else folder
         raise ConfigError(
-            f"{folder} cannot be written ({error.strerror}); what is derived of data is kept "
+            f"{at} cannot be written ({error.strerror}); what is derived of data is kept "
             "there. Set the source's cache_dir to a folder that can be written."
         ) from None
-    with file:
+    with os.fdopen(lock, "wb"):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             _log.info("waiting for another process, which prepares data in %s", folder)
             began = time.monotonic()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             _log.info("waited %.1f s", time.monotonic() - began)
+        for left in Path(folder).glob(".*.partial"):  # By processes that were killed.
+            with contextlib.suppress(OSError):
+                left.unlink()
         yield
 
 
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def _replace(path: Path, data: bytes) -> None:
+    partial = partial_path(str(path.parent))
+    with _created(partial) as file:
+        file.write(data)
+    os.replace(partial, path)
+
+
+def _created(path: str) -> IO[bytes]:
+    return open(path, "xb")  # "x": no link that lies there is followed.
+
+
+def _with_digest(body: bytes) -> bytes:
+    """Returns the text of NAME.json."""
+    return b'{"xxh3": "%s", "kept": %s}' % (xxhash.xxh3_128_hexdigest(body).encode(), body)
+
+
+_BODY = len(_with_digest(b"")) - 1
+
+
+def _stem(name: str) -> str:
+    """Returns an entry's name as its files have it: a long one is cut, and ends in its hash."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= _LONGEST_NAME:
+        return name
+    return f"{os.fsdecode(encoded[:_LONGEST_NAME])}.{xxhash.xxh3_64_hexdigest(encoded)}"
 
 
 _log = logging.getLogger(__name__)

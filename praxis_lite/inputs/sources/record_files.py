@@ -1,10 +1,14 @@
 """Copies in which any row is found: ArrayRecord files of records, Arrow files of columns."""
 
+import contextlib
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from praxis_lite.errors import ConfigError, not_written
+from praxis_lite.inputs.sources import kept
+from praxis_lite.inputs.sources.file_index import FileIndex, name_beside, state_of
 
 # Records that are compressed together: fewer are read faster, more are smaller.
 _GROUP = 16
@@ -59,8 +63,8 @@ class RecordCopy(RecordFile):
 
     def _damage(self, error: RuntimeError) -> ConfigError:
         return ConfigError(
-            f"{self._path}, the copy of {self._original}, cannot be read: {error}. Remove the "
-            "folder that it is in, and launch again, which makes it anew."
+            f"{self._path}, the copy of {self._original}, cannot be read: {error}. It was whole "
+            "when it was opened. Launch again, which makes it anew; and look after the disk."
         )
 
 
@@ -91,31 +95,64 @@ class RecordWriter:
                 raise not_written(self._path, OSError(0, str(failure))) from None
 
 
-def remove_copies(folder: str, name: str) -> None:
-    """Removes Arrow files whose names begin so: of what a file was, or left by a killed process."""
-    for old in os.listdir(folder):
-        if old.startswith(name) and ".arrow" in old[len(name) :]:
-            os.unlink(os.path.join(folder, old))
+def copy_of(folder: str, index: FileIndex, make: Callable[[str], Any]) -> str:
+    """Returns the path of a file's copy, which is made if there is none as it was written.
+
+    Args:
+      folder: in which copies are kept.
+      make: makes, of the file's path, the copy with `writing_copy`.
+    """
+
+    def made(_: list[int]) -> None:
+        _log.info("copying %s into %s, to find any row", index.path, folder)
+        make(index.path)
+
+    def is_current(_: int, one: kept.Kept) -> bool:
+        # A digest of a large file need not notice what its time of change does.
+        return one.values.get("state") == list(index.state)
+
+    (found,) = kept.entries(folder, [_name_of(index.path)], made, is_current)
+    (path,) = found.files.values()
+    return path
+
+
+@contextlib.contextmanager
+def writing_copy(folder: str, path: str, end: str) -> Iterator[str]:
+    """Gives a path to write a file's copy at, which is kept if that went well.
+
+    Args:
+      end: of the copy's name.
+    """
+    state, partial = state_of(path), kept.partial_path(folder)
+    try:
+        yield partial
+        kept.write(folder, _name_of(path), {"state": state}, {}, {end: partial})
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+
+
+def _name_of(path: str) -> str:
+    return f"{name_beside(path)}.copy"
 
 
 def write_arrow(path: str, schema: Any, batches: Iterable[Any], rows_per_batch: int) -> None:
     """Writes record batches into an uncompressed Arrow file, in batches of so many rows or fewer.
 
-    The file is there whole or not at all.
+    Raises:
+      ConfigError: the disk does not take it.
     """
     from pyarrow import ipc
 
-    partial = f"{path}.{os.getpid()}.partial"
     try:
-        with ipc.new_file(partial, schema) as writer:
+        with ipc.new_file(path, schema) as writer:
             for batch in batches:
                 for first in range(0, batch.num_rows, rows_per_batch):
                     writer.write_batch(batch.slice(first, rows_per_batch))
-        os.replace(partial, path)
     except OSError as error:
         if error.errno is None:  # Of the file that is read, not of the disk that is written.
             raise
         raise not_written(path, error) from None
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+
+
+_log = logging.getLogger(__name__)

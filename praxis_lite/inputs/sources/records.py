@@ -15,8 +15,14 @@ from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.base import described, function_name
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made, name_beside
-from praxis_lite.inputs.sources.record_files import RecordCopy, RecordFile, RecordWriter
+from praxis_lite.inputs.sources.file_index import FileIndex, Made
+from praxis_lite.inputs.sources.record_files import (
+    RecordCopy,
+    RecordFile,
+    RecordWriter,
+    copy_of,
+    writing_copy,
+)
 from praxis_lite.inputs.tf.tf_example import tf_example
 
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -45,7 +51,7 @@ class ArrayRecords(FileSource):
     def example(self, index: FileIndex, row: int) -> Example:
         if index.path not in self._open:
             index.require_unchanged()
-            self._open[index.path] = self._opened(index.path)
+            self._open[index.path] = self._opened(index)
         record, where = self._record(index, row), f"{index.path}, row {row}"
         if self.decode is None:
             return _features(record, where)
@@ -61,8 +67,8 @@ class ArrayRecords(FileSource):
             )
         return found
 
-    def _opened(self, path: str) -> Any:
-        return RecordFile(path)
+    def _opened(self, index: FileIndex) -> Any:
+        return RecordFile(index.path)
 
     def _record(self, index: FileIndex, row: int) -> bytes:
         try:
@@ -92,10 +98,14 @@ class TfRecords(ArrayRecords):
     def index_file(self, path: str) -> Made:
         starts, values = [0], {}
         if path.endswith(".gz"):
-            with gzip.open(path, "rb") as file, RecordWriter(self._copy_of(path)) as copy:
+            with (
+                gzip.open(path, "rb") as file,
+                writing_copy(self.cache_folder(), path, "array_record") as copy,
+                RecordWriter(copy) as writer,
+            ):
                 try:
                     while (record := _next_record(file, path, len(starts) - 1)) is not None:
-                        copy.write(record)
+                        writer.write(record)
                         starts.append(0)
                 except (EOFError, OSError, zlib.error) as error:
                     values["truncated"] = f"after record {len(starts) - 1:,} ({error})"
@@ -114,10 +124,11 @@ class TfRecords(ArrayRecords):
                 starts.append(starts[-1] + 16 + length)
         return {"num_examples": len(starts) - 1, **values}, {"starts": np.array(starts, np.int64)}
 
-    def _opened(self, path: str) -> Any:
-        if path.endswith(".gz"):
-            return RecordCopy(self._copy_of(path), path)
-        return os.open(path, os.O_RDONLY)
+    def _opened(self, index: FileIndex) -> Any:
+        if index.path.endswith(".gz"):
+            copy = copy_of(self.cache_folder(), index, self.index_file)
+            return RecordCopy(copy, index.path)
+        return os.open(index.path, os.O_RDONLY)
 
     def _record(self, index: FileIndex, row: int) -> bytes:
         file = self._open[index.path]
@@ -127,9 +138,6 @@ class TfRecords(ArrayRecords):
         data = os.pread(file, stop - start, start)
         _require_sum(data[12:-4], data[-4:], index.path, row)
         return data[12:-4]
-
-    def _copy_of(self, path: str) -> str:
-        return os.path.join(self.cache_folder(), f"{name_beside(path)}.array_record")
 
 
 def _features(record: bytes, where: str) -> Example:

@@ -95,14 +95,14 @@ class PackedText(IndexedPipeline):
         settings = {**self.fingerprint(), "batch_size": None}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
-        if kept.read(folder, name) is None:
-            with kept.locked(folder):
-                if kept.read(folder, name) is None:  # Another process may have made it by now.
-                    said, table = self._packed()
-                    kept.write(folder, name, {"said": said}, table._asdict())
-        values, arrays = kept.read(folder, name)
-        _log.info("%s, %s", self.documents.source.location, values["said"])
-        return Packing(**arrays)
+
+        def made(_: list[int]) -> None:
+            said, table = self._packed()
+            kept.write(folder, name, {"said": said}, table._asdict())
+
+        (found,) = kept.entries(folder, [name], made)
+        _log.info("%s, %s", self.documents.source.location, found.values["said"])
+        return Packing(**found.arrays)
 
     def _packed(self) -> tuple[str, Packing]:
         """Returns a line on the rows, and the rows."""
