@@ -191,8 +191,8 @@ def _distinct(names: Sequence[str], path: str) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"{path} has several columns named {few(twice)}; an example has one value by each name. "
-            "Write it with other names."
+            f"{path} has several columns named {few(twice)}; an example has one value by each "
+            "name. Write it with other names."
         )
     return list(names)
 

@@ -23,8 +23,8 @@ import numpy as np
 import xxhash
 
 from praxis_lite.errors import ConfigError, not_written
-from praxis_lite.inputs.processes.all_cores import require_guarded_main
 from praxis_lite.inputs.processes import compared
+from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VERSION = 3
 _LARGEST_JSON = 1 << 26  # Bytes.

@@ -237,7 +237,8 @@ def test_what_is_kept_of_another_file_is_not_taken(keeper, tmp_path):
 
 
 @pytest.mark.parametrize("content", [
-    "[7]", "null", "{}", '{"version": 3}', '{"version": 2, "values": {}, "arrays": {}}', "[" * 10**5,
+    "[7]", "null", "{}", "[" * 10**5, '{"version": 3}',
+    '{"version": 2, "values": {}, "arrays": {}}',
     '{"xxh3": "0", "kept": {"version": 3, "name": "a", "values": 7, "files": []}}', "\ud800",
 ])  # fmt: skip
 def test_another_json_is_made_again(content, tmp_path, caplog):
