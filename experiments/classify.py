@@ -10,6 +10,8 @@ from praxis_lite.layers import Mlp
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.image_classification import ClassificationTask
 
+__all__ = ["Spirals", "spirals"]
+
 
 def spirals(num_examples: int, seed: int) -> dict[str, np.ndarray]:
     """Returns noisy points [n, 2] on three interleaved spirals, and which one each is on."""

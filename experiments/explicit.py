@@ -17,6 +17,11 @@ from praxis_lite.partitioner import ShardMapPartitioner
 from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
 
+__all__ = [
+    "Classifier", "DigitsDp", "DigitsFsdp", "NotebookDp", "NotebookFsdp", "PyDocs", "loss",
+    "random_rows",
+]
+
 
 class Classifier(nn.Module):
     """Two dense layers, as the notebook has them; not a word on devices."""

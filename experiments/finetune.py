@@ -12,6 +12,8 @@ from praxis_lite.inputs import TextCorpus
 from praxis_lite.layers import adapted
 from praxis_lite.learner import AuxiliaryOptimizer
 
+__all__ = ["PyDocsFull", "PyDocsLora"]
+
 LORA = r".*/lora_[ab]$"
 
 

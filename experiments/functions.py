@@ -14,6 +14,8 @@ from praxis_lite.models import FunctionModel
 from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
 
+__all__ = ["DigitsMlp", "DigitsMlpFsdp", "init", "loss", "predict"]
+
 SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
 # In the form of the params; None declares nothing of a weight, or of a whole layer.
 SPECS = [{"w": ("data", "mdl"), "b": ("mdl",)}, {"w": ("mdl", "data"), "b": None}, None]

@@ -1,8 +1,9 @@
 """Models of Hugging Face, from their directories."""
 
 import functools
-import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fiddle as fdl
 import optax
@@ -27,6 +28,11 @@ from praxis_lite.layers import (
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
+
+__all__ = [
+    "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora", "former_chat_data",
+    "questions",
+]
 
 # Where there is no HF_DIR.
 TINY = DecoderSettings(
@@ -76,17 +82,17 @@ class CausalLm(lm.PyDocs):
         return run
 
 
-def write_questions(folder: str) -> None:
-    """Writes questions about Python, answered by its language reference, as JSON lines."""
-    lines = [json.dumps({"messages": one.content["messages"]}) for one in about_python()]
-    Path(folder, QUESTIONS).write_text("\n".join(lines), "utf-8")
+def questions(folder: str) -> Iterator[dict[str, Any]]:
+    """Yields questions about Python, answered by its language reference."""
+    for line in about_python():
+        yield {"messages": line.content["messages"]}
 
 
 def lines_of(files, folder):
     """Returns settings of JsonLines: of `files`, or of questions about Python, made in `folder`."""
     if files is not None:
         return {"files": files}
-    return {"files": f"{folder}/{QUESTIONS}", "make": write_questions}
+    return {"files": f"{folder}/{QUESTIONS}", "make": questions}
 
 
 def former_chat_data(files, split, batch_size, seq_len, tokenizer=None, heldout_percent=10, **more):

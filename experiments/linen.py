@@ -16,6 +16,8 @@ from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.loss import LossTask
 
+__all__ = ["DigitsViT", "PyDocs", "continued", "next_token_loss"]
+
 
 @register
 class DigitsViT(Digits):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+__all__ = ["CausalLm", "DecoderBlock", "EncoderBlock", "VisionTransformer"]
+
 # B batch, T patches or tokens, D model dims, V vocabulary.
 
 

@@ -21,6 +21,8 @@ from praxis_lite.layers import (
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 
+__all__ = ["Llama", "PyDocs", "Synthetic"]
+
 # Batches over the data axes; a batch's other dims stay whole.
 BATCH_OVER_DATA = {
     "map_1d": (("replica", "data"),),

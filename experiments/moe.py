@@ -6,6 +6,8 @@ from praxis_lite import MeshConfig, RunConfig, register
 from praxis_lite.experiments import lm
 from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_sharding_params
 
+__all__ = ["PyDocs", "Synthetic"]
+
 # Tokens are split over the experts' axis too: an all-to-all takes them to the experts and back.
 BATCH = SHARDING_PRESETS["expert"]["batch"]
 

@@ -18,6 +18,11 @@ from praxis_lite.learner import Learner
 from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
 
+__all__ = [
+    "DotReluDot", "DotReluDotModel", "LogicalDotReluDot", "LogicalDotReluDotModel", "noise",
+    "squared_error",
+]
+
 SHARDING_RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 
 

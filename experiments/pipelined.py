@@ -6,6 +6,8 @@ from praxis_lite import MeshConfig, RunConfig, register
 from praxis_lite.experiments import lm
 from praxis_lite.layers import SHARDING_PRESETS, Pipeline, set_sharding_params
 
+__all__ = ["PyDocs", "Synthetic"]
+
 # Embedding and softmax are outside the pipeline: there the stages share the batch.
 BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
 

@@ -7,8 +7,6 @@ is written once, as .jsonl.gz, .parquet and .jsonl.zst, and then read as anybody
 import ast
 import functools
 import importlib.metadata
-import json
-import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,8 @@ from praxis_lite import register
 from praxis_lite.experiments import lm
 from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, Parquet
 from praxis_lite.inputs.text.corpus import language_reference
+
+__all__ = ["PythonTexts", "code", "docs", "examples_of", "is_worth_learning", "licences"]
 
 Texts = Iterator[tuple[str, str]]
 
@@ -53,22 +53,12 @@ def licences() -> Texts:
                     yield f"{package.name}/{file.name}", text
 
 
-def write_json_lines(folder: str, name: str, texts: Callable[[], Texts]) -> None:
-    """Writes texts as JSON lines, compressed as the name's end says."""
-    import pyarrow
-
-    with pyarrow.output_stream(os.path.join(folder, name), compression="detect") as file:
-        for title, text in texts():
-            file.write(json.dumps({"name": title, "text": text}).encode() + b"\n")
-
-
-def write_parquet(folder: str, name: str, texts: Callable[[], Texts]) -> None:
-    """Writes texts as a Parquet file of row groups of 64."""
-    import pyarrow.parquet
-
-    titles, found = zip(*texts(), strict=True)
-    table = pyarrow.table({"name": titles, "text": found})
-    pyarrow.parquet.write_table(table, os.path.join(folder, name), row_group_size=64)
+def examples_of(
+    folder: str, texts: Callable[[], Texts], name: str | None = None
+) -> Iterator[dict[str, str]]:
+    """Yields texts as examples of a source; jobs of before give the name of the file as well."""
+    for title, text in texts():
+        yield {"name": title, "text": text}
 
 
 def is_worth_learning(example: dict[str, str]) -> bool:
@@ -86,9 +76,9 @@ class PythonTexts(lm.Llama):
 
     folder = "~/.cache/praxis_lite/python_texts"
 
-    def documents(self, source, name: str, write: Callable[..., None], texts: Callable[[], Texts]):
+    def documents(self, source, name: str, texts: Callable[[], Texts]):
         """Returns the config of the documents of a file in the folder."""
-        make = fdl.Partial(write, name=name, texts=texts)
+        make = fdl.Partial(examples_of, texts=texts)
         files = fdl.Config(source, f"{self.folder}/{name}", make=make)
         return fdl.Config(
             Documents, files, tokenizer=self.corpus.tokenizer, keep=is_worth_learning,
@@ -97,9 +87,9 @@ class PythonTexts(lm.Llama):
 
     def datasets(self):
         documents = {
-            "docs": self.documents(JsonLines, "docs.jsonl.gz", write_json_lines, docs),
-            "code": self.documents(Parquet, "code.parquet", write_parquet, code),
-            "licences": self.documents(JsonLines, "licences.jsonl.zst", write_json_lines, licences),
+            "docs": self.documents(JsonLines, "docs.jsonl.gz", docs),
+            "code": self.documents(Parquet, "code.parquet", code),
+            "licences": self.documents(JsonLines, "licences.jsonl.zst", licences),
         }
         rows = functools.partial(fdl.Config, PackedText, seq_len=256)
         sources = {

@@ -20,6 +20,8 @@ from praxis_lite.layers import (
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 
+__all__ = ["Reverse", "ReversedWords"]
+
 PADDING, END, FIRST_LETTER = 0, 1, 2
 
 

@@ -22,6 +22,8 @@ from praxis_lite.layers import (
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.image_classification import ClassificationTask
 
+__all__ = ["Digits", "DigitsResNet", "DigitsViT", "digits"]
+
 NUM_HELDOUT = 359  # Of 1797, the same ones always.
 BATCH = ("replica", "data")
 

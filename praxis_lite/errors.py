@@ -65,7 +65,9 @@ def require_choice(setting: str, found: object, choices: Collection[str]) -> Non
 
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """Returns ' Did you mean a, b?' with the candidates nearest to `name`, or ''."""
-    near = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.5)
+    # Compared without case: adamW is adamw before it is adam.
+    of = {one.casefold(): one for one in candidates}
+    near = [of[one] for one in difflib.get_close_matches(name.casefold(), of, limit, 0.5)]
     return f" Did you mean {', '.join(near)}?" if near else ""
 
 

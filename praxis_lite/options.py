@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from praxis_lite.config.command_line import Parser
+from praxis_lite.command import Parser
 from praxis_lite.errors import ConfigError
 from praxis_lite.job.processes.start import START_SECONDS
 

@@ -13,6 +13,8 @@ from praxis_lite.models import NnxModel
 from praxis_lite.task import WeightedScalars
 from praxis_lite.tasks.language_model import outputs_of_logits
 
+__all__ = ["ClassificationTask"]
+
 
 class ClassificationTask(Task):
     """Trains a model of (inputs [B, ...]) -> (logits [B, V]), or one with a `compute_loss`.

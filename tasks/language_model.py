@@ -21,6 +21,8 @@ from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars
 
+__all__ = ["LanguageModelTask"]
+
 # B batch, T time, P longest prompt.
 # What a batch may have besides, and what models call it.
 OPTIONAL_INPUTS = {

@@ -18,6 +18,8 @@ from praxis_lite.sharding.inputs import InputsSplitMapping, is_true_row, num_row
 from praxis_lite.task import LossOutputs, WeightedScalars
 from praxis_lite.trainer.metrics.records import records_of
 
+__all__ = ["LossTask"]
+
 # B batch.
 Batch = Mapping[str, jax.Array]
 

@@ -11,6 +11,8 @@ from praxis_lite.layers import reference_of
 from praxis_lite.task import WeightedScalars
 from praxis_lite.tasks.language_model import LanguageModelTask, require_unpacked
 
+__all__ = ["DpoTask"]
+
 # B pairs, T time; the chosen answer first.
 
 

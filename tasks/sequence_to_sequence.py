@@ -19,6 +19,8 @@ from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars
 from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
 
+__all__ = ["SequenceToSequenceTask"]
+
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 
 # What a batch may have besides, and what the model calls it.

@@ -22,6 +22,7 @@ ORDERS = {
         {"checkpoints", "explain"},
         {"experiment"},
         {"trainer"},
+        {"command"},
         {"options"},
         {"plan"},
         {"interop", "testing"},

@@ -37,6 +37,12 @@ _PACKAGES_OF_FORMAT_2 = {
 # Classes and functions that have another public name than they had, in a file of any format.
 _RENAMED = {
     "praxis_lite.experiments.lm:rotary_lm": "praxis_lite.layers:rotary_lm",
+    "praxis_lite.experiments.huggingface:write_questions":
+        "praxis_lite.experiments.huggingface:questions",
+    "praxis_lite.experiments.python_texts:write_json_lines":
+        "praxis_lite.experiments.python_texts:examples_of",
+    "praxis_lite.experiments.python_texts:write_parquet":
+        "praxis_lite.experiments.python_texts:examples_of",
     "praxis_lite.inputs:ChatData": "praxis_lite.experiments.huggingface:former_chat_data",
     "praxis_lite.layers:WeightSpec": "praxis_lite.sharding:WeightSpec",
 }

@@ -1,8 +1,4 @@
-"""What a config may name: decided from the words alone, and checked again once imported.
-
-`module:name` in a config.json becomes an import and then a call, and a job's directory may come
-from anyone: so only what stands here may be named.
-"""
+"""What a name in a config leads to, and by which name a function or class is written."""
 
 import enum
 import importlib
@@ -11,46 +7,18 @@ import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from praxis_lite.config.values import is_dtype
-from praxis_lite.errors import ConfigError, shown
-
-# The library's public names: files move, these stay. Of two packages that show one thing, the first
-# is written. No function of these writes a file.
-PUBLIC = (
-    "praxis_lite",
-    "praxis_lite.decode",
-    "praxis_lite.inputs",
-    "praxis_lite.inputs.numpy_data",
-    "praxis_lite.inputs.tf_data",
-    "praxis_lite.layers",
-    "praxis_lite.learner",
-    "praxis_lite.learner.optimizers",
-    "praxis_lite.learner.schedules",
-    "praxis_lite.models",
-    "praxis_lite.partitioner",
-    "praxis_lite.sharding",
+from praxis_lite.config.configurable import (
+    ARRAY_LIBRARIES,
+    LIBRARIES,
+    PUBLIC,
+    is_allowed,
+    is_of_kind,
+    is_shown,
+    may_be_called,
+    refused,
+    refused_call,
 )
-
-# Actions, which a file may not begin.
-_ACTIONS = {("praxis_lite", "TrainedModel"), ("praxis_lite", "load"), ("praxis_lite", "register")}
-
-# Everything public that is defined in them.
-WHOLE_LIBRARIES = (
-    "jax.nn",
-    "jax.nn.initializers",
-    "jax.lax",
-    "jax.checkpoint_policies",
-    "optax",
-    "optax.contrib",
-)
-# Only scalar types, ufuncs and jitted functions: their other functions read and write files.
-ARRAY_LIBRARIES = ("jax.numpy", "numpy")
-# Only subclasses of their Module.
-LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
-LIBRARIES = WHOLE_LIBRARIES + ARRAY_LIBRARIES + LAYER_LIBRARIES
-
-# Everything that is defined in them, as in the packages that a user lists.
-PACKAGES = ("praxis_lite.tasks", "praxis_lite.experiments")
+from praxis_lite.errors import ConfigError
 
 # Where a bare name behind --set is looked up.
 SHORT = (
@@ -64,35 +32,16 @@ SHORT = (
     "jax.nn",
 )
 
-BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice", "str", "tuple")
 
+def imported(module: str, name: str, *, is_called: bool = False) -> Any:
+    """Imports `module:name`, already checked to be allowed.
 
-def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
-    """Returns True if a config may name `module:name`, from the words alone; imports nothing."""
-    parts = name.split(".")
-    if not all(part.isidentifier() for part in (*parts, *module.split("."))):
-        return False
-    if any(part.startswith("__") for part in parts):
-        return False
-    is_public = not any(part.startswith("_") for part in parts)
-    if module == "builtins":
-        return name in BUILTINS
-    if module in LIBRARIES:
-        return is_public
-    top = module.partition(".")[0]
-    if any(f"{module}.".startswith(f"{one}.") for one in PACKAGES):
-        return True
-    if top == "praxis_lite":
-        return is_public and module in PUBLIC and (module, name) not in _ACTIONS
-    return top in packages
-
-
-def imported(module: str, name: str) -> Any:
-    """Returns what `module:name`, which is allowed, is.
+    Args:
+        is_called: the config itself calls it.
 
     Raises:
-        ConfigError: it is not there, or is not a class, function or constant defined there. What
-            the module itself raises comes as it is.
+        ConfigError: it is not there, is not a class, function or constant defined there, or may not
+            be called. What the module itself raises comes as it is.
     """
     gone = (
         f"config.json names {module}.{name}, which is not there: the code has changed since the "
@@ -109,8 +58,10 @@ def imported(module: str, name: str) -> Any:
         # `os.system` is an attribute of every module that imports os.
         if not _is_defined_in(found, module, depth):
             raise ConfigError(refused("config.json", module, name))
-    if not _is_of_kind(module, found):
+    if not is_of_kind(module, name, found):
         raise ConfigError(refused("config.json", module, name))
+    if is_called and callable(found) and not may_be_called(module, name, found):
+        raise ConfigError(refused_call("config.json", module, name))
     return found
 
 
@@ -140,10 +91,10 @@ def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> A
 
 def names_in(beside: Sequence[str]) -> list[str]:
     """Returns the bare names of functions and classes that `named` knows."""
-    holders = [vars(_loaded(place) or object) for place in (*beside, *SHORT)]
     return sorted({
-        name for holder in holders for name, one in holder.items()
+        name for place in (*beside, *SHORT) for name, one in vars(_loaded(place) or object).items()
         if callable(one) and not name.startswith("_")
+        and (place in beside or is_allowed(place, name, ()) and is_shown(place, name))
     })
 
 
@@ -169,38 +120,6 @@ def name_of(value: Any) -> tuple[str, str] | None:
         return None
     name = _name_in(sys.modules[module], value)
     return None if name is None else (module, name)
-
-
-def _is_of_kind(module: str, value: Any) -> bool:
-    if isinstance(value, types.ModuleType):
-        return False
-    if module in ARRAY_LIBRARIES:
-        return is_dtype(value) or isinstance(value, _array_functions())
-    if module in LAYER_LIBRARIES:
-        return isinstance(value, type) and issubclass(value, sys.modules[module].Module)
-    return module not in WHOLE_LIBRARIES or callable(value) or isinstance(value, enum.Enum)
-
-
-def refused(where: str, module: str, name: str) -> str:
-    """Returns the paragraph about a name that a config may not have."""
-    top = module.partition(".")[0]
-    is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
-        one.partition(".")[0] == top for one in LIBRARIES
-    )
-    hint = "Put a function or class of your own, in your package, around it."
-    if is_own:
-        hint = f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
-    elif top == "praxis_lite":
-        hint = (
-            "Of praxis_lite take what praxis_lite.layers, .learner, .models and such list in "
-            f"__all__. {hint}"
-        )
-    return (
-        f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
-        "the packages given by --packages and in the experiments, tasks, layers, models, inputs "
-        "and such of praxis_lite; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and "
-        f"jitted functions of jax.numpy and numpy; and layers of flax. {hint}"
-    )
 
 
 def _shown_in(module: str, name: str) -> Any:
@@ -256,10 +175,3 @@ def _is_at(holder: Any, name: str, value: Any) -> bool:
     for part in name.split("."):
         holder = getattr(holder, part, None)
     return holder is not None and holder is value
-
-
-def _array_functions() -> tuple[type, ...]:
-    import jax.numpy
-    import numpy
-
-    return numpy.ufunc, jax.numpy.ufunc, type(jax.numpy.tanh)

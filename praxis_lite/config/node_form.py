@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from praxis_lite.config.configurable import is_allowed, refused
 from praxis_lite.config.former_names import name_today
-from praxis_lite.config.names import is_allowed, refused
 from praxis_lite.errors import ConfigError, shown
 
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

@@ -18,7 +18,8 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config.names import imported, is_allowed, name_of, refused
+from praxis_lite.config.configurable import is_allowed, refused
+from praxis_lite.config.names import imported, name_of
 from praxis_lite.config.node_form import SEQUENCES, check, children, damaged
 from praxis_lite.config.paths import describe, join
 from praxis_lite.config.values import dtype_name
@@ -86,7 +87,7 @@ class _Writer:
             # Fiddle's other Buildables are for tools that edit configs.
             if _BUILDABLES.get(kind) is not type(value):
                 raise ConfigError(f"{path}: is {describe(value)}: write an fdl.Config.")
-            name = self._name(fdl.get_callable(value), path)
+            name = self._name(fdl.get_callable(value), path, is_called=kind == "Config")
             return {kind: name, "arguments": self._arguments(value.__arguments__, path)}
         if isinstance(value, functools.partial):
             node = {"functools.partial": self._name(value.func, path)}
@@ -120,7 +121,7 @@ class _Writer:
         # Positional ones have numbers, which no name of a parameter looks like.
         return {str(key): self.write(one, join(path, key)) for key, one in arguments.items()}
 
-    def _name(self, value: Any, path: str) -> str:
+    def _name(self, value: Any, path: str, *, is_called: bool = False) -> str:
         symbol = name_of(value)
         if symbol is None:
             is_local = "<" in getattr(value, "__qualname__", "")
@@ -137,7 +138,7 @@ class _Writer:
         if not is_allowed(*symbol, self._packages):
             raise ConfigError(refused(f"{path}: the config", *symbol))
         # What is written can be read: this is in sys.modules, and nothing is imported by it.
-        imported(*symbol)
+        imported(*symbol, is_called=is_called)
         return ":".join(symbol)
 
 
@@ -187,7 +188,7 @@ class _Reader:
             return PartitionSpec(*values)
         if kind == "dict":
             return dict(zip(values[::2], values[1::2], strict=True))
-        function = imported(*self._names[content])
+        function = imported(*self._names[content], is_called=kind == "Config")
         if kind == "namedtuple":
             if not (isinstance(function, type) and issubclass(function, tuple)):
                 raise damaged(path, f"{content} is not a named tuple")

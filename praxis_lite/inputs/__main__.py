@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from praxis_lite.config.command_line import Parser
+from praxis_lite.command import Parser
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.stream_digest import stream_digest

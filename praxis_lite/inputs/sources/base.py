@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of, unreadable
-from praxis_lite.inputs.sources.paths import matching_files
+from praxis_lite.inputs.sources.paths import Make, make_files, matching_files
 
 Example = Mapping[str, Any]
 # Examples that one process reads at a time when all are read.
@@ -106,15 +105,16 @@ class FileSource(Source):
       skip: names of FAULTS: examples with one are left out and counted. Without: an error.
       cache_dir: where indexes and what else is derived are kept. None: the folder `.praxis_lite`
         beside the first file.
-      make: a function that writes the files into the folder that it is given, called if there are
-        none; whole, they are moved into that of the first glob. None: no files are an error.
+      make: a function that is called if there are no files, with a folder: it writes them there, or
+        returns the examples of the one file that `files` names. Whole, they are moved into the
+        folder of the first glob, over no other file. None: no files are an error.
     """
 
     files: str
     _: dataclasses.KW_ONLY
     skip: tuple[str, ...] = ()
     cache_dir: str | None = None
-    make: Callable[[str], None] | None = None
+    make: Make | None = None
 
     @abc.abstractmethod
     def index_file(self, path: str) -> Made:
@@ -145,10 +145,7 @@ class FileSource(Source):
             with contextlib.suppress(ConfigError):  # Another process may have made them by now.
                 return matching_files(self.files, owner)
             _log.info("making %s", self.files)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
-                self.make(made)
-                for name in sorted(os.listdir(made)):
-                    os.replace(os.path.join(made, name), os.path.join(folder, name))
+            make_files(self.files, folder, self.make)
         return matching_files(self.files, owner)
 
     @functools.cached_property

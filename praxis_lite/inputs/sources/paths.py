@@ -1,9 +1,18 @@
-"""Which files a user's globs name."""
+"""The files that a user's globs name, and those that a function makes where there are none."""
 
 import glob
+import json
 import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.errors import ConfigError, not_written, require
+
+# Writes files into the folder that it is given, or returns the examples of the one file.
+Make = Callable[[str], Iterable[Mapping[str, Any]] | None]
+
+_ROWS_PER_GROUP = 64
 
 
 def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
@@ -41,3 +50,57 @@ def _files_of(pattern: str, what: str) -> list[str]:
         f"{what}: files names {pattern!r}, which matches {matched} (seen from {os.getcwd()}); "
         f"a file was wanted. {change}"
     )
+
+
+def make_files(files: str, folder: str, make: Make) -> None:
+    """Calls `make`, and moves what it has made into a folder.
+
+    Args:
+      files: of the source; where `make` returns examples, the path of one file.
+
+    Raises:
+      ConfigError: the disk does not take the files; one is there already; or the examples are for a
+        file whose format is not written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
+            examples = make(made)
+            if examples is not None:
+                _write(os.path.join(made, os.path.basename(files)), files, examples)
+            for name in sorted(os.listdir(made)):
+                path = os.path.join(folder, name)
+                if os.path.lexists(path):
+                    raise ConfigError(
+                        f"{path} is there, yet is none of the files {files!r} of the source, and "
+                        "its function `make` would write over it. Name other files, or move it."
+                    )
+                os.replace(os.path.join(made, name), path)
+    except OSError as error:
+        raise not_written(folder, error) from error
+
+
+def _write(path: str, files: str, examples: Iterable[Mapping[str, Any]]) -> None:
+    if files.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+        _write_json_lines(path, examples)
+        return
+    require(
+        files.endswith(".parquet"), "The file of a source whose function `make` returns examples",
+        files, "one whose name ends with .jsonl, .jsonl.gz, .jsonl.zst or .parquet",
+    )
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([dict(one) for one in examples])
+    pyarrow.parquet.write_table(table, path, row_group_size=_ROWS_PER_GROUP)
+
+
+def _write_json_lines(path: str, examples: Iterable[Mapping[str, Any]]) -> None:
+    import pyarrow
+
+    lines = (json.dumps(example).encode() for example in examples)
+    with pyarrow.output_stream(path, compression="detect") as file:
+        if path.endswith(".jsonl"):
+            # No end of a last line: jobs keep the digest of a file that was made so.
+            file.write(b"\n".join(lines))
+            return
+        for line in lines:
+            file.write(line + b"\n")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.config.command_line import Parser
+from praxis_lite.command import Parser
 from praxis_lite.errors import ConfigError, not_written, require
 from praxis_lite.inputs.sources.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
