@@ -99,12 +99,16 @@ def test_text_comes_back_whole(tokenizer):
         assert found.tolist() == tokenizer.encode(text, False).tolist()
 
 
-def test_tokens_begin_where_they_stand_in_the_text(tokenizer):
+def test_tokens_know_where_they_stand_in_the_text(tokenizer):
     text = "né 😀 the fox"
     if isinstance(tokenizer, SentencePieceTokenizer):
         text = f"</s>{text}</s> the"
-    ids, places = tokenizer.encode_with_places(text)
+    ids, spans = tokenizer.encode_with_places(text)
     assert ids.tolist() == tokenizer.encode(text, False).tolist()
+    places = spans[:, 0]
+    # Together they are the whole text, and each begins where the one before it ends, or with it.
+    assert spans.min() == 0 and spans[:, 1].max() == len(text)
+    assert (spans[1:, 0] <= spans[:-1, 1]).all() and (spans[:, 1] > places).all()
     # From each token that begins a character on, its ids are the rest of the text.
     for i in np.flatnonzero(np.diff(places, prepend=-1) > 0):
         found = tokenizer.decode(ids[i:])

@@ -126,7 +126,9 @@ def tokens_of(
     ids, places = tokenizer.encode_with_places(text)
     is_answer = np.zeros(len(ids), bool)
     for start, stop in spans[num_before:]:
-        is_answer |= (places >= start) & (places < stop)
+        # A token of the blank before an answer and of its first word is the answer's: that word
+        # would else never be learnt.
+        is_answer |= (places[:, 0] < stop) & (places[:, 1] > start)
     return Tokens(ids, is_answer)
 
 

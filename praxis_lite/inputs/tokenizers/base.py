@@ -57,15 +57,16 @@ class Tokenizer(abc.ABC):
         return tuple(dict.fromkeys((*own, *self.model_eos_ids, *self.turn_end_ids)))
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a text without special tokens around it, and where each begins.
+        """Returns the ids of a text without special tokens around it, and where each stands.
 
         Returns:
-          ids int32[num_tokens]; the character at which each begins, int64[num_tokens].
+          ids int32[num_tokens]; int64[num_tokens, 2]: the first character of each, and the one
+          behind its last. Tokens that share a character all have it.
 
         Raises:
           ConfigError: the tokenizer does not know it.
         """
-        raise ConfigError(f"{self} does not know where in a text its tokens begin.")
+        raise ConfigError(f"{self} does not know where in a text its tokens stand.")
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each text without special tokens.

@@ -38,7 +38,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         found = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int32), np.array([start for start, _ in found.offsets], int)
+        return np.array(found.ids, np.int32), np.array(found.offsets, int).reshape(-1, 2)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [one.decode(errors="replace") for one in texts]

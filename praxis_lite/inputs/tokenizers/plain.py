@@ -28,7 +28,8 @@ class ByteTokenizer(Tokenizer):
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes, and the character of each."""
         sizes = [len(one.encode()) for one in text]
-        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
+        first = np.repeat(np.arange(len(text)), sizes)
+        return self.encode(text), np.stack([first, first + 1], axis=-1)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the bytes of each text as they are."""

@@ -41,12 +41,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
-        places: list[int] = []
+        places: list[tuple[int, int]] = []
         start = 0
         for number, part in enumerate(self._special.split(text) if self._by_text else [text]):
             if number % 2:
                 ids.append(self._by_text[part])
-                places.append(start)
+                places.append((start, start + len(part)))
             elif part:
                 # Behind something the blank that the model puts before a text stands before that.
                 mark = self._MARK if ids else ""
@@ -55,10 +55,12 @@ class SentencePieceTokenizer(Tokenizer):
                 character = np.repeat(np.arange(len(part)), [len(x.encode()) for x in part])
                 for piece in pieces[len(self._mark_ids) if mark else 0 :]:
                     ids.append(piece.id)
-                    byte = min(max(piece.begin - len(mark), 0), len(character) - 1)
-                    places.append(start + int(character[byte]))
+                    # Bytes of a character are pieces of no width, but for its last.
+                    ends = (piece.begin, max(piece.begin, piece.end - 1))
+                    first, last = np.clip(np.subtract(ends, len(mark)), 0, len(character) - 1)
+                    places.append((start + int(character[first]), start + int(character[last]) + 1))
             start += len(part)
-        return np.array(ids, np.int32), np.array(places, int)
+        return np.array(ids, np.int32), np.array(places, int).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         parts: list[str] = []

@@ -1,0 +1,154 @@
+"""Writes tests/goldens/chats: which tokens are answers, as transformers says. Needs transformers.
+
+    python tests/support/chat_goldens.py tests/goldens/chats
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>",
+]
+# Of each model's own template, what concerns users and assistants. What `[[` and `]]` enclose
+# stands between {% generation %} and {% endgeneration %}, or as it is.
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == "
+        "'assistant' %}[[{{ m['content'] + '<|im_end|>' }}]]{% else %}{{ m['content'] + "
+        "'<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "llama2": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + "
+        "m['content'].strip() + ' [/INST]' }}{% elif m['role'] == 'assistant' %}"
+        "[[{{ ' ' + m['content'].strip() + ' ' + eos_token }}]]{% endif %}{% endfor %}"
+    ),
+    "llama3": (
+        "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] + "
+        "'<|end_header_id|>\n\n' %}{% if loop.index0 == 0 %}{% set content = bos_token + content "
+        "%}{% endif %}{{ content }}{% if m['role'] == 'assistant' %}[[{{ m['content'] | trim + "
+        "'<|eot_id|>' }}]]{% else %}{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant"
+        "<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + "
+        "m['content'] + ' [/INST]' }}{% else %}[[{{ m['content'] + eos_token }}]]{% endif %}"
+        "{% endfor %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ "
+        "'<start_of_turn>model\n' }}[[{{ m['content'] | trim + '<end_of_turn>' }}]]{{ '\n' }}"
+        "{% else %}{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] | trim + "
+        "'<end_of_turn>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    ),
+    "zephyr": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>\n' }}"
+        "[[{{ m['content'] + eos_token }}]]{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + "
+        "eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    ),
+    "phi3": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}{% if m['role'] == 'assistant' %}"
+        "[[{{ m['content'] + '<|end|>' }}]]{% else %}{{ m['content'] + '<|end|>' }}{% endif %}"
+        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    ),
+    "qwen_with_system": (
+        "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\nBe brief.<|im_end|>\n' "
+        "}}{%- endif %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+        "{%- if m.role == 'assistant' %}[[{{- m.content + '<|im_end|>' }}]]{%- else %}"
+        "{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    "vicuna": (  # The blank before an answer, and its first word, are one token.
+        "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}"
+        "ASSISTANT:[[ {{ m.content + eos_token }}]]{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    ),
+    "vicuna, blank outside": (
+        "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}"
+        "ASSISTANT: [[{{ m.content + eos_token }}]]{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+    ),
+    "no end": (  # What ends an answer here is not marked, and not learnt.
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}[[{{ m.content.strip() "
+        "}}]]{% else %}{{ m.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ),
+}
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    """Returns a conversation, the user first."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+CONVERSATIONS = [
+    said("hello", "yes it is", "there", "fine"),
+    said("Who is there?", "né 😀, a fox!\n\nTwo lines.", "Where?", "There."),
+    said("a", "  blanks around ", "b", "\nlines\n", "c", "1234 (x) [y] <s> </s>"),
+    said("x", "y", "and then?"),
+]
+
+
+def tokenizers() -> dict[str, Tokenizer]:
+    """Returns small ones of the kinds of GPT-2, of GPT-2 with trimmed places, and of Llama 2."""
+    texts = [one["content"] for turns in CONVERSATIONS for one in turns]
+    texts += ["USER: hello there ASSISTANT: yes it is fine", "[INST] hello [/INST] yes it is"] * 20
+    made = {}
+    for name, trims in (("byte_level", None), ("byte_level_trimmed", True), ("metaspace", None)):
+        tokenizer = Tokenizer(models.BPE(byte_fallback=name == "metaspace", unk_token=None))
+        if name == "metaspace":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+            tokenizer.decoder = decoders.Sequence([
+                decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse(),
+            ])
+            alphabet, special = [], [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
+        else:
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            alphabet, special = pre_tokenizers.ByteLevel.alphabet(), SPECIAL
+        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+            vocab_size=420, special_tokens=special, show_progress=False, initial_alphabet=alphabet,
+        ))
+        if trims:
+            from tokenizers import processors
+
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+        made[name] = tokenizer
+    return made
+
+
+def main(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    answers = []
+    for name, tokenizer in tokenizers().items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(folder / name / "tokenizer.json"), pretty=False)
+        special = {"bos_token": "<s>", "eos_token": "</s>"}
+        (folder / name / "tokenizer_config.json").write_text(json.dumps(special) + "\n")
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+        for template, text in TEMPLATES.items():
+            marked = text.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
+            for number, messages in enumerate(CONVERSATIONS):
+                made = fast.apply_chat_template(
+                    messages, chat_template=marked, tokenize=True, return_dict=True,
+                    return_assistant_tokens_mask=True,
+                )
+                mask = "".join(map(str, made["assistant_masks"]))
+                answers.append([name, template, number, list(made["input_ids"]), mask])
+    found = {"templates": TEMPLATES, "conversations": CONVERSATIONS}
+    lines = ",\n".join(json.dumps(one) for one in answers)
+    text = json.dumps(found, indent=1)[:-2] + f',\n "answers": [\n{lines}\n]}}\n'
+    (folder / "answers.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
