@@ -18,15 +18,11 @@ from praxis_lite.checkpoints.huggingface.tensor_files import DESCRIBED, FLOATS, 
 from praxis_lite.checkpoints.huggingface.weights import parts
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
 from praxis_lite.errors import few, require, require_choice
+from praxis_lite.inputs.tokenizers.files import TOKENIZER_FILES
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.partitioner import StateLayout
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "generation_config.json",
-)
 # Where a job's model came from, of what `keep_description` writes.
 CAME_FROM = "came_from.txt"
 _REFERENCE = f"params/{REFERENCE}/"

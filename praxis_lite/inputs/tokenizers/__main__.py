@@ -11,8 +11,8 @@ from praxis_lite.errors import ConfigError, not_written, require
 from praxis_lite.inputs.sources.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
-from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG
-from praxis_lite.inputs.tokenizers.json_tokenizer import TOKENIZER_JSON, JsonTokenizer
+from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
+from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 
 # GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
 # digits, punctuation, blanks and ends of lines.

@@ -21,9 +21,11 @@ class Tokenizer(abc.ABC):
       model_eos_ids: the ends that generation_config.json, or else config.json, names.
       turn_end_ids: the ends of a turn of a chat, as the template writes them after an answer.
       bos_id, pad_id: of the beginning of a text and of padding; None if there is none.
+      special_ids: of tokens that stand for no text, and are left out where those are skipped.
       begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
       run_ids: ids of single bytes of which a run is decoded as a whole, so that the text of a run
         is final only when another id follows; empty for most tokenizers.
+      closing_ids: what comes behind one of them is no text; empty for most tokenizers.
       chat: the template of its chats, or None.
     """
 
@@ -34,9 +36,11 @@ class Tokenizer(abc.ABC):
     turn_end_ids: Sequence[int] = ()
     bos_id: int | None = None
     pad_id: int | None = None
+    special_ids: frozenset[int] = frozenset()
     begin_ids: Sequence[int] = ()
     end_ids: Sequence[int] = ()
     run_ids: frozenset[int] = frozenset()
+    closing_ids: frozenset[int] = frozenset()
     chat: ChatTemplate | None = None
 
     @abc.abstractmethod
@@ -55,6 +59,10 @@ class Tokenizer(abc.ABC):
     def eos_ids(self) -> tuple[int, ...]:
         own = () if self.eos_id is None else (self.eos_id,)
         return tuple(dict.fromkeys((*own, *self.model_eos_ids, *self.turn_end_ids)))
+
+    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
+        """Returns False for an id that `decode` passes over."""
+        return not (skip_special_tokens and token in self.special_ids)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a text without special tokens around it, and where each stands.

@@ -1,94 +1,160 @@
-"""The files beside a tokenizer's own: special tokens, chat template, what ends a model's answer."""
+"""The files of a tokenizer's directory, read without trust, and their digest."""
 
-import functools
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+from praxis_lite.errors import ConfigError, few, format_bytes, shown
 
+TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
-_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+ADDED_TOKENS = "added_tokens.json"
+TEMPLATE, GENERATION_CONFIG, CONFIG = (
+    "chat_template.jinja", "generation_config.json", "config.json"
+)
+# SentencePiece's, by the names under which models are published.
+MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+# All that a tokenizer may be read from but config.json, which is the model's.
+TOKENIZER_FILES = (
+    TOKENIZER_JSON, TOKENIZER_CONFIG, *MODEL_FILES, SPECIAL_TOKENS, ADDED_TOKENS, "vocab.json",
+    "merges.txt", TEMPLATE, GENERATION_CONFIG,
+)
+# The largest published, of vocabularies of 260,000 tokens, have 35 MB.
+MAX_BYTES = 100 * 2**20
 
 
 class TokenizerFiles:
-    """What the files of a directory say besides how text is cut.
+    """The files of a directory, each read once, when it is first asked for.
 
     Args:
       directory: of the tokenizer.
       own: the name of the file that says how text is cut.
-
-    Raises:
-      ConfigError: from the attributes, when a file is damaged.
     """
 
     def __init__(self, directory: Path, own: str):
         self.directory, self.own = directory, own
+        self._read: dict[str, dict[str, Any]] = {}
 
-    @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        """tokenizer_config.json, with what only special_tokens_map.json says."""
-        return {**self._json(SPECIAL_TOKENS), **self._json(TOKENIZER_CONFIG)}
+    def json(self, name: str) -> dict[str, Any]:
+        """Returns the fields of a JSON file, {} if it is absent.
 
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """The texts of the special tokens that have a name, such as "bos_token"."""
-        found = {name: _text(self.config.get(name)) for name in _NAMES}
-        return {name: text for name, text in found.items() if text is not None}
-
-    @property
-    def added_tokens(self) -> dict[int, dict[str, Any]]:
-        """The tokens that tokenizer_config.json adds, by id."""
-        added = self.config.get("added_tokens_decoder") or {}
-        return {int(number): entry for number, entry in sorted(added.items(), key=_number)}
+        Raises:
+          ConfigError: it is damaged, or something else than an object of JSON.
+        """
+        if name not in self._read:
+            path = self.directory / name
+            content = read_file(path) if os.path.lexists(path) else b"{}"
+            self._read[name] = json_object(content, path)
+        return self._read[name]
 
     @property
-    def model_eos_ids(self) -> tuple[int, ...]:
-        """What ends a model's answer, of generation_config.json."""
-        found = self._json(GENERATION_CONFIG).get("eos_token_id")
-        if found is None:
-            return ()
-        return tuple(found) if isinstance(found, list) else (found,)
+    def former_fields(self) -> dict[str, Any]:
+        """The texts of special tokens by role, in the order in which former versions read them."""
+        fields = self.json(SPECIAL_TOKENS) | self.json(TOKENIZER_CONFIG)
+        return {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in fields.items()
+        }
 
     @property
-    def chat(self) -> ChatTemplate | None:
-        """The template in chat_template.jinja, or that of tokenizer_config.json, or None."""
+    def chat_template(self) -> str | None:
+        """The template in chat_template.jinja, or that of tokenizer_config.json, or None.
+
+        Raises:
+          ConfigError: it is no text in UTF-8, nor a list of templates by name.
+        """
         path = self.directory / TEMPLATE
-        source = path.read_text("utf-8") if path.is_file() else self.config.get("chat_template")
+        if os.path.lexists(path):
+            try:
+                return read_file(path).decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"The chat template {path} is not UTF-8: {error}.") from None
+        source = self.json(TOKENIZER_CONFIG).get("chat_template")
         if isinstance(source, list):  # Several, by name.
-            by_name = {one["name"]: one["template"] for one in source}
+            entries = [entry for entry in source if isinstance(entry, dict)]
+            by_name = {str(entry.get("name")): entry.get("template") for entry in entries}
             source = by_name.get("default")
-        return None if source is None else ChatTemplate(source, self.special_tokens)
+        if source is None or isinstance(source, str):
+            return source
+        raise wrong_field(
+            self.directory / TOKENIZER_CONFIG, "chat_template", source,
+            'a text, or a list of {"name": ..., "template": ...}',
+        )
 
-    def sha256(self) -> str:
-        """Returns a hash of what decides the ids of a text."""
+    def sha256(self, decided_besides: str = "") -> str:
+        """Returns a hash of what decides the ids of a text.
+
+        Args:
+          decided_besides: further facts, of files that former versions did not read; "" where
+            they change nothing, so that the hash stays what it was.
+        """
         digest = hashlib.sha256()
         for name in (self.own, TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE, GENERATION_CONFIG):
             path = self.directory / name
             if path.is_file():
-                content = path.read_bytes()
+                content = read_file(path)
                 digest.update(f"{name} {len(content)} ".encode() + content)
+        digest.update(decided_besides.encode())
         return digest.hexdigest()
 
-    def _json(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
+
+def read_file(path: Path) -> bytes:
+    """Returns the content of a regular file of a sound size.
+
+    Raises:
+      ConfigError: it cannot be read, is a pipe or a folder, or far larger than any tokenizer's.
+    """
+    try:
         if not path.is_file():
-            return {}
-        try:
-            found = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"The tokenizer's file {path} cannot be read: {error}.") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"The tokenizer's file {path} holds no object of JSON.")
-        return found
+            raise ConfigError(f"The tokenizer's file {path} is no regular file. Remove it.")
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"The tokenizer's file {path} has {format_bytes(size)}, more than any tokenizer "
+                f"needs; wanted are at most {format_bytes(MAX_BYTES)}."
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"The tokenizer's file {path} cannot be read: {error.strerror}."
+        ) from error
 
 
-def _text(entry: Any) -> str | None:
-    return entry.get("content") if isinstance(entry, dict) else entry
+def json_object(content: bytes, path: Path) -> dict[str, Any]:
+    """Returns the fields of an object of JSON.
+
+    Raises:
+      ConfigError: it is none, or is nested too deep to be read; names the path.
+    """
+    try:
+        fields = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"The tokenizer's file {path} cannot be read: {shown(str(error), 200)}."
+        ) from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"The tokenizer's file {path} holds no object of JSON.")
+    return fields
 
 
-def _number(item: tuple[str, Any]) -> int:
-    return int(item[0])
+def wrong_field(
+    path: Path, field: str, value: object, wanted: str, change: str = ""
+) -> ConfigError:
+    """Returns the error for a field of a tokenizer's files."""
+    message = f"{path}: {field} is {shown(repr(value))}; wanted is {wanted}."
+    return ConfigError(f"{message} {change}".rstrip())
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Returns True if a directory has a tokenizer that `load_tokenizer` reads."""
+    return any(os.path.isfile(directory / name) for name in (TOKENIZER_JSON, *MODEL_FILES))
+
+
+def names_in(directory: Path) -> str:
+    """Returns the first few names of a directory's files, for a message."""
+    try:
+        return few(sorted(os.listdir(directory)))
+    except OSError as error:
+        return f"unknown ({error.strerror})"

@@ -1,26 +1,32 @@
 """A tokenizer.json, as the library `tokenizers` writes it and most models of the hub have it."""
 
 import functools
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-from praxis_lite.inputs.tokenizers.files import TokenizerFiles
+from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
+from praxis_lite.inputs.tokenizers.files import (
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    TokenizerFiles,
+)
+from praxis_lite.inputs.tokenizers.named_tokens import FLAGS, Token
+from praxis_lite.inputs.tokenizers.rust_library import errors_of_rust, read_tokenizer
+from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens, Vocabulary, resolved
 
-TOKENIZER_JSON = "tokenizer.json"
+_MOST = 2**32  # Ids are so many to the library; it leaves out those that stand for no token.
 
 
-class JsonTokenizer(Tokenizer):
+class JsonTokenizer(DirectoryTokenizer):
     """The tokenizer of a directory with a tokenizer.json; the others beside it say the rest.
 
     Special tokens that stand in a text become their ids, as in transformers. Decoding adds and
-    removes no blanks: `clean_up_tokenization_spaces` is not followed, which loses text.
+    removes no blanks: `clean_up_tokenization_spaces` is not followed, which loses text. What a
+    tokenizer.json says of dropout, truncation and padding is not followed: a text has one
+    encoding, of all of it.
 
     Args:
       path: the directory.
@@ -29,49 +35,30 @@ class JsonTokenizer(Tokenizer):
       ConfigError: a file is absent or damaged, when it is first needed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path).expanduser()
-
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return np.array(found.ids, np.int32)
+        with errors_of_rust(self._file):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return np.array(encoding.ids, np.int32)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int32), np.array(found.offsets, int).reshape(-1, 2)
+        with errors_of_rust(self._file):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, int).reshape(-1, 2)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        decoded = [one.decode(errors="replace") for one in texts]
-        found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in found]
+        decoded = [text.decode(errors="replace") for text in texts]
+        with errors_of_rust(self._file):
+            encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        given = [int(one) for one in ids]
-        return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
+        given = [number for number in map(int, ids) if 0 <= number < _MOST]
+        with errors_of_rust(self._file):
+            return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"tokenizer": "JsonTokenizer", "sha256": self._sha256}
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-
-    @property
-    def eos_id(self) -> int | None:
-        named = self._special_id("eos_token")
-        return named if named is not None else next(iter(self._files.model_eos_ids), None)
-
-    @property
-    def model_eos_ids(self) -> tuple[int, ...]:
-        return self._files.model_eos_ids
-
-    @property
-    def bos_id(self) -> int | None:
-        return self._special_id("bos_token")
-
-    @property
-    def pad_id(self) -> int | None:
-        return self._special_id("pad_token")
+    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
+        is_known = 0 <= token < _MOST and self._tokenizer.id_to_token(token) is not None
+        return is_known and super().has_text(token, skip_special_tokens)
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
@@ -87,11 +74,7 @@ class JsonTokenizer(Tokenizer):
         if not getattr(model, "byte_fallback", False):
             return frozenset()
         numbers = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        return frozenset(one for one in numbers if one is not None)
-
-    @functools.cached_property
-    def chat(self) -> ChatTemplate | None:
-        return self._files.chat
+        return frozenset(number for number in numbers if number is not None)
 
     @functools.cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,39 +88,60 @@ class JsonTokenizer(Tokenizer):
     def _files(self) -> TokenizerFiles:
         return TokenizerFiles(self.path, TOKENIZER_JSON)
 
-    @functools.cached_property
-    def _sha256(self) -> str:
-        _ = self._tokenizer  # Its errors first.
-        return self._files.sha256()
+    @property
+    def _file(self) -> Any:
+        return self.path / TOKENIZER_JSON
 
-    def _special_id(self, name: str) -> int | None:
-        text = self._files.special_tokens.get(name)
-        return None if text is None else self._tokenizer.token_to_id(text)
+    @functools.cached_property
+    def _own(self) -> Any:
+        """The library's tokenizer, of tokenizer.json alone."""
+        return read_tokenizer(self._file)
+
+    @functools.cached_property
+    def _own_tokens(self) -> dict[int, Token]:
+        return {
+            number: Token(
+                token.content, f"{self._file}: added_tokens", None, token.special,
+                {flag: getattr(token, flag) for flag in FLAGS},
+            )
+            for number, token in self._own.get_added_tokens_decoder().items()
+        }
+
+    @functools.cached_property
+    def _own_ids(self) -> list[int]:
+        return list(self._own.get_vocab(with_added_tokens=True).values())
+
+    @functools.cached_property
+    def special(self) -> SpecialTokens:
+        own = self._own
+        size = max([own.get_vocab_size(with_added_tokens=False), *(i + 1 for i in self._own_ids)])
+        return resolved(self._files, Vocabulary(own.token_to_id, size, self._own_tokens))
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        # tokenizers: the library that wrote the file; its Rust reads and runs every kind there is.
         from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Read
 
-        path = self.path / TOKENIZER_JSON
-        if not path.is_file():
-            raise ConfigError(f"The tokenizer has no file {path}. Name its directory.")
-        try:
-            read = Read.from_file(str(path))
-        except Exception as error:  # The library raises nothing narrower.
-            raise ConfigError(f"The tokenizer's file {path} cannot be read: {error}.") from error
-        read.no_truncation()
-        read.no_padding()
-        for number, entry in self._files.added_tokens.items():
-            if read.token_to_id(entry["content"]) is None:
-                kinds = ("single_word", "lstrip", "rstrip", "normalized", "special")
-                given = {kind: entry[kind] for kind in kinds if kind in entry}
-                read.add_tokens([AddedToken(entry["content"], **given)])
-            found = read.token_to_id(entry["content"])
-            if found != number:
-                raise ConfigError(
-                    f"The tokenizer's files disagree: {entry['content']!r} is {number} in "
-                    f"{self.path / 'tokenizer_config.json'}, and {found} by {path}."
-                )
-        return read
+        own = self._own_tokens
+        new = [
+            AddedToken(token.text, special=token.is_special, **token.flags)
+            for number, token in sorted(self.special.tokens.items())
+            if number not in own or token is not own[number]
+        ]
+        # All at once: the library goes through all of the vocabulary's added tokens each time.
+        with errors_of_rust(self._file):
+            self._own.add_tokens(new)
+        return self._own
+
+    def _former_tokens(self) -> dict[int, Token]:
+        added = self._files.json(TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
+        size = max([-1, *self._own_ids]) + 1
+        new = {int(i): self.special.tokens[int(i)] for i in added if int(i) >= size}
+        return new | self._own_tokens
+
+    def _former_role(self, role: str, text: object) -> int | None:
+        if role == "bos_token":  # What begins a text is the file's own.
+            return self.special.roles.get(role)
+        if isinstance(text, str) and text:
+            return self._tokenizer.token_to_id(text)
+        ends = self._files.json(GENERATION_CONFIG).get("eos_token_id")
+        return next(iter(ends), None) if isinstance(ends, list) else ends

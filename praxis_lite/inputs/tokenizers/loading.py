@@ -3,14 +3,17 @@
 import os
 from pathlib import Path
 
-from praxis_lite.errors import ConfigError, few, require
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.json_tokenizer import TOKENIZER_JSON, JsonTokenizer
-from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
-from praxis_lite.inputs.tokenizers.sentencepiece_tokenizer import (
+from praxis_lite.inputs.tokenizers.files import (
     MODEL_FILES,
-    SentencePieceTokenizer,
+    TOKENIZER_JSON,
+    has_tokenizer,
+    names_in,
 )
+from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
+from praxis_lite.inputs.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -20,16 +23,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
       ConfigError: there is no such directory, or it has neither; a damaged file is reported when
         it is first needed.
     """
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
+    directory = Path(os.path.expanduser(os.fspath(path)))
+    if not os.path.isdir(directory):
         raise ConfigError(f"There is no directory {directory} with a tokenizer.")
-    if (directory / TOKENIZER_JSON).is_file():
+    if os.path.isfile(directory / TOKENIZER_JSON):
         return JsonTokenizer(directory)
     if has_tokenizer(directory):
         return SentencePieceTokenizer(directory)
     raise ConfigError(
         f"{directory} has no tokenizer: wanted is {TOKENIZER_JSON} or {MODEL_FILES[0]}, found are "
-        f"{few(sorted(one.name for one in directory.iterdir()))}. Let "
+        f"{names_in(directory)}. Let "
         f"transformers write a {TOKENIZER_JSON}: AutoTokenizer.from_pretrained(DIR)"
         ".save_pretrained(DIR)."
     )
@@ -50,7 +53,3 @@ def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
     require(is_one, "The tokenizer", given, wanted)
     return given
 
-
-def has_tokenizer(directory: Path) -> bool:
-    """Returns True if a directory has a tokenizer that `load_tokenizer` reads."""
-    return any((directory / name).is_file() for name in (TOKENIZER_JSON, *MODEL_FILES))

@@ -1,0 +1,104 @@
+"""What tokenizers of a directory have alike: special tokens, ends and templates of its files."""
+
+import abc
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+from praxis_lite.inputs.tokenizers.files import TokenizerFiles
+from praxis_lite.inputs.tokenizers.named_tokens import FLAGS, Token
+from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens
+
+
+class DirectoryTokenizer(Tokenizer):
+    """A tokenizer of files; they are read when they are first needed.
+
+    Args:
+      path: the directory, or the file that says how text is cut.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        # Path.expanduser raises where there is no such home.
+        self.path = Path(os.path.expanduser(os.fspath(path)))
+
+    # How tokens are looked for in a text, as far as the library does it.
+    _flags: Sequence[str] = FLAGS
+
+    @property
+    @abc.abstractmethod
+    def special(self) -> SpecialTokens:
+        """Which tokens of the directory are special, and what for."""
+
+    @property
+    @abc.abstractmethod
+    def _files(self) -> TokenizerFiles:
+        """The files of the directory."""
+
+    @abc.abstractmethod
+    def _former_tokens(self) -> Mapping[int, Token]:
+        """Returns the tokens that former versions looked for in a text."""
+
+    @abc.abstractmethod
+    def _former_role(self, role: str, text: object) -> int | None:
+        """Returns the id that former versions took for a role of which a file says `text`."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"tokenizer": type(self).__name__, "sha256": self._sha256}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.special.vocab_size
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.special.roles.get("eos_token")
+
+    @property
+    def model_eos_ids(self) -> tuple[int, ...]:
+        return self.special.model_eos_ids
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.special.roles.get("bos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.special.roles.get("pad_token")
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        return self.special.special_ids
+
+    @functools.cached_property
+    def chat(self) -> ChatTemplate | None:
+        source = self._files.chat_template
+        return None if source is None else ChatTemplate(source, self.special.texts)
+
+    @functools.cached_property
+    def _sha256(self) -> str:
+        return self._files.sha256(self._decided_besides())
+
+    def _decided_besides(self) -> str:
+        """What of `special` decides the ids of a text and former versions read otherwise.
+
+        It is "" for most directories, so that data that is the same keeps its fingerprint.
+        """
+        former, fields = self._former_tokens(), self._files.former_fields
+        new = [
+            [number, token.text, dict(token.flags)] for number, token in self.special.tokens.items()
+            if number not in former or former[number].text != token.text
+            or any(
+                former[number].flags.get(name, False) != token.flags.get(name, False)
+                for name in self._flags
+            )
+        ]
+        roles = {
+            role: self.special.roles.get(role) for role in ("bos_token", "eos_token")
+            if self._former_role(role, fields.get(role)) != self.special.roles.get(role)
+        }
+        return json.dumps([new, roles]) if new or roles else ""
