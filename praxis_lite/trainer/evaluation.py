@@ -12,6 +12,7 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.batches import check_ids, checked_batches, non_finite_rows
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.trainer.metrics import JsonLinesWriter, WeightedMean, WeightedScalars
+from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import records_of
 
 
@@ -111,6 +112,6 @@ def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
     """Returns an evaluation as a line to read."""
-    words = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    words = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
     words = words or "no metrics, for no row weighs anything"
     return f"step {step}  {dataset}: {words}"

@@ -1,4 +1,4 @@
-"""What is said of each training step: its line, its curve, its progress, its faults."""
+"""Per-step reports: metrics.jsonl, TensorBoard, progress line, warnings."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from praxis_lite.trainer.job_history import losses_before
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.trainer.metrics import JsonLinesWriter, ProgressLine, TensorBoardWriter
-from praxis_lite.trainer.metrics.progress import count_of
+from praxis_lite.trainer.metrics.progress import count_of, metric_text
 
 
 @dataclasses.dataclass
@@ -104,13 +104,14 @@ class StepReports:
         has_tokens = self._weight_unit == "tokens"
         num_tokens = float(outputs["metrics"]["loss"][1]) if has_tokens else None
         self._progress.update(
-            step, loss=line["loss"], num_tokens=num_tokens, input_time=pending.input_time
+            step, step_time=line["step_time"], loss=line["loss"], num_tokens=num_tokens,
+            input_time=pending.input_time,
         )
         if median is not None:
             self._progress.note(
-                f"step {step}: loss spike: {line['loss']:.4f} is {line['loss'] / median:.1f} times "
-                f"{median:.4f}, the median of the losses before (run.loss_spike_factor is "
-                f"{run.loss_spike_factor})"
+                f"step {step}: loss spike: {metric_text(line['loss'])} is "
+                f"{line['loss'] / median:.1f} times {metric_text(median)}, the median of the "
+                f"losses before (run.loss_spike_factor is {run.loss_spike_factor})"
             )
             if run.on_loss_spike == "roll_back":
                 raise LossSpike(step, pending.batch)
@@ -121,8 +122,9 @@ class StepReports:
         """Says how long the loop waited for batches, of all steps that were reported."""
         if self._input_time and self._time:
             self._progress.note(
-                f"input: {100 * self._input_time / self._time:.2g}% of the steps' time; batches "
-                f"came at {count_of(self._weight / self._input_time)} {self._weight_unit}/s"
+                f"waiting for input took {100 * self._input_time / self._time:.2g}% of the steps' "
+                f"time; the input alone could feed "
+                f"{count_of(self._weight / self._input_time)} {self._weight_unit}/s"
             )
 
     def _report_skipped(self, pending: PendingStep, line: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics import read_json_lines
+from praxis_lite.trainer.metrics.progress import metric_text
 
 
 def summary(job: JobDir, *, num_prompts: int = 3) -> str:
@@ -20,7 +21,7 @@ def _training(job: JobDir) -> str:
         return ""
     marks = [lines[0], *(lines[len(lines) * part // 4] for part in (1, 2, 3)), lines[-1]]
     steps = "  ".join(f"{line['step']:>8}" for line in marks)
-    losses = "  ".join(f"{line['loss']:>8.4f}" for line in marks)
+    losses = "  ".join(f"{metric_text(line['loss']):>8}" for line in marks)
     return f"Training\n  step  {steps}\n  loss  {losses}"
 
 
@@ -30,7 +31,7 @@ def _evaluations(job: JobDir) -> str:
     for dataset, line in newest.items():
         values = {n: v for n, v in line.items() if n not in ("step", "dataset")}
         gzip = values.pop("gzip_bits_per_byte", None)
-        text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        text = "  ".join(f"{name} {metric_text(value)}" for name, value in values.items())
         lines.append(f"  {dataset}, step {line['step']}: {text}")
         if gzip is not None:
             lines.append(

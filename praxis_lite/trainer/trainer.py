@@ -158,6 +158,7 @@ class _Loop:
             with self._compiling(step):
                 state, outputs = partitioner.train_step(state, batch, key)
             if run.debug_nans:
+                self.reports.report()  # So that the lines of a step come before those of the next.
                 with self.watchdog.during(f"looking for a NaN in step {step}"):
                     self.non_finite.look(step, state, batch, key, outputs)
             stop.step_ended()

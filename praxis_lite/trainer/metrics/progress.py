@@ -35,9 +35,10 @@ class ProgressLine(contextlib.AbstractContextManager):
             log_every_steps = max(1, math.ceil((num_steps - first_step) / LINES_PER_RUN))
         self._every = log_every_steps
         self._clock = clock
-        # (step, seconds, tokens of all steps so far, seconds waited for input)
-        self._marks = collections.deque(maxlen=_SPEED_STEPS + 1)
-        self._num_tokens = self._input_time = 0.0
+        # (seconds, tokens, seconds waited for input) of each of the last steps but the first.
+        self._steps = collections.deque[tuple[float, float, float]](maxlen=_SPEED_STEPS)
+        self._first: tuple[int, float] | None = None  # Its number, and when it ended.
+        self._step_seconds = 0.0  # Of all steps after the first.
         self._next_redraw = -math.inf
         self._text = ""  # The newest state,
         self._is_shown = True  # and whether the output has it.
@@ -45,23 +46,29 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._is_closed = False
 
     def update(
-        self, step: int, *, loss: Any = None, num_tokens: Any = None,
+        self, step: int, *, step_time: float, loss: Any = None, num_tokens: Any = None,
         input_time: float | None = None,
     ) -> None:
         """Takes the newest state and shows it if its turn has come.
 
+        The first step counts for nothing, for it waits for the compiler. Evaluations and saves,
+        which pass between two calls, count for the time left and not for the speed.
+
         Args:
+          step_time: seconds of the step, without what passed since the step before.
           loss: None: left out.
           num_tokens: of the step; None: the speed in tokens is left out.
           input_time: seconds that the step waited for its batch; None: their share is left out.
         """
         now = self._clock()
-        self._num_tokens += float(num_tokens or 0.0)
-        self._input_time += input_time or 0.0
-        self._marks.append((step, now, self._num_tokens, self._input_time))
+        if self._first is None:
+            self._first = step, now
+        else:
+            self._step_seconds += step_time
+            self._steps.append((step_time, float(num_tokens or 0.0), input_time or 0.0))
         # Formatting waits for nothing on the device: the caller's values are on the host.
         self._text = self._describe(
-            step, loss, has_tokens=num_tokens is not None, has_input=input_time is not None
+            step, now, loss, has_tokens=num_tokens is not None, has_input=input_time is not None
         )
         self._is_shown = False
         is_last = step >= self._num_steps
@@ -98,24 +105,25 @@ class ProgressLine(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _describe(self, step: int, loss: Any, *, has_tokens: bool, has_input: bool) -> str:
+    def _describe(
+        self, step: int, now: float, loss: Any, *, has_tokens: bool, has_input: bool
+    ) -> str:
         width = len(str(self._num_steps))
         parts = [f"step {step:{width}d}/{self._num_steps}"]
         if loss is not None:
-            parts.append(f"loss {float(loss):.4f}")
-        old_step, old_seconds, old_tokens, old_input = self._marks[0]
-        _, seconds, tokens, input_time = self._marks[-1]
-        steps_per_second = None
-        elapsed = seconds - old_seconds
-        if step > old_step and elapsed > 0:
-            steps_per_second = (step - old_step) / elapsed
-            parts.append(f"{count_of(steps_per_second)} steps/s")
+            parts.append(f"loss {metric_text(float(loss))}")
+        seconds, tokens, input_time = (sum(one[i] for one in self._steps) for i in range(3))
+        if seconds > 0:
+            parts.append(f"{count_of(len(self._steps) / seconds)} steps/s")
             if has_tokens:
-                parts.append(f"{count_of((tokens - old_tokens) / elapsed)} tokens/s")
+                parts.append(f"{count_of(tokens / seconds)} tokens/s")
             if has_input:
-                parts.append(f"input {100 * (input_time - old_input) / elapsed:.2g}%")
-        if steps_per_second is not None and step < self._num_steps:
-            parts.append(f"{_duration((self._num_steps - step) / steps_per_second)} left")
+                parts.append(f"waits for input {100 * input_time / seconds:.2g}%")
+            if step < self._num_steps:
+                first_step, first_end = self._first
+                between = max(0.0, now - first_end - self._step_seconds)
+                per_step = seconds / len(self._steps) + between / (step - first_step)
+                parts.append(f"{_duration((self._num_steps - step) * per_step)} left")
         return "  ".join(parts)
 
     def _draw(self) -> None:
@@ -131,6 +139,11 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._stream.write(self._text + "\n")
         self._stream.flush()
         self._is_shown = True
+
+
+def metric_text(value: float) -> str:
+    """Returns a loss or a metric: 2.3456, and 5.5874e+23 where digits would say nothing."""
+    return f"{value:.4f}" if abs(value) < 1e6 or not math.isfinite(value) else f"{value:.4e}"
 
 
 def count_of(number: float) -> str:

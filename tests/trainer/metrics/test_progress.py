@@ -1,11 +1,13 @@
 """The progress line on a simulated terminal, and in a file."""
 
 import io
+import math
 import re
 
 import pytest
 
 from praxis_lite.trainer.metrics import ProgressLine
+from praxis_lite.trainer.metrics.progress import metric_text
 
 
 class Terminal(io.StringIO):
@@ -41,7 +43,10 @@ def run(stream, num_steps, log_every_steps=None, first_step=0, step_seconds=0.01
         for step in range(first_step + 1, num_steps + 1):
             clock.seconds += step_seconds
             # Seven of eight steps have few tokens: their mean is 252.3.
-            progress.update(step, loss=5.0 / step, num_tokens=504.6 * 4 if step % 8 == 0 else 0.0)
+            progress.update(
+                step, step_time=step_seconds, loss=5.0 / step,
+                num_tokens=504.6 * 4 if step % 8 == 0 else 0.0,
+            )
     return stream
 
 
@@ -66,7 +71,7 @@ def test_a_file_holds_no_control_characters():
 
 def test_the_last_step_waits_for_no_close():
     stream = io.StringIO()
-    ProgressLine(37, stream, 13, 0, clock=Clock()).update(37, loss=1.0)
+    ProgressLine(37, stream, 13, 0, clock=Clock()).update(37, step_time=0.5, loss=1.0)
     assert stream.getvalue() == "step 37/37  loss 1.0000\n"
 
 
@@ -75,7 +80,7 @@ def test_a_run_that_stops_early_shows_its_last_step_once(stream_class):
     stream = stream_class()
     progress = ProgressLine(200, stream, None, 0, clock=Clock())
     for step in range(1, 138):
-        progress.update(step, loss=1.0)
+        progress.update(step, step_time=0.0, loss=1.0)
     progress.close()
     progress.close()
     lines = stream.screen() if stream.isatty() else stream.getvalue().split("\n")
@@ -97,7 +102,7 @@ def test_time_left_follows_the_speed_from_where_the_run_resumed():
     progress = ProgressLine(1000, terminal, None, 400, clock=clock)
     for step in range(401, 411):
         clock.seconds += 0.5
-        progress.update(step, loss=1.0)
+        progress.update(step, step_time=0.5, loss=1.0)
     # 590 steps at 2 a second.
     assert terminal.screen()[-1].endswith("2.0 steps/s  4m55s left")
 
@@ -106,7 +111,7 @@ def test_a_note_stands_whole_above_the_live_line():
     terminal = Terminal()
     progress = ProgressLine(200, terminal, None, 0, clock=Clock())
     progress.note("before")
-    progress.update(7, loss=2.0)
+    progress.update(7, step_time=1.0, loss=2.0)
     progress.note("saved")
     assert terminal.screen() == ["before", "saved", "step   7/200  loss 2.0000"]
     progress.close()
@@ -117,7 +122,7 @@ def test_a_note_stands_whole_above_the_live_line():
 def test_a_note_in_a_file_is_a_plain_line():
     stream = io.StringIO()
     progress = ProgressLine(200, stream, None, 0, clock=Clock())
-    progress.update(7, loss=2.0)
+    progress.update(7, step_time=1.0, loss=2.0)
     progress.note("saved")
     assert stream.getvalue() == "saved\n"
 
@@ -125,9 +130,9 @@ def test_a_note_in_a_file_is_a_plain_line():
 def test_a_shorter_line_leaves_nothing_of_a_longer_one():
     terminal, clock = Terminal(), Clock()
     progress = ProgressLine(200, terminal, None, 0, clock=clock)
-    progress.update(1, loss=123456.0, num_tokens=7.0)
+    progress.update(1, step_time=3.0, loss=123456.0, num_tokens=7.0)
     clock.seconds += 1
-    progress.update(2)
+    progress.update(2, step_time=1.0)
     assert terminal.screen() == ["step   2/200  1.0 steps/s  3m18s left"]
 
 
@@ -149,5 +154,35 @@ def test_the_share_of_a_step_that_waits_for_input_is_of_the_steps_shown():
         for step in range(1, 121):
             clock.seconds += 0.25
             # The last 50 steps wait a fifth of their time, those before half.
-            progress.update(step, input_time=0.05 if step > 70 else 0.125)
-    assert re.findall(r"input (\S+)", stream.getvalue()) == ["50%", "20%"]
+            progress.update(step, step_time=0.25, input_time=0.05 if step > 70 else 0.125)
+    assert re.findall(r"waits for input (\S+)", stream.getvalue()) == ["50%", "20%"]
+
+
+def test_speed_is_that_of_the_steps_and_time_left_counts_what_passes_between_them():
+    stream, clock = io.StringIO(), Clock()
+    with ProgressLine(100, stream, 1, 0, clock=clock) as progress:
+        for step in range(1, 61):
+            # The first step waits a minute for the compiler, every tenth for an evaluation.
+            clock.seconds += 60.0 if step == 1 else 0.5
+            progress.update(
+                step, step_time=60.0 if step == 1 else 0.5, num_tokens=100.0, input_time=0.05
+            )
+            if step % 10 == 0:
+                clock.seconds += 20.0
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step   1/100"
+    speeds = "2.0 steps/s  200 tokens/s  waits for input 10%"
+    assert {line.partition("/100  ")[2].rpartition("  ")[0] for line in lines[1:]} == {speeds}
+    # Before the first evaluation: 92 steps of 0.5 s.
+    assert lines[7].endswith("  46s left")
+    # At step 11 one was made in 10 steps: 89 x 2.5 s. At step 51 five in 50: 49 x 2.5 s.
+    assert lines[10].endswith("  3m42s left") and lines[50].endswith("  2m02s left")
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(2.34567, "2.3457"), (558740361714736954343424.0, "5.5874e+23"), (math.nan, "nan"),
+     (-math.inf, "-inf"), (123456.0, "123456.0000")],
+)
+def test_a_number_is_as_long_as_it_says_something(loss, text):
+    assert metric_text(loss) == text
