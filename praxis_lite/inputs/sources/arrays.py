@@ -2,15 +2,26 @@
 
 import dataclasses
 import functools
+import math
+import tokenize
 import zipfile
 import zlib
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, few, format_bytes, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
+
+_MAGIC = b"\x93NUMPY"
+# Of damage NumPy raises whatever comes of evaluating a header.
+_DAMAGED = (
+    ValueError, OSError, EOFError, LookupError, TypeError, SyntaxError, MemoryError, RuntimeError,
+    ArithmeticError, AttributeError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)
+# More, of so much less that is compressed, is taken for a bomb.
+_MOST_UNPACKED, _MOST_TIMES = 1 << 30, 100
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,9 +37,10 @@ class NpyFiles(FileSource):
     def index_file(self, path: str) -> Made:
         counts = {name: len(one) if one.ndim else 0 for name, one in self._arrays(path).items()}
         if len(set(counts.values())) != 1:
+            said = few([f"{name!r}: {count}" for name, count in counts.items()], 10)
             raise ConfigError(
-                f"{path} has arrays of {counts} rows; wanted are arrays of the same first "
-                "dimension, of which an example is a row. Write them so."
+                f"{path} has arrays of {{{shown(said, 500)}}} rows; wanted are arrays of the same "
+                "first dimension, of which an example is a row. Write them so."
             )
         return {"num_examples": next(iter(counts.values()))}, {}
 
@@ -44,18 +56,50 @@ class NpyFiles(FileSource):
 
     def _arrays(self, path: str) -> dict[str, np.ndarray]:
         try:
-            if not path.endswith(".npz") and not zipfile.is_zipfile(path):
-                return {self.name: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))}
             with open(path, "rb") as opened:
-                file = np.load(opened, allow_pickle=False)
-                if isinstance(file, np.ndarray):  # Of a wrong name.
-                    return {self.name: file}
-                return {name: file[name] for name in file.files}
-        except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+                if zipfile.is_zipfile(opened):
+                    with zipfile.ZipFile(opened) as file:
+                        return {
+                            one.filename.removesuffix(".npy"): _member(file, one)
+                            for one in file.infolist()
+                        }
+                opened.seek(0)
+                if opened.read(len(_MAGIC)) != _MAGIC:
+                    raise ValueError("it begins as neither .npy nor .npz")
+            return {self.name: np.asarray(np.lib.format.open_memmap(path, mode="r"))}
+        except _DAMAGED as error:
             raise ConfigError(
-                f"{path} is no whole file of arrays ({error}). Write it with np.save or np.savez, "
-                "of numbers, not objects; or leave it out of files."
+                f"{path} is no whole file of arrays ({shown(str(error), 300)}). Write it with "
+                "np.save or np.savez, of numbers, not objects; or leave it out of files."
             ) from None
 
     def settings(self) -> dict[str, Any]:
         return {"name": self.name}
+
+
+def _member(file: zipfile.ZipFile, one: zipfile.ZipInfo) -> np.ndarray:
+    """Returns an array of a .npz, if what its header says is as large as what is there."""
+    if one.file_size > _MOST_UNPACKED and one.file_size > _MOST_TIMES * one.compress_size:
+        raise ValueError(
+            f"{one.filename} has {format_bytes(one.file_size)} packed into "
+            f"{format_bytes(one.compress_size)}; a file of zeros is written with np.savez"
+        )
+    with file.open(one) as member:
+        size = _header_size(member)
+    if size != one.file_size:
+        raise ValueError(f"{one.filename} has {one.file_size:,} bytes; its header says {size:,}")
+    with file.open(one) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _header_size(member: IO[bytes]) -> int:
+    """Returns the bytes of a file with such a header and the array that it describes."""
+    version = np.lib.format.read_magic(member)
+    read = (
+        np.lib.format.read_array_header_1_0 if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
+    shape, _, dtype = read(member)
+    if dtype.hasobject:
+        raise ValueError("it holds objects")
+    return member.tell() + math.prod(shape) * dtype.itemsize

@@ -15,7 +15,7 @@ from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of, unreadable
-from praxis_lite.inputs.sources.paths import Make, make_files, matching_files
+from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_files
 
 Example = Mapping[str, Any]
 # Examples that one process reads at a time when all are read.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, few, require
+from praxis_lite.errors import ConfigError, did_you_mean, few, require, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
@@ -250,10 +250,14 @@ def _named(path: str, kind: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (pyarrow.ArrowException, OSError) as error:
+    # Arrow raises whatever comes of damage: a name of a column that is not UTF-8 is a ValueError.
+    except (
+        pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, ArithmeticError,
+        MemoryError, RuntimeError,
+    ) as error:
         raise ConfigError(
-            f"{path} is no whole {kind} file: {str(error).rstrip('.')}. Make or copy it again, or "
-            "leave it out of files."
+            f"{path} is no whole {kind} file: {shown(str(error).rstrip('.'), 300)}. Make or copy "
+            "it again, or leave it out of files."
         ) from None
 
 

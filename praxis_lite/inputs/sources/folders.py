@@ -4,17 +4,17 @@ import abc
 import dataclasses
 import functools
 import os
-import struct
-import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, did_you_mean, few, require, shown
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.paths import matching_files
+from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
+from praxis_lite.inputs.sources.files.paths import matching_files
 
 
 class _Listed(NamedTuple):
@@ -137,44 +137,76 @@ class TextFiles(_FilePerExample):
             ) from None
 
 
+@dataclasses.dataclass(eq=False)
 class ImageFiles(_FilePerExample):
     """An image per file: {"name", "image": uint8 [height, width, 3], "label": int32}.
 
-    The label is the number of the folder that the file lies in, among `classes`. Images that are to
-    share a batch are brought to one size by a transform.
+    The label is the number of the folder that the file lies in, among the classes. They are those
+    of training: a split that lacks some of them is given the same names, or its labels would be
+    others. Images that are to share a batch are brought to one size by a transform.
+
+    PNG, JPEG, GIF (the first frame), BMP, WebP, TIFF and PPM are read, turned upright as EXIF says.
 
     Args:
       files, skip, cache_dir: as of all sources of files.
+      classes: the names of the folders, in the order of their labels; or the ImageFiles of
+        training, whose classes are taken. None: the folders that hold images, sorted.
     """
 
+    classes: "Sequence[str] | ImageFiles | None" = None
+
+    def check(self) -> None:
+        super().check()
+        if self.classes is not None and not isinstance(self.classes, ImageFiles):
+            require(
+                isinstance(self.classes, Sequence) and not isinstance(self.classes, str)
+                and all(isinstance(one, str) for one in self.classes)
+                and len(set(self.classes)) == len(self.classes) > 0,
+                f"{type(self).__name__}.classes", self.classes,
+                "a list of the names of folders, each once",
+            )
+        for one in self.listed:
+            self._label(one.path)
+
     @functools.cached_property
-    def classes(self) -> list[str]:
-        """The names of the folders that hold images, sorted."""
-        return sorted({os.path.basename(os.path.dirname(one.path)) for one in self.listed})
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes, by their labels."""
+        if isinstance(self.classes, ImageFiles):
+            return self.classes.class_names
+        if self.classes is not None:
+            return tuple(self.classes)
+        return tuple(sorted({_folder_of(one.path) for one in self.listed}))
+
+    @functools.cached_property
+    def _label_of(self) -> dict[str, int]:
+        return {name: label for label, name in enumerate(self.class_names)}
+
+    def _label(self, path: str) -> int:
+        name = _folder_of(path)
+        if name not in self._label_of:
+            raise ConfigError(
+                f"{path} lies in the folder {shown(repr(name))}, which is none of the classes: "
+                f"{few(self.class_names, 10)}.{did_you_mean(name, self.class_names)} Add it to "
+                f"{type(self).__name__}.classes, of training as well, or leave it out of files."
+            )
+        return self._label_of[name]
 
     def decoded(self, data: bytes, path: str) -> Example:
-        import io
-
-        from PIL import Image, UnidentifiedImageError
-
         try:
-            with Image.open(io.BytesIO(data)) as image:
-                pixels = _in_8_bits(image)
-        except (
-            UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError,
-            EOFError, struct.error, zlib.error,
-        ) as error:
+            pixels = rgb_pixels(image_of(data))
+        except ValueError as error:
             raise BadExample(
-                "damaged", path, f"cannot be read as an image: {error}", "Make or copy it again.",
+                "damaged", path, f"cannot be read as an image: {shown(str(error), 300)}",
+                "Make or copy it again.",
             ) from None
-        label = self.classes.index(os.path.basename(os.path.dirname(path)))
-        return {"name": self.name_of(path), "image": pixels, "label": np.int32(label)}
+        return {
+            "name": self.name_of(path), "image": pixels, "label": np.int32(self._label(path))
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        named = {} if self.classes is None else {"classes": list(self.class_names)}
+        return super().fingerprint() | named
 
 
-def _in_8_bits(image: Any) -> np.ndarray:
-    """Returns uint8[height, width, 3]. Raises ValueError if white has no one number."""
-    if image.mode.startswith("I;16"):  # Pillow would make white of all above 255.
-        return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=-1)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels, of mode {image.mode}, have neither 8 nor 16 bits")
-    return np.asarray(image.convert("RGB"))
+def _folder_of(path: str) -> str:
+    return os.path.basename(os.path.dirname(os.path.abspath(path)))

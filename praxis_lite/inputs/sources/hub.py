@@ -3,32 +3,33 @@
 import abc
 import dataclasses
 import functools
-import re
+import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, shown
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
+from praxis_lite.inputs.sources.files.saved_dataset import SavedDataset, saved_dataset
+from praxis_lite.inputs.sources.files.tfds_features import (
+    decode_images_safely,
+    require_own_features,
+)
 from praxis_lite.inputs.sources.record_files import RecordFile
 
 
 @dataclasses.dataclass(eq=False)
 class _Prepared(Source):
-    """A dataset that finds an example by its number itself."""
+    """A dataset that is prepared, in a folder."""
 
     path: str
     split: str | None = None
     _: dataclasses.KW_ONLY
     skip: tuple[str, ...] = ()
     cache_dir: str | None = None
-
-    @functools.cached_property
-    @abc.abstractmethod
-    def dataset(self) -> Any:
-        """What the library opens."""
 
     @property
     @abc.abstractmethod
@@ -44,8 +45,10 @@ class _Prepared(Source):
     def location(self) -> str:
         return f"{self.path}, {self.split}" if self.split else self.path
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    @property
+    def folder(self) -> Path:
+        """Where the dataset lies."""
+        return Path(self.path).expanduser()
 
     def where(self, index: int) -> str:
         return f"{self.location}, row {index}"
@@ -75,6 +78,9 @@ class _Prepared(Source):
 class HuggingFaceDataset(_Prepared):
     """The rows of a dataset that `datasets` wrote with `save_to_disk`; lists become arrays.
 
+    Only files in the folder are read. An image is one of Pillow's, made of the bytes in its row and
+    turned upright; sounds and films are the bytes and the path that their row has.
+
     Args:
       path: the folder.
       split: of a DatasetDict; None: the folder holds one dataset.
@@ -83,57 +89,21 @@ class HuggingFaceDataset(_Prepared):
     """
 
     @functools.cached_property
-    def dataset(self) -> Any:
-        try:
-            import datasets
-        except ImportError as error:
-            raise _not_installed("datasets", "HuggingFaceDataset", error) from None
-        folder = Path(self.path).expanduser()
-        try:
-            found = datasets.load_from_disk(str(folder))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{folder} holds no dataset of Hugging Face's: {error}. Write one with "
-                "dataset.save_to_disk(path); one from their hub is loaded by load_dataset first."
-            ) from None
-        splits = sorted(found) if isinstance(found, dict) else []
-        if splits and self.split not in splits:
-            raise ConfigError(
-                f"HuggingFaceDataset.split is {self.split!r}; {folder} has {splits}."
-                f"{did_you_mean(str(self.split), splits)}"
-            )
-        if not splits and self.split is not None:
-            raise ConfigError(
-                f"HuggingFaceDataset.split is {self.split!r}, but {folder} holds a dataset without "
-                "splits. Leave split out."
-            )
-        return found[self.split] if splits else found
+    def saved(self) -> SavedDataset:
+        """What the folder holds of the split. Raises ConfigError."""
+        return saved_dataset(self.folder, self.split)
 
     @property
     def version(self) -> str:
-        return self.dataset._fingerprint
+        return self.saved.fingerprint
+
+    def __len__(self) -> int:
+        return self.saved.num_rows
 
     def __getitem__(self, index: int) -> Example:
-        found = self.dataset[int(index)]
-        # By their type, not by what is there: an empty list is an array, too.
-        return {
-            name: np.array(one, self._lists_of_numbers[name])
-            if name in self._lists_of_numbers and isinstance(one, list) and None not in one
-            else one
-            for name, one in found.items()
-        }
-
-    @functools.cached_property
-    def _lists_of_numbers(self) -> dict[str, str]:
-        """The dtype of each column that has lists of numbers."""
-        inner = {
-            name: getattr(getattr(one, "feature", None), "dtype", None)
-            for name, one in self.dataset.features.items()
-        }
-        return {
-            name: dtype for name, dtype in inner.items()
-            if isinstance(dtype, str) and re.fullmatch(r"u?int\d+|float\d+|bool", dtype)
-        }
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self.saved.row(int(index), self.where(index))
 
 
 class Tfds(_Prepared):
@@ -152,14 +122,24 @@ class Tfds(_Prepared):
             import tensorflow_datasets as tfds
         except ImportError as error:
             raise _not_installed("tensorflow-datasets", "Tfds", error) from None
-        folder = Path(self.path).expanduser()
-        try:
-            return tfds.builder_from_directory(str(folder))
-        except (OSError, ValueError, tfds.core.registered.DatasetNotFoundError) as error:
+        if not os.path.lexists(self.folder / "dataset_info.json"):
             raise ConfigError(
-                f"{folder} holds no dataset of TFDS: {error}. Name the folder of a version, with "
-                "its dataset_info.json."
+                f"{self.folder} holds no dataset of TFDS, which has a dataset_info.json. Name the "
+                "folder of a version of a dataset."
+            )
+        json_inside(self.folder, "dataset_info.json")
+        require_own_features(self.folder)
+        try:
+            found = tfds.builder_from_directory(str(self.folder))
+            decode_images_safely(found.info.features)
+        except ConfigError:
+            raise
+        except Exception as error:  # TFDS raises whatever comes of what it reads.
+            raise ConfigError(
+                f"{self.folder} holds no dataset of TFDS: {shown(str(error), 300)}. Name the "
+                "folder of a version, with its dataset_info.json."
             ) from None
+        return found
 
     @functools.cached_property
     def dataset(self) -> Any:
@@ -175,21 +155,22 @@ class Tfds(_Prepared):
                 "no example is found by its number. Prepare it as array_record (tfds build "
                 "--file_format=array_record, or tfds convert_format), or give it to FromDataset."
             )
+        self._require_whole_files()
         try:
             return self._builder.as_data_source(self.split)
-        except ValueError as error:
+        except Exception as error:
             raise ConfigError(
-                f"Tfds.split is {self.split!r}: {str(error).splitlines()[0]} Write "
+                f"Tfds.split is {self.split!r}: {shown(str(error).split(chr(10))[0], 300)} Write "
                 f"{known[0]!r} or {f'{known[0]}[:90%]'!r}, say."
             ) from None
 
-    def check(self) -> None:
-        super().check()
-        # TFDS itself would read zeros out of a file that is cut off.
+    def _require_whole_files(self) -> None:
+        """Raises ConfigError if a file lies elsewhere, or TFDS would read zeros out of one."""
         split = self._builder.info.splits[self.split.partition("[")[0]]
         for path, wanted in zip(split.filepaths, split.shard_lengths, strict=True):
+            name = os.path.relpath(path, self.folder) if path.is_relative_to(self.folder) else path
             try:
-                found = len(RecordFile(str(path)))
+                found = len(RecordFile(file_inside(self.folder, str(name), "dataset_info.json")))
             except RuntimeError as error:
                 found = f"cannot be read ({error})"
             if found != wanted:
@@ -199,6 +180,9 @@ class Tfds(_Prepared):
                     "prepare the dataset again."
                 )
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     @property
     def version(self) -> str:
         info = self._builder.info
@@ -207,7 +191,16 @@ class Tfds(_Prepared):
         return f"{info.name}-{info.version}-{digest}"
 
     def __getitem__(self, index: int) -> Example:
-        return self.dataset[int(index)]
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        try:
+            return self.dataset[int(index)]
+        except Exception as error:  # TFDS raises whatever comes of a damaged record.
+            raise BadExample(
+                "damaged", f"{self.where(index)},",
+                f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
+                "Copy or prepare the dataset again.",
+            ) from None
 
 
 def _not_installed(package: str, wanted_by: str, error: ImportError) -> ConfigError:

@@ -9,8 +9,8 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.sources.json_lines import DAMAGED, opened_lines, parsed
-from praxis_lite.inputs.sources.paths import matching_files
 from praxis_lite.inputs.text.corpus import language_reference
 from praxis_lite.inputs.tokenizers import Tokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from praxis_lite.command import Parser
 from praxis_lite.errors import ConfigError, not_written, require
-from praxis_lite.inputs.sources.paths import matching_files
+from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON

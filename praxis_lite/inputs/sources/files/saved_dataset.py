@@ -1,0 +1,222 @@
+"""A dataset that Hugging Face's library saved: the Arrow files of a folder, and images in them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.inputs.sources.columnar import Batches, mapped, validate
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.files.images import image_of
+from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
+
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+def saved_dataset(folder: Path, split: str | None) -> "SavedDataset":
+    """Returns the dataset of a folder, or of a split of it.
+
+    Raises:
+      ConfigError: there is none; its files lead out of the folder, or are damaged; or the classes
+        of its splits are not the same.
+    """
+    if (folder / _STATE).exists() or not (folder / _SPLITS).exists():
+        if not folder.is_dir() or not (folder / _STATE).exists():
+            raise ConfigError(
+                f"{folder} holds no dataset of Hugging Face's, which has a {_STATE}. Write one "
+                "with dataset.save_to_disk(path); one from their hub is loaded by load_dataset "
+                "first."
+            )
+        if split is not None:
+            raise ConfigError(
+                f"HuggingFaceDataset.split is {split!r}, but {folder} holds a dataset without "
+                "splits. Leave split out."
+            )
+        return SavedDataset(folder)
+    splits = json_inside(folder, _SPLITS).get("splits")
+    if not isinstance(splits, list) or not all(isinstance(one, str) for one in splits):
+        raise ConfigError(
+            f"{folder / _SPLITS} has {shown(repr(splits))} as splits; wanted is a list of names. "
+            "Save the dataset again."
+        )
+    if split not in splits:
+        raise ConfigError(
+            f"HuggingFaceDataset.split is {split!r}; {folder} has "
+            f"{shown(repr(sorted(splits)), 300)}.{did_you_mean(str(split), splits)}"
+        )
+    classes = {}
+    for one in splits:
+        file_inside(folder, f"{one}/{_STATE}", _SPLITS)
+        classes[one] = _classes(_features_of(folder / one))
+    for one, of_split in classes.items():
+        for path in sorted(of_split.keys() & classes[split].keys()):
+            if of_split[path] != classes[split][path]:
+                raise ConfigError(
+                    f"{folder}: the labels {path!r} are of the classes "
+                    f"{shown(repr(classes[split][path]), 200)} in the split {split!r} and of "
+                    f"{shown(repr(of_split[path]), 200)} in {one!r}: the same label means another "
+                    "class. Save both with the same ClassLabel (dataset.cast_column)."
+                )
+    return SavedDataset(folder / split)
+
+
+class SavedDataset:
+    """The rows of a folder with state.json, dataset_info.json and Arrow files.
+
+    Raises:
+      ConfigError: a file is not in the folder, or is damaged.
+    """
+
+    def __init__(self, folder: Path):
+        state, self._features = json_inside(folder, _STATE), _features_of(folder)
+        fingerprint, files = state.get("_fingerprint"), state.get("_data_files")
+        if not isinstance(fingerprint, str) or not isinstance(files, list):
+            raise ConfigError(
+                f"{folder / _STATE} lacks the text _fingerprint or the list _data_files. Save the "
+                "dataset again."
+            )
+        self.fingerprint = _opened_fingerprint(fingerprint)
+        names = [one.get("filename") if isinstance(one, dict) else one for one in files]
+        self._paths = [file_inside(folder, one, str(folder / _STATE)) for one in names]
+        self._files: list[Batches] = [mapped(path) for path in self._paths]
+        self._is_valid = [np.zeros(len(one.batches), bool) for one in self._files]
+        counts = [int(one.stops[-1]) if one.batches else 0 for one in self._files]
+        self._stops = np.cumsum(counts, dtype=np.int64)
+        self.num_rows = sum(counts)
+        self._names = _columns(self._files, state.get("_format_columns"), folder)
+
+    def row(self, number: int, where: str) -> dict[str, Any]:
+        """Returns a row. Raises BadExample, which says `where`."""
+        file = int(np.searchsorted(self._stops, number, side="right"))
+        batches = self._files[file]
+        batch, within = batches.place_of(number - (int(self._stops[file - 1]) if file else 0))
+        if not self._is_valid[file][batch]:
+            validate(batches.batches[batch], self._paths[file])
+            self._is_valid[file][batch] = True
+        found = {}
+        for name in self._names:
+            column = batches.batches[batch].column(name)
+            value = _value(getattr(column, "storage", column)[within])
+            feature = self._features.get(name)
+            found[name] = _decoded(feature, value, where) if _has_image(feature) else value
+        return found
+
+
+def _opened_fingerprint(saved: str) -> str:
+    """Returns the fingerprint that Hugging Face's library gives a dataset when it has opened it.
+
+    Checkpoints have it. It hashes pickled texts, and an empty dict, as its `Hasher` does.
+    """
+    digest = xxhash.xxh64()
+    for text in (saved, "datasets.arrow_dataset.Dataset.set_format", "format_kwargs"):
+        encoded = text.encode(errors="replace")[:255]
+        pickled = b"\x8c" + bytes([len(encoded)]) + encoded + b"."
+        pickled = b"\x80\x04\x95" + len(pickled).to_bytes(8, "little") + pickled
+        digest.update(b"==<class 'str'>==" + xxhash.xxh64_hexdigest(pickled).encode())
+    digest.update(b"==<class 'dict'>==" + xxhash.xxh64_hexdigest(b"\x80\x04}\x94.").encode())
+    return digest.hexdigest()
+
+
+def _columns(files: list[Batches], chosen: Any, folder: Path) -> list[str]:
+    """Returns the columns of a row: those of the files, or those of them that were chosen."""
+    names = [one.batches[0].schema.names for one in files if one.batches]
+    if any(one != names[0] or len(set(one)) < len(one) for one in names):
+        raise ConfigError(
+            f"{folder}: its files have the columns {shown(repr(names), 300)}; wanted are the same "
+            "in each, and each name once. Save the dataset again."
+        )
+    known = names[0] if names else []
+    if not isinstance(chosen, list):
+        return known
+    return [name for name in known if name in chosen]
+
+
+def _features_of(folder: Path) -> Mapping[str, Any]:
+    """Returns the types of columns, as Hugging Face's library describes them; {} if it does not."""
+    found = json_inside(folder, _INFO).get("features")
+    return found if isinstance(found, dict) else {}
+
+
+def _classes(feature: Any, path: str = "") -> dict[str, list[Any]]:
+    """Returns the names of the classes of each label."""
+    if isinstance(feature, list):
+        return _classes(feature[0], path) if feature else {}
+    if not isinstance(feature, dict):
+        return {}
+    if feature.get("_type") == "ClassLabel":
+        return {path: feature.get("names")}
+    found = {}
+    for name, one in feature.items():
+        found |= _classes(one, path if name == "feature" else f"{path}.{name}".lstrip("."))
+    return found
+
+
+def _has_image(feature: Any) -> bool:
+    if isinstance(feature, list):
+        return any(map(_has_image, feature))
+    if not isinstance(feature, dict):
+        return False
+    return _is_image(feature) or any(_has_image(one) for one in feature.values())
+
+
+def _is_image(feature: dict[str, Any]) -> bool:
+    return feature.get("_type") == "Image" and feature.get("decode") is not False
+
+
+def _value(scalar: Any) -> Any:
+    """Returns a cell: a list of numbers as an array, all else as Python has it."""
+    from pyarrow import types
+
+    kind = scalar.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        of = kind.value_type
+        is_number = types.is_integer(of) or types.is_floating(of) or types.is_boolean(of)
+        if is_number and scalar.is_valid and not scalar.values.null_count:
+            return scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
+
+
+def _decoded(feature: Any, value: Any, where: str) -> Any:
+    """Returns a value with its images decoded."""
+    if value is None or not _has_image(feature):
+        return value
+    if isinstance(feature, list):
+        return [_decoded(feature[0], one, where) for one in value]
+    if _is_image(feature):
+        return _image(feature, value, where)
+    inner = feature
+    if isinstance(feature.get("_type"), str):  # List, LargeList, Sequence.
+        inner = feature.get("feature")
+        if isinstance(value, list):
+            return [_decoded(inner, one, where) for one in value]
+        if isinstance(value, dict) and isinstance(inner, dict):  # A Sequence of dicts is columns.
+            return {k: [_decoded(inner.get(k), x, where) for x in v] for k, v in value.items()}
+    if isinstance(value, dict):
+        return {name: _decoded(inner.get(name), one, where) for name, one in value.items()}
+    return value
+
+
+def _image(feature: dict[str, Any], value: Any, where: str) -> Any:
+    data, path = value, None
+    if isinstance(value, dict):
+        data, path = value.get("bytes"), value.get("path")
+    elif isinstance(value, str):
+        data, path = None, value
+    if not isinstance(data, bytes):
+        raise BadExample(
+            "damaged", f"{where},",
+            f"has the path of an image, {shown(repr(path))}, and not its bytes; no file is read "
+            "that a row names", "Save the dataset with its images, as save_to_disk does.",
+        )
+    try:
+        image = image_of(data)
+        mode = feature.get("mode")
+        return image.convert(mode) if isinstance(mode, str) and mode != image.mode else image
+    except ValueError as error:
+        raise BadExample(
+            "damaged", f"{where},", f"has an image that cannot be read: {shown(str(error), 300)}",
+            "Make or copy it again.",
+        ) from None
