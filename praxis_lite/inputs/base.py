@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import require
+from praxis_lite.errors import ConfigError, require, shown
 
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
     import jax
@@ -73,6 +73,13 @@ class InputPipeline(abc.ABC):
         """Returns figures to hold an evaluation against, by name; {} unless overridden."""
         return {}
 
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """Returns the names of the classes that labels count, by the labels' name; {} if unknown.
+
+        A class has one number in all datasets of a job and in all sources of a mixture.
+        """
+        return {}
+
     def class_name(self) -> str:
         """Returns the class's name in fingerprints: with its module, unless it is the library's.
 
@@ -118,6 +125,24 @@ class IndexedPipeline(InputPipeline):
         rows, end = self.whole_or(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)
         return (self.rows(index, rows) for index in indices)
+
+
+def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
+    """Raises ConfigError if a class has different numbers in two pipelines, given by their paths.
+
+    Names that only one of them has are no error: a split may lack classes.
+    """
+    first: dict[tuple[str, str], tuple[str, int]] = {}
+    for path, pipeline in pipelines.items():
+        for label, names in pipeline.classes().items():
+            for number, name in enumerate(names):
+                other, expected = first.setdefault((label, name), (path, number))
+                if number != expected:
+                    raise ConfigError(
+                        f"The {label!r} of {path} counts the class {shown(repr(name))} as "
+                        f"{number}, that of {other} as {expected}. Say the classes once, and give "
+                        "them to both (ImageFiles.classes), or save both with the same ClassLabel."
+                    )
 
 
 def difference(

@@ -71,6 +71,9 @@ class WithWorkers(IndexedPipeline):
     def baselines(self) -> dict[str, float]:
         return self.pipeline.baselines()
 
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        return self.pipeline.classes()
+
     def fingerprint(self) -> dict[str, Any]:
         return self.pipeline.fingerprint()
 

@@ -123,7 +123,7 @@ REFUSED = """
     praxis_lite.checkpoints.checkpoints:Checkpoints praxis_lite.checkpoints.tools:listing
     praxis_lite.interop.pax_job:begin_job praxis_lite.interop.huggingface:load
     praxis_lite.trainer.launch:train praxis_lite.inputs.sources.kept:write
-    praxis_lite.inputs.sources.paths:make_files praxis_lite.inputs.tokenizers:load_tokenizer
+    praxis_lite.inputs.sources.files.paths:make_files praxis_lite.inputs.tokenizers:load_tokenizer
     praxis_lite.inputs:JsonLines.check praxis_lite.inputs:TextCorpus.__call__
     praxis_lite.inputs:sources praxis_lite.inputs.numpy_data:random_bits
     praxis_lite.sharding:simulate_devices praxis_lite.sharding:make_mesh

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from praxis_lite.errors import ConfigError, did_you_mean, require, require_choice
-from praxis_lite.inputs.base import IndexedPipeline
+from praxis_lite.inputs.base import IndexedPipeline, require_same_classes
 from praxis_lite.inputs.mixing import shares
 
 if TYPE_CHECKING:
@@ -79,7 +79,11 @@ class Mixture(IndexedPipeline):
                 f"{sorted(self.sources)}. Set shuffle=False in one of them, or stop='never'."
             )
 
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        return {k: v for source in self.sources.values() for k, v in source.classes().items()}
+
     def _check_leaves(self) -> None:
+        require_same_classes({f"Mixture.sources.{k}": v for k, v in self.sources.items()})
         rows = {
             name: {leaf: (*one.shape[1:], str(np.dtype(one.dtype)))
                    for leaf, one in source.element_spec().items()}

@@ -71,6 +71,11 @@ class Source(abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides the examples, as JSON, without paths of this machine."""
 
+    def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
+        """Returns the names of the classes that labels count, by the labels' names; {} if unknown.
+        """
+        return {}
+
     def check(self) -> None:
         """Looks at the files. Raises ConfigError if there are no examples, or files are damaged."""
         for one in self.skip:

@@ -227,6 +227,8 @@ def mapped(path: str) -> Batches:
             source.seek(max(0, source.size() - len(_END_OF_STREAM)))
             if source.read() != _END_OF_STREAM:
                 raise OSError("the stream does not end as one does") from None
+        for one in batches[:1]:
+            _ = one.schema.names  # They may be no UTF-8.
     return Batches(batches, np.cumsum([one.num_rows for one in batches], dtype=np.int64))
 
 
@@ -262,23 +264,34 @@ def _named(path: str, kind: str) -> Iterator[None]:
 
 
 def row_of(batch: Any, within: int, names: Sequence[str], path: str, row: int) -> Example:
-    """Returns a row of a batch. Raises BadExample, which names the file, if a text is not UTF-8."""
+    """Returns a row of a batch. Raises BadExample, which names the file, for what Python lacks."""
+    import pyarrow
+
     try:
-        return {name: _value(batch.column(name)[within]) for name in names}
+        columns = {name: batch.column(name) for name in names}
+        # An extension's values are those that it is stored as.
+        return {name: _value(getattr(x, "storage", x)[within]) for name, x in columns.items()}
     except UnicodeDecodeError as error:
         raise BadExample(
             "not_utf8", f"{path}, row {row},", f"is not UTF-8: {error}",
             "Write its texts in UTF-8.",
         ) from None
+    except (pyarrow.ArrowException, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise BadExample(  # A date of the year 100,000, say.
+            "damaged", f"{path}, row {row},", f"cannot be read: {shown(str(error), 300)}",
+            "Mend the row, or leave its column out (columns).",
+        ) from None
 
 
 def _value(scalar: Any) -> Any:
-    """Returns a cell: a list of numbers as an array, all else as Python has it."""
+    """Returns a cell: a list of numbers as an array, all else as Python has it; None is None."""
     from pyarrow import types
 
     kind = scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if is_list and scalar.is_valid and types.is_primitive(kind.value_type):
-        return scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+    if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
+        return scalar.as_py()
+    if scalar.values.null_count and not types.is_floating(kind.value_type):
+        return scalar.as_py()  # NumPy would make floats of integers, for the missing to be NaN.
+    return scalar.values.to_numpy(zero_copy_only=False)
 

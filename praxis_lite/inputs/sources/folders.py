@@ -177,6 +177,9 @@ class ImageFiles(_FilePerExample):
             return tuple(self.classes)
         return tuple(sorted({_folder_of(one.path) for one in self.listed}))
 
+    def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
+        return {"label": self.class_names}
+
     @functools.cached_property
     def _label_of(self) -> dict[str, int]:
         return {name: label for label, name in enumerate(self.class_names)}

@@ -122,6 +122,12 @@ class FromSource(IndexedPipeline):
     def _first(self) -> dict[str, np.ndarray]:
         return stacked("FromSource", self.source.where(0), [self._example(0)], 1)
 
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        found = self.source.classes_of_labels()
+        # A transform may leave labels out, and calls them by another name at times.
+        has_labels = self.transform is None or self._first.keys() & {"label", "labels", *found}
+        return found if has_labels else {}
+
     @property
     def num_batches(self) -> int | None:
         return None if self.shuffle else -(-self.num_examples // self.batch_size)

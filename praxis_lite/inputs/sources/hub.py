@@ -97,6 +97,9 @@ class HuggingFaceDataset(_Prepared):
     def version(self) -> str:
         return self.saved.fingerprint
 
+    def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
+        return self.saved.classes
+
     def __len__(self) -> int:
         return self.saved.num_rows
 
@@ -179,6 +182,13 @@ class Tfds(_Prepared):
                     f"wanted are {wanted:,} records, as its dataset_info.json says. Copy or "
                     "prepare the dataset again."
                 )
+
+    def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
+        from tensorflow_datasets.core.features import ClassLabel
+
+        features = self._builder.info.features
+        items = features.items() if hasattr(features, "items") else ()
+        return {name: tuple(one.names) for name, one in items if isinstance(one, ClassLabel)}
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from praxis_lite.errors import shown
+from praxis_lite.errors import ConfigError, format_bytes, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
@@ -32,6 +32,9 @@ COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
 DAMAGED = (EOFError, OSError, zlib.error)
 
+# Bytes of a line: a small file may unpack to one that fills all memory.
+_LONGEST = 1 << 26
+
 
 @dataclasses.dataclass(eq=False)
 class JsonLines(FileSource):
@@ -46,7 +49,13 @@ class JsonLines(FileSource):
         place = number = 0
         with opened_lines(path) as lines, self._copying(path) as copy:
             try:
-                for number, line in enumerate(lines, 1):
+                read = functools.partial(lines.readline, _LONGEST + 1)
+                for number, line in enumerate(iter(read, b""), 1):
+                    if len(line) > _LONGEST:
+                        raise ConfigError(
+                            f"{path}:{number} is longer than {format_bytes(_LONGEST)}; wanted is "
+                            "an object per line. Cut the document, or leave the file out of files."
+                        )
                     if not line.isspace():
                         starts.append(place)
                         numbers.append(number)

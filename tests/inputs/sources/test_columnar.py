@@ -35,7 +35,7 @@ def test_cells_are_what_python_and_numpy_have(tmp_path):
         pyarrow.table({
             "fixed": pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.float32(), 2)),
             "ids": pyarrow.array([[7], []], pyarrow.large_list(pyarrow.int32())),
-            "words": [["a", "b"], []],
+            "words": [["a", "b"], []], "holes": [[1, None], [3]],
             "word": pyarrow.array(["a", None]).dictionary_encode(),
             "bytes": [b"\xff", None],
         }),
@@ -45,7 +45,9 @@ def test_cells_are_what_python_and_numpy_have(tmp_path):
         found = read(Parquet(f"{tmp_path}/a.parquet"))
         assert found.pop("fixed").tolist() == [1, 2] and found["ids"].dtype == np.int32
         assert found.pop("ids").tolist() == [7]
-        assert found == {"words": ["a", "b"], "word": "a", "bytes": b"\xff"}
+        assert found == {
+            "words": ["a", "b"], "word": "a", "bytes": b"\xff", "holes": [1, None],
+        }
     last = Parquet(f"{tmp_path}/a.parquet")[1]
     assert (last["word"], last["bytes"], last["ids"].tolist()) == (None, None, [])
 
@@ -132,6 +134,30 @@ def test_offsets_that_are_damaged_are_refused_and_end_no_process(table, tmp_path
     (tmp_path / "a.arrow").write_bytes(data)
     with pytest.raises(ConfigError, match="a.arrow is no whole Arrow file"):
         ArrowFiles(f"{tmp_path}/a.arrow").check()
+
+
+def test_a_cell_that_python_has_no_value_for_is_left_out_alone(tmp_path):
+    days = pyarrow.array([0, 2**31 - 1, 1], pyarrow.int32()).cast(pyarrow.date32())
+    pyarrow.parquet.write_table(pyarrow.table({"day": days}), tmp_path / "a.parquet")
+    source = Parquet(f"{tmp_path}/a.parquet", skip=("damaged",))
+    first, bad, last = rows_of(source)
+    assert (first["day"].year, bad.fault, last["day"].day) == (1970, "damaged", 2)
+    with pytest.raises(BadExample, match="a.parquet, row 1, cannot be read"):
+        source[1]
+
+
+@pytest.mark.parametrize("end", ["parquet", "arrow"])
+def test_names_of_columns_that_are_no_names_are_refused(end, tmp_path):
+    for name, match in (("x", "several columns named x"), ("name", "is no whole .*: .*utf-8")):
+        table, path = pyarrow.table([[1], [2]], ["x", name]), tmp_path / f"a.{end}"
+        if end == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with ipc.new_file(str(path), table.schema) as file:
+                file.write_table(table)
+        path.write_bytes(path.read_bytes().replace(b"name", b"n\xe9me"))
+        with pytest.raises(ConfigError, match=match):
+            (Parquet if end == "parquet" else ArrowFiles)(str(path)).check()
 
 
 def test_a_text_that_is_not_utf8_is_left_out_alone(tmp_path):

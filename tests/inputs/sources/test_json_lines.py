@@ -13,6 +13,7 @@ import pytest
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import JsonLines
+from praxis_lite.inputs.sources import json_lines
 from praxis_lite.inputs.sources.faults import BadExample
 from tests.support.reads import counted_reads
 
@@ -115,6 +116,21 @@ def test_a_copy_that_is_damaged_while_it_is_in_use_is_told(tmp_path):
     with pytest.raises(ConfigError, match="the copy of .*a.jsonl.gz, cannot be read: .*It was who"):
         [source[n] for n in range(1000)]
     assert JsonLines(f"{tmp_path}/a.jsonl.gz")[700] == rows[700]
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_a_line_that_fills_the_memory_is_refused_by_its_number(end, tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "_LONGEST", 100)
+    for count in (90, 91):
+        line = json.dumps({"n": "x" * count}).encode() + b"\n"
+        data = b'{"n": 1}\n' + line
+        (tmp_path / f"a.jsonl{end}").write_bytes(gzip.compress(data) if end else data)
+        source = JsonLines(f"{tmp_path}/a.jsonl{end}")
+        if len(line) > 100:
+            with pytest.raises(ConfigError, match=f"a.jsonl{end}:2 is longer than 100 B"):
+                source.check()
+        else:
+            assert len(source) == 2
 
 
 def test_threads_read_the_same(tmp_path):

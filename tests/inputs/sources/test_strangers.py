@@ -14,7 +14,16 @@ import pytest
 from PIL import Image
 
 from praxis_lite.errors import ConfigError
-from praxis_lite.inputs import FromSource, HuggingFaceDataset, ImageFiles, NpyFiles, Tfds
+from praxis_lite.inputs import (
+    FromSource,
+    HuggingFaceDataset,
+    ImageFiles,
+    Mixture,
+    NpyFiles,
+    Tfds,
+    WithWorkers,
+)
+from praxis_lite.inputs.base import require_same_classes
 from praxis_lite.inputs.sources import arrays
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
@@ -153,6 +162,34 @@ def test_a_folder_that_is_no_class_is_named(splits):
             ImageFiles(f"{splits}/test/*/*", classes=classes).check()
 
 
+def small(example):
+    return {"image": example["image"], "label": example["label"]}
+
+
+def without_labels(example):
+    return {"image": example["image"]}
+
+
+def test_a_class_has_one_number_in_all_datasets_of_a_job_and_sources_of_a_mixture(splits):
+    def batches(split, transform=small, **settings):
+        return FromSource(
+            ImageFiles(f"{splits}/{split}/*/*", **settings), 1, transform, shuffle=True
+        )
+
+    def require(**of):
+        require_same_classes({f"datasets.{name}": one for name, one in of.items()})
+
+    train, test = batches("train"), WithWorkers(batches("test"), 2)
+    match = "'label' of .*test counts the class 'b' as 0, that of .*train as 1. Say the classes"
+    with pytest.raises(ConfigError, match=match):
+        require(train=train, test=test)
+    with pytest.raises(ConfigError, match=match):
+        Mixture({"train": train, "test": batches("test")}, {"train": 1, "test": 1}, 1).check()
+    require(train=train, test=batches("test", classes=train.source))
+    require(train=train, test=batches("test", classes=["a", "b", "d", "e"]))
+    require(train=train, test=batches("test", without_labels))
+
+
 # Names in files.
 
 
@@ -264,7 +301,7 @@ def test_classes_of_splits_are_the_same(saved, tmp_path):
     write(json.dumps({"splits": ["train", "more"]}))
     HuggingFaceDataset(f"{tmp_path}/d", "more").check()
     write(json.dumps({"splits": ["train", "test"]}))
-    with pytest.raises(ConfigError, match=r"labels 'y' are of the classes \['b'\] in the "):
+    with pytest.raises(ConfigError, match="'y' counts the class 'b' as 0 in the split 'test'"):
         HuggingFaceDataset(f"{tmp_path}/d", "test").check()
     write(json.dumps({"splits": ["../d/train"]}))
     with pytest.raises(ConfigError, match="dataset_dict.json names ../d/train/state.json, which l"):

@@ -21,7 +21,7 @@ def file_inside(folder: str | os.PathLike[str], name: object, named_by: str) -> 
       ConfigError: the name leads out of the folder, by itself or by a link; or to no plain file.
     """
     root = os.path.realpath(folder)
-    if not isinstance(name, str) or not name or "\0" in name:
+    if not _is_name(name):
         raise ConfigError(
             f"{named_by} names {shown(repr(name))} as a file; wanted is the name of a file in "
             f"{folder}. Copy or save the dataset again."
@@ -40,6 +40,16 @@ def file_inside(folder: str | os.PathLike[str], name: object, named_by: str) -> 
             "the dataset again."
         )
     return path
+
+
+def _is_name(name: object) -> bool:
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except ValueError:
+        return False
+    return True
 
 
 def json_inside(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.errors import ConfigError, did_you_mean, shown
-from praxis_lite.inputs.sources.columnar import Batches, mapped, validate
+from praxis_lite.inputs.sources.columnar import Batches, mapped, row_of, validate
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
@@ -47,20 +47,26 @@ def saved_dataset(folder: Path, split: str | None) -> "SavedDataset":
             f"HuggingFaceDataset.split is {split!r}; {folder} has "
             f"{shown(repr(sorted(splits)), 300)}.{did_you_mean(str(split), splits)}"
         )
-    classes = {}
     for one in splits:
         file_inside(folder, f"{one}/{_STATE}", _SPLITS)
-        classes[one] = _classes(_features_of(folder / one))
-    for one, of_split in classes.items():
-        for path in sorted(of_split.keys() & classes[split].keys()):
-            if of_split[path] != classes[split][path]:
-                raise ConfigError(
-                    f"{folder}: the labels {path!r} are of the classes "
-                    f"{shown(repr(classes[split][path]), 200)} in the split {split!r} and of "
-                    f"{shown(repr(of_split[path]), 200)} in {one!r}: the same label means another "
-                    "class. Save both with the same ClassLabel (dataset.cast_column)."
-                )
+    _require_same_classes({one: _classes(_features_of(folder / one)) for one in splits}, folder)
     return SavedDataset(folder / split)
+
+
+def _require_same_classes(
+    classes: Mapping[str, Mapping[str, tuple[str, ...]]], folder: Path
+) -> None:
+    first: dict[tuple[str, str], tuple[str, int]] = {}
+    for split, labels in classes.items():
+        for label, names in labels.items():
+            for number, name in enumerate(names):
+                other, expected = first.setdefault((label, name), (split, number))
+                if number != expected:
+                    raise ConfigError(
+                        f"{folder}: {shown(repr(label))} counts the class {shown(repr(name))} as "
+                        f"{number} in the split {split!r}, and as {expected} in {other!r}. Save "
+                        "both with the same ClassLabel (dataset.cast_column)."
+                    )
 
 
 class SavedDataset:
@@ -86,6 +92,7 @@ class SavedDataset:
         counts = [int(one.stops[-1]) if one.batches else 0 for one in self._files]
         self._stops = np.cumsum(counts, dtype=np.int64)
         self.num_rows = sum(counts)
+        self.classes = _classes(self._features)
         self._names = _columns(self._files, state.get("_format_columns"), folder)
 
     def row(self, number: int, where: str) -> dict[str, Any]:
@@ -96,13 +103,10 @@ class SavedDataset:
         if not self._is_valid[file][batch]:
             validate(batches.batches[batch], self._paths[file])
             self._is_valid[file][batch] = True
-        found = {}
-        for name in self._names:
-            column = batches.batches[batch].column(name)
-            value = _value(getattr(column, "storage", column)[within])
-            feature = self._features.get(name)
-            found[name] = _decoded(feature, value, where) if _has_image(feature) else value
-        return found
+        found = row_of(batches.batches[batch], within, self._names, self._paths[file], number)
+        return {
+            name: _decoded(self._features.get(name), value, where) for name, value in found.items()
+        }
 
 
 def _opened_fingerprint(saved: str) -> str:
@@ -140,14 +144,15 @@ def _features_of(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _classes(feature: Any, path: str = "") -> dict[str, list[Any]]:
-    """Returns the names of the classes of each label."""
+def _classes(feature: Any, path: str = "") -> dict[str, tuple[str, ...]]:
+    """Returns the names of the classes of each label, by the path of its column."""
     if isinstance(feature, list):
         return _classes(feature[0], path) if feature else {}
     if not isinstance(feature, dict):
         return {}
     if feature.get("_type") == "ClassLabel":
-        return {path: feature.get("names")}
+        names = feature.get("names")
+        return {path: tuple(map(str, names))} if isinstance(names, list) else {}
     found = {}
     for name, one in feature.items():
         found |= _classes(one, path if name == "feature" else f"{path}.{name}".lstrip("."))
@@ -164,19 +169,6 @@ def _has_image(feature: Any) -> bool:
 
 def _is_image(feature: dict[str, Any]) -> bool:
     return feature.get("_type") == "Image" and feature.get("decode") is not False
-
-
-def _value(scalar: Any) -> Any:
-    """Returns a cell: a list of numbers as an array, all else as Python has it."""
-    from pyarrow import types
-
-    kind = scalar.type
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        of = kind.value_type
-        is_number = types.is_integer(of) or types.is_floating(of) or types.is_boolean(of)
-        if is_number and scalar.is_valid and not scalar.values.null_count:
-            return scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
 
 
 def _decoded(feature: Any, value: Any, where: str) -> Any:

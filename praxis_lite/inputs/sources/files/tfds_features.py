@@ -30,7 +30,7 @@ def require_own_features(folder: Path) -> None:
                 f"{folder}/features.json names a file of labels, {shown(repr(name))}; files are "
                 "read only where TFDS keeps them. Prepare the dataset again."
             )
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ConfigError(
                 f"{folder}/features.json names the class {shown(repr(name))}, which is no feature "
                 "of TFDS's own; TFDS would import it. Prepare the dataset again with features of "
