@@ -1,4 +1,4 @@
-"""Makes a tokenizer of your own text: a byte-level BPE, as GPT-2 and Llama 3 have one."""
+"""Makes a tokenizer of your own text, as GPT-2 and Llama 3 have one, or shows a directory's."""
 
 import argparse
 import json
@@ -13,6 +13,8 @@ from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
+from praxis_lite.inputs.tokenizers.loading import load_tokenizer
+from praxis_lite.inputs.tokenizers.show import description
 
 # GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
 # digits, punctuation, blanks and ends of lines.
@@ -93,7 +95,9 @@ def train(
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, and a paragraph, for what the user can mend."""
     parser = Parser(prog="python -m praxis_lite.inputs.tokenizers", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="train")
+    commands = parser.add_subparsers(required=True, metavar="train|show", dest="command")
+    other = commands.add_parser("show", help="a directory's special tokens, and what ends a text")
+    other.add_argument("directory", metavar="DIR", type=Path, help="of a tokenizer")
     one = commands.add_parser("train", help="a byte-level BPE of a text", description=__doc__)
     one.add_argument("files", metavar="FILES", help="globs of text files, separated by commas")
     one.add_argument("directory", metavar="OUT_DIR", type=Path, help="a new or an empty directory")
@@ -105,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         args = parser.parse_args(argv)
+        if args.command == "show":
+            print(description(load_tokenizer(args.directory)))
+            return 0
         template = CHAT if args.chat_template is None else args.chat_template.read()
         made = train(args.files, args.directory, args.vocab_size, args.special, template)
         texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]

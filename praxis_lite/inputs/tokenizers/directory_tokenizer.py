@@ -47,6 +47,10 @@ class DirectoryTokenizer(Tokenizer):
     def _former_role(self, role: str, text: object) -> int | None:
         """Returns the id that former versions took for a role of which a file says `text`."""
 
+    @property
+    def directory(self) -> Path:
+        return self._files.directory
+
     def fingerprint(self) -> dict[str, Any]:
         return {"tokenizer": type(self).__name__, "sha256": self._sha256}
 
@@ -88,9 +92,10 @@ class DirectoryTokenizer(Tokenizer):
 
         It is "" for most directories, so that data that is the same keeps its fingerprint.
         """
+        special = self.special  # Its errors first.
         former, fields = self._former_tokens(), self._files.former_fields
         new = [
-            [number, token.text, dict(token.flags)] for number, token in self.special.tokens.items()
+            [number, token.text, dict(token.flags)] for number, token in special.tokens.items()
             if number not in former or former[number].text != token.text
             or any(
                 former[number].flags.get(name, False) != token.flags.get(name, False)
@@ -98,7 +103,7 @@ class DirectoryTokenizer(Tokenizer):
             )
         ]
         roles = {
-            role: self.special.roles.get(role) for role in ("bos_token", "eos_token")
-            if self._former_role(role, fields.get(role)) != self.special.roles.get(role)
+            role: special.roles.get(role) for role in ("bos_token", "eos_token")
+            if self._former_role(role, fields.get(role)) != special.roles.get(role)
         }
         return json.dumps([new, roles]) if new or roles else ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
     GENERATION_CONFIG,
@@ -122,14 +123,22 @@ class JsonTokenizer(DirectoryTokenizer):
         from tokenizers import AddedToken
 
         own = self._own_tokens
-        new = [
-            AddedToken(token.text, special=token.is_special, **token.flags)
+        new = {
+            number: AddedToken(token.text, special=token.is_special, **token.flags)
             for number, token in sorted(self.special.tokens.items())
             if number not in own or token is not own[number]
-        ]
+        }
         # All at once: the library goes through all of the vocabulary's added tokens each time.
         with errors_of_rust(self._file):
-            self._own.add_tokens(new)
+            self._own.add_tokens([*new.values()])
+        for number, token in new.items():
+            given = self._own.token_to_id(token.content)
+            if given != number:
+                raise ConfigError(
+                    f"The tokenizer's files disagree: {shown(repr(token.content))} is {number} in "
+                    f"{self.special.tokens[number].said_by}, and {given} by {self._file}, which "
+                    "skips ids. Let transformers write the directory anew."
+                )
         return self._own
 
     def _former_tokens(self) -> dict[int, Token]:

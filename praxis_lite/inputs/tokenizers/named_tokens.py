@@ -94,14 +94,28 @@ class NamedTokens:
             self.added = _former_added(files.json(ADDED_TOKENS), directory / ADDED_TOKENS, special)
 
 
-def checked_id(value: Any, path: Path, field: str, most: int = MAX_ID) -> int:
-    """Returns an id that a file gives.
+def checked_number(value: Any, path: Path, field: str, most: int = MAX_ID) -> int:
+    """Returns an id, or a number of ids, that a file gives.
 
     Raises:
       ConfigError: it is no whole number from 0 to `most`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise wrong_field(path, field, value, f"an id from 0 to {most}")
+        raise wrong_field(path, field, value, f"a whole number from 0 to {most}")
+    return value
+
+
+def checked_switch(
+    entry: Mapping[str, Any], name: str, path: Path, field: str = ""
+) -> bool | None:
+    """Returns a switch of an object of JSON, None if it is absent or null.
+
+    Raises:
+      ConfigError: it is neither true nor false.
+    """
+    value = entry.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise wrong_field(path, f"{field}: {name}".removeprefix(": "), value, "true or false")
     return value
 
 
@@ -145,13 +159,13 @@ def _added(entries: Any, path: Path) -> list[Token]:
         where = f"{field}[{key!r}]"
         if not (key.isascii() and key.isdigit()) or len(key) > 12:
             raise wrong_field(path, f"a key of {field}", key, f"an id from 0 to {MAX_ID}")
-        number = checked_id(int(key), path, f"a key of {field}")
+        number = checked_number(int(key), path, f"a key of {field}")
         if not isinstance(entry, Mapping):
             raise wrong_field(path, where, entry, 'an object with a "content"')
-        is_special = _switch(entry, "special", path, where) or False
+        is_special = checked_switch(entry, "special", path, where) or False
         token = _token(entry, path, where)
         tokens.append(dataclasses.replace(token, id=number, is_special=is_special))
-    return sorted(_not_empty(tokens, path), key=lambda token: token.id)
+    return sorted(_not_empty(tokens), key=lambda token: token.id)
 
 
 def _former_added(entries: Mapping[str, Any], path: Path, special: set[str]) -> list[Token]:
@@ -159,11 +173,11 @@ def _former_added(entries: Mapping[str, Any], path: Path, special: set[str]) -> 
     tokens = [
         Token(
             _checked_text(text, path, "a key"), f"{path}: {shown(repr(text))}",
-            checked_id(number, path, shown(repr(text))), text in special,
+            checked_number(number, path, shown(repr(text))), text in special,
         )
         for text, number in entries.items()
     ]
-    return sorted(_not_empty(tokens, path), key=lambda token: token.id)
+    return sorted(_not_empty(tokens), key=lambda token: token.id)
 
 
 def _list(value: Any, path: Path) -> list[Token]:
@@ -172,10 +186,10 @@ def _list(value: Any, path: Path) -> list[Token]:
         return []
     if not isinstance(value, list):
         raise wrong_field(path, field, value, "a list of tokens")
-    return _not_empty([_token(entry, path, f"{field}[{i}]") for i, entry in enumerate(value)], path)
+    return _not_empty([_token(entry, path, f"{field}[{i}]") for i, entry in enumerate(value)])
 
 
-def _not_empty(tokens: list[Token], path: Path) -> list[Token]:
+def _not_empty(tokens: list[Token]) -> list[Token]:
     for token in tokens:
         if not token.text:
             raise ConfigError(f"{token.said_by} is an empty text, which is no token. Remove it.")
@@ -186,7 +200,7 @@ def _token(value: Any, path: Path, field: str) -> Token:
     """A special token, given its text, or an object with that as its content."""
     flags = {}
     if isinstance(value, Mapping):
-        flags = {flag: _switch(value, flag, path, field) for flag in FLAGS}
+        flags = {flag: checked_switch(value, flag, path, field) for flag in FLAGS}
         flags = {flag: is_set for flag, is_set in flags.items() if is_set is not None}
         text = value.get("content")
     else:
@@ -194,13 +208,6 @@ def _token(value: Any, path: Path, field: str) -> Token:
     if not isinstance(text, str):
         raise wrong_field(path, field, value, 'a text, or an object with a "content"')
     return Token(_checked_text(text, path, field), f"{path}: {field}", flags=flags)
-
-
-def _switch(entry: Mapping[str, Any], name: str, path: Path, field: str) -> bool | None:
-    value = entry.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise wrong_field(path, f"{field}: {name}", value, "true or false")
-    return value
 
 
 def _checked_text(text: str, path: Path, field: str) -> str:

@@ -1,6 +1,7 @@
 """A SentencePiece model, as Llama 2, Mistral, Gemma and T5 were published with."""
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -19,10 +20,12 @@ from praxis_lite.inputs.tokenizers.files import (
     TokenizerFiles,
     read_file,
 )
-from praxis_lite.inputs.tokenizers.named_tokens import Token
+from praxis_lite.inputs.tokenizers.named_tokens import Token, checked_number, checked_switch
 from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens, Vocabulary, resolved
 from praxis_lite.inputs.tokenizers.tokenizer_classes import ENDED, class_of, is_renumbered
 
+# Sentinels of T5, of which published models have 100, and models of other kinds up to 1,000.
+MAX_EXTRA_IDS = 10_000
 # Appended to a model it is merged into it: its normalizer_spec with add_dummy_prefix set or not.
 _WITH_PREFIX, _WITHOUT_PREFIX = b"\x1a\x02\x18\x01", b"\x1a\x02\x18\x00"
 
@@ -91,12 +94,12 @@ class SentencePieceTokenizer(DirectoryTokenizer):
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
-        is_wanted = self._files.json(TOKENIZER_CONFIG).get("add_bos_token", True)
+        is_wanted = self._is_set("add_bos_token", True)
         return (self.bos_id,) if is_wanted and self.bos_id is not None else ()
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        is_wanted = self._files.json(TOKENIZER_CONFIG).get("add_eos_token", self._class in ENDED)
+        is_wanted = self._is_set("add_eos_token", self._class in ENDED)
         return (self.eos_id,) if is_wanted and self.eos_id is not None else ()
 
     @functools.cached_property
@@ -118,7 +121,9 @@ class SentencePieceTokenizer(DirectoryTokenizer):
         }
         if self._class == "T5":
             # They are no pieces, and no file of before 2023 lists them.
+            path = self._files.directory / TOKENIZER_CONFIG
             count = self._files.json(TOKENIZER_CONFIG).get("extra_ids", 100)
+            count = checked_number(count, path, "extra_ids", MAX_EXTRA_IDS)
             for i in range(count):
                 tokens[size + i] = Token(f"<extra_id_{count - 1 - i}>", said_by)
         ids = {name: getattr(model, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
@@ -158,6 +163,11 @@ class SentencePieceTokenizer(DirectoryTokenizer):
             if is_piece and not model.is_byte(i) and model.decode([i]).strip():
                 return [i]
         return []
+
+    def _is_set(self, name: str, default: bool) -> bool:
+        fields, path = self._files.json(TOKENIZER_CONFIG), self._files.directory / TOKENIZER_CONFIG
+        value = checked_switch(fields, name, path)
+        return default if value is None else value
 
     def _behind(self, is_blank_first: bool) -> Any:
         """Returns the model for a part of a text behind a token, as if the text had gone on."""
@@ -205,6 +215,9 @@ class SentencePieceTokenizer(DirectoryTokenizer):
                 f"Let transformers write a {TOKENIZER_JSON}: AutoTokenizer.from_pretrained(DIR)"
                 ".save_pretrained(DIR)."
             )
+        settings = self._files.json(TOKENIZER_CONFIG).get("sp_model_kwargs")
+        if isinstance(settings, dict) and settings.get("enable_sampling"):
+            _log.info("%s: enable_sampling is not followed: a text has one encoding", self._file)
         model = self._loaded(b"")
         try:
             for number in range(model.get_piece_size()):
@@ -243,6 +256,9 @@ class SentencePieceTokenizer(DirectoryTokenizer):
             return None if number < 0 else number
         ids = {token.text: i for i, token in self._former_tokens().items()}
         return ids.get(text) if isinstance(text, str) else None
+
+
+_log = logging.getLogger(__name__)
 
 
 def _pattern_of(token: Token) -> str:

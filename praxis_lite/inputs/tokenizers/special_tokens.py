@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.files import CONFIG, GENERATION_CONFIG, TokenizerFiles
-from praxis_lite.inputs.tokenizers.named_tokens import MAX_ID, NamedTokens, Token, checked_id
+from praxis_lite.inputs.tokenizers.named_tokens import MAX_ID, NamedTokens, Token, checked_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,7 @@ class SpecialTokens:
       model_eos_ids: what ends a model's answer, of generation_config.json, or else config.json.
       vocab_size: ids are below it.
       said_by: by role, the file and the field.
+      model_eos_said_by: the file and the field of `model_eos_ids`; "" if there are none.
     """
 
     tokens: Mapping[int, Token]
@@ -46,6 +47,7 @@ class SpecialTokens:
     model_eos_ids: tuple[int, ...]
     vocab_size: int
     said_by: Mapping[str, str]
+    model_eos_said_by: str
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -91,13 +93,13 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
                 f"The tokenizer's files disagree: the id {number} is {shown(repr(before.text))} by "
                 f"{before.said_by}, and {shown(repr(token.text))} by {token.said_by}. Correct one."
             )
-        if before is not None and before.text == token.text and token.id is None:
-            token = before if before.is_special else dataclasses.replace(before, is_special=True)
+        if before is not None and before.text == token.text:
+            said = before if token.id is None else token
+            is_special = before.is_special or token.is_special
+            token = said if said.is_special else dataclasses.replace(said, is_special=is_special)
         tokens[number], by_text[token.text] = token, number
         next_id = max(next_id, number + 1)
     ids = own | {role: by_text[token.text] for role, token in roles.items()}
-    texts = {role: text for role, (_, text) in vocabulary.roles.items()}
-    texts |= {role: tokens[number].text for role, number in ids.items() if number in tokens}
     said_by = dict.fromkeys(own, str(files.directory / files.own))
     said_by |= {role: token.said_by for role, token in roles.items()}
     ends, path = _model_ends(files, next_id)
@@ -110,7 +112,9 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
                 "text. Name a token of the vocabulary there, or an eos_token_id in "
                 f"{GENERATION_CONFIG}."
             )
-    return SpecialTokens(tokens, ids, texts, ends, next_id, said_by)
+    texts = {role: text for role, (_, text) in vocabulary.roles.items()}
+    texts |= {role: tokens[number].text for role, number in ids.items() if number in tokens}
+    return SpecialTokens(tokens, ids, texts, ends, next_id, said_by, path)
 
 
 def _model_ends(files: TokenizerFiles, size: int) -> tuple[tuple[int, ...], str]:
@@ -129,7 +133,7 @@ def _model_ends(files: TokenizerFiles, size: int) -> tuple[tuple[int, ...], str]
             most = max([size, *(n for n in rows if isinstance(n, int) and n <= MAX_ID)]) - 1
             values = value if isinstance(value, list) else [value]
             path = files.directory / name
-            ids = [checked_id(number, path, field, most) for number in values]
+            ids = [checked_number(number, path, field, most) for number in values]
             return tuple(dict.fromkeys(ids)), f"{path}: {field}"
     return (), ""
 
