@@ -106,7 +106,8 @@ def _put_users_packages_first() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     check_goes_with_mode(args)
-    html = args.html and file_path(args, "--html", "explain.html")
+    if args.html:
+        file_path(args, "--html", "explain.html")
     require(
         args.mode not in ("explain", "plan", "summary", "check") or processes.count() == 1,
         f"The number of processes of --mode={args.mode}", processes.count(), "1",
@@ -122,10 +123,16 @@ def _run(args: argparse.Namespace) -> None:
     args.opened = job_dir
     print(f"{experiment}, {args.mode}" + (f", in {job_dir.path}" if job_dir else ""), flush=True)
 
-    from praxis_lite.config.build import build
     from praxis_lite.config.overrides import check_required
+    from praxis_lite.experiment.recorded_job import check_tokenizers, keep_only
+    from praxis_lite.experiment.setting_of import naming_settings
 
     check_required(config)
+    prompts = _prompts(args)
+    is_conversation = args.chat and not prompts
+    if recorded:
+        keep_only(config, args.mode, has_prompts=bool(prompts) or is_conversation)
+    check_tokenizers(config)
     if args.mode == "check":
         from praxis_lite.testing.command import check
 
@@ -137,9 +144,20 @@ def _run(args: argparse.Namespace) -> None:
         plan(args, config, experiment)
         return
     _check_same_command(args, experiment, config)
-    job = build(config)
-    prompts = _prompts(args)
+    with naming_settings(config):
+        _run_job(args, config, experiment, job_dir, prompts)
+
+
+def _run_job(
+    args: argparse.Namespace, config: "fdl.Config", experiment: str, job_dir: "JobDir | None",
+    prompts: "list[Prompt]",
+) -> None:
+    """Builds a job and trains it, evaluates, decodes or explains it."""
+    from praxis_lite.config.build import build
+
+    html = args.html and file_path(args, "--html", "explain.html")
     is_conversation = args.chat and not prompts
+    job = build(config)
     if prompts:
         from praxis_lite.trainer.decoding.user_prompts import with_prompts
 
@@ -224,10 +242,10 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobDir]":
     job_dir = open_shared(path, lambda: open_for_reading(path))
 
     from praxis_lite.config.overrides import apply_overrides
-    from praxis_lite.config.text import load_config_file
+    from praxis_lite.experiment.recorded_job import recorded_config
 
     packages = registry.allowed_packages(args.packages)
-    loaded = load_config_file(job_dir.config_json, packages=packages)
+    loaded = recorded_config(job_dir, packages)
     if args.exp is not None:
         named = registry.full_name(registry.get_experiment(args.exp, args.packages))
         if named != loaded.experiment:

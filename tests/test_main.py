@@ -242,7 +242,8 @@ def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_pa
     assert "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true" in said
     # The words given are a setting that is taken: the next obstacle is that these are no devices.
     monkeypatch.setattr(
-        "praxis_lite.sharding.mesh.mesh_utils.create_device_mesh", lambda *_, **__: sys.exit(77)
+        "praxis_lite.sharding.devices.grid.mesh_utils.create_device_mesh",
+        lambda *_, **__: sys.exit(77),
     )
     assert launch(*argv, "mesh.allow_unused_devices=true").code == 77
 

@@ -10,12 +10,14 @@ import fiddle as fdl
 import jax
 import numpy as np
 
+from praxis_lite.config.build import build
 from praxis_lite.config.overrides import apply_overrides, check_required
-from praxis_lite.config.text import load_config_file
 from praxis_lite.decode import Decoder
 from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
+from praxis_lite.experiment.recorded_job import check_tokenizers, recorded_config
+from praxis_lite.experiment.setting_of import naming_settings
 from praxis_lite.inputs import InMemory, InputPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.interop.generation import with_decoder
@@ -66,10 +68,11 @@ def load(
     require(is_step, "load: step", step, "a whole number, 'best' or None")
     job_dir = open_for_reading(job_log_dir, writes=False)
     allowed = registry.allowed_packages(packages)
-    config = load_config_file(job_dir.config_json, packages=allowed).config
+    config = recorded_config(job_dir, allowed).config
     apply_overrides(config, settings, allowed)
     check_required(config)
-    job = fdl.build(config)
+    check_tokenizers(config)
+    job = build(config)
     check_parts(job)
     if mesh != "job":
         chosen = attached_mesh(job.mesh) if mesh == "attached" else mesh
@@ -237,7 +240,8 @@ class TrainedModel:
             data, name = known[data], f"{root}.{data}"
         else:
             name = type(data).__name__
-        data.check()
+        with naming_settings(self._config):
+            data.check()
         return name, data
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:

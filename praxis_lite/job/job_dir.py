@@ -39,6 +39,7 @@ class JobDir:
       traceback_txt: the traceback of the exception that ended the last launch, if one did.
       huggingface: the folder with config.json and tokenizer of the model of Hugging Face that the
         job began with, if it did.
+      tokenizers: the folder of copies of the tokenizers that the config names.
       tensorboard: the folder of TensorBoard's summaries.
       checkpoints: the folder of checkpoints by step.
     """
@@ -56,6 +57,7 @@ class JobDir:
     stacks_txt = _below("stacks.txt")
     traceback_txt = _below("traceback.txt")
     huggingface = _below("huggingface")
+    tokenizers = _below("tokenizers")
     tensorboard = _below("tensorboard")
     checkpoints = _below("checkpoints")
 

@@ -17,6 +17,7 @@ from praxis_lite.checkpoints.save_checks import check_names
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
 from praxis_lite.errors import ConfigError, few
+from praxis_lite.experiment.recorded_job import keep_tokenizers
 from praxis_lite.explain.layout_table import layout_table, layout_warnings
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
@@ -95,6 +96,8 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
             for line in config_difference(before, launched.config):
                 print(f"changed since the job was last run: {line}")
         files.write_config(*texts)
+        if processes.is_first():
+            keep_tokenizers(launched.config, files)
         _print_layout(job.partitioner, files)
         if reason := _nothing_to_do(job, start.step, saved.latest_step()):
             print(reason)
