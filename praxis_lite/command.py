@@ -1,10 +1,103 @@
-"""A command line whose mistakes are one paragraph, with the option that may be meant."""
+"""A command of the library: its options, its output, its signals, and its errors in a paragraph."""
 
 import argparse
-from collections.abc import Sequence
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.config.user_lines import explained
+from praxis_lite.errors import DISK_FULL, ConfigError, did_you_mean, not_written, printable
+from praxis_lite.job.processes.peers import ending_together
+from praxis_lite.job.processes.signals import EndsBySignal
+from praxis_lite.job.processes.standard_output import output_may_be_lost
+
+
+def run(
+    command: Callable[[], int | None],
+    *,
+    goes_on: bool,
+    traceback_txt: Callable[[], Path | None] = lambda: None,
+    wraps: bool = True,
+) -> None:
+    """Runs a command; exits with its status if that is not 0.
+
+    It is 2, after one paragraph, for what the user can mend, and 1 for an exception of the user's
+    own code. A signal ends it with one line and 128 + its number; for training see `StopRequest`.
+    What a command needs for long it imports itself: until then a signal ends in a traceback.
+
+    Args:
+        command: returns the status, None for 0.
+        goes_on: without its standard output; else it ends quietly, as programs of a pipe do.
+        traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
+      wraps: errors into lines of 100; else an error is one line, for scripts.
+    """
+    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
+        _put_users_packages_first()
+        _run(command, traceback_txt, wraps)
+
+
+def status_of(
+    command: Callable[[], int | None], *, goes_on: bool, wraps: bool = True
+) -> int:
+    """Returns the exit status of a command that `run` runs."""
+    try:
+        run(command, goes_on=goes_on, wraps=wraps)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def print_error(words: object, *, wraps: bool = True) -> None:
+    """Prints a paragraph to standard error, in lines of 100 letters or in one."""
+    text = printable(f"error: {words}")
+    if wraps:
+        text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr)
+
+
+def _run(
+    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
+) -> None:
+    # Each exit keeps its exception as its context: `ending_together` tells other processes of it.
+    try:
+        if status := command():
+            sys.exit(status)
+    except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
+        print("ended by SIGINT", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except ConfigError as error:
+        # Without what Fiddle appends to an exception of a constructor.
+        words = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
+        print_error(words, wraps=wraps)
+        sys.exit(error.exit_status)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            print_error(not_written(error.filename or "A file", error), wraps=wraps)
+            sys.exit(2)
+        found = explained(error, traceback_txt())
+        if found is None:
+            raise
+        print_error(found.words, wraps=wraps)
+        sys.exit(found.status)
+
+
+def _put_users_packages_first() -> None:
+    """Puts the current directory at the end of sys.path, and behind it the library's checkout.
+
+    So the user's packages are found without an installation, and their `tasks` before the folder of
+    that name beside main.py. It is at the end, because `python main.py` in a folder with a
+    random.py must not import that file.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    package = Path(__file__).resolve().parent
+    if (package / "tasks").is_symlink():  # Else it is installed.
+        beside = [one for one in sys.path if Path(one).resolve() == package.parent]
+        sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
 
 
 class Parser(argparse.ArgumentParser):

@@ -95,10 +95,16 @@ def format_bytes(size: int) -> str:
     return f"{size / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{size} B"
 
 
-def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:
-    """Returns the error for a file of a job that could not be written."""
+def not_written(
+    path: str | os.PathLike[str], error: OSError,
+    then: str = "training goes on from its newest checkpoint",
+) -> ConfigError:
+    """Returns the error for a file that could not be written.
+
+    Args:
+      then: what the same command does when it is launched again.
+    """
     return ConfigError(
-        f"{os.fspath(path)} could not be written: {error.strerror}. Make room, or mend the "
-        "file system, and launch the same command again: training goes on from its newest "
-        "checkpoint."
+        f"{os.fspath(path)} could not be written: {error.strerror or error}. Make room, or mend "
+        f"the file system, and launch the same command again: {then}."
     )

@@ -1,27 +1,18 @@
 """From a command line to a job: experiment, config, mesh, then what --mode says."""
 
 import argparse
-import os
-import signal
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from praxis_lite.config.user_lines import explained
-from praxis_lite.errors import DISK_FULL, ConfigError, not_written, printable, require
+from praxis_lite.command import print_error, run
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment import registry
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
-from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.same_everywhere import check_same, versions
-from praxis_lite.job.processes.signals import EndsBySignal
-from praxis_lite.job.processes.standard_output import (
-    output_may_be_lost,
-    print_log,
-    without_lines_of_gloo,
-)
+from praxis_lite.job.processes.standard_output import print_log, without_lines_of_gloo
 from praxis_lite.job.processes.start import start
 from praxis_lite.job.shared_job_dir import open_shared
 from praxis_lite.options import check_goes_with_mode, file_path, parser
@@ -36,72 +27,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line; exits 2, with one paragraph, for what the user can mend.
 
     It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
-    --mode=check found a difference. A signal ends it
-    with one line and status 128 + its number; for training see `StopRequest`.
+    --mode=check found a difference.
     """
     try:
         args = parser().parse_args(argv)
     except ConfigError as error:
-        _print_error(error)
+        print_error(error)
         sys.exit(2)
     args.opened = None  # The job's directory, once it is known to be this job's.
-    goes_on = args.mode in ("train", "eval", "decode") and not args.list
-    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
-        _main(args)
+
+    def traceback_txt() -> Path | None:
+        is_open = args.opened is not None and processes.is_first()
+        return args.opened.traceback_txt if is_open else None
+
+    run(
+        lambda: _main(args),
+        goes_on=args.mode in ("train", "eval", "decode") and not args.list,
+        traceback_txt=traceback_txt,
+    )
 
 
 def _main(args: argparse.Namespace) -> None:
-    _put_users_packages_first()
     print_log()
-    try:
-        if args.list:
-            listed = registry.list_experiments(args.packages)
-            width = max(map(len, listed), default=0)
-            for name, summary in listed.items():
-                print(f"{name:<{width}}  {summary}")
-            return
-        start(args.coordinator, args.num_processes, args.process_id, args.start_seconds)
-        if processes.count() > 1:
-            without_lines_of_gloo()
-        _run(args)
-    except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
-        print("ended by SIGINT", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except ConfigError as error:
-        # Without what Fiddle appends to an exception of a constructor.
-        _print_error(str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0])
-        sys.exit(error.exit_status)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            _print_error(not_written(error.filename or "A file", error))
-            sys.exit(2)
-        is_open = args.opened is not None and processes.is_first()
-        said = explained(error, args.opened.traceback_txt if is_open else None)
-        if said is None:
-            raise
-        _print_error(said.words)
-        sys.exit(said.status)
-
-
-def _print_error(words: object) -> None:
-    text = printable(f"error: {words}")
-    print(textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False),
-          file=sys.stderr)
-
-
-def _put_users_packages_first() -> None:
-    """Puts the current directory at the end of sys.path, and behind it the library's checkout.
-
-    So the user's packages are found without an installation, and their `tasks` before the folder of
-    that name beside main.py. It is at the end, because `python main.py` in a folder with a
-    random.py must not import that file.
-    """
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    package = Path(__file__).resolve().parent
-    if (package / "tasks").is_symlink():  # Else it is installed.
-        beside = [one for one in sys.path if Path(one).resolve() == package.parent]
-        sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
+    if args.list:
+        listed = registry.list_experiments(args.packages)
+        width = max(map(len, listed), default=0)
+        for name, summary in listed.items():
+            print(f"{name:<{width}}  {summary}")
+        return
+    start(args.coordinator, args.num_processes, args.process_id, args.start_seconds)
+    if processes.count() > 1:
+        without_lines_of_gloo()
+    _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ answered.
 """
 
 import argparse
-import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,25 +14,23 @@ from praxis_lite.checkpoints import tools
 from praxis_lite.checkpoints.digest import combined, leaf_digests
 from praxis_lite.checkpoints.step_differences import step_differences
 from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.command import Parser, status_of
 from praxis_lite.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; prints the answer, or on standard error what stands against one."""
+    status = status_of(lambda: _run(argv), goes_on=False, wraps=False)
+    # Of `| head`, which has seen enough.
+    return 0 if status == 128 + signal.SIGPIPE else status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
-        directory = tools.steps_directory(args.job_log_dir)
-        return args.command(args, directory)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-    except BrokenPipeError:  # Of `| head`, which has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        print(f"{error}.", file=sys.stderr)
+        return args.command(args, tools.steps_directory(args.job_log_dir))
     finally:
         _progress("", 1.0)
-    return 2
 
 
 def _ls(args: argparse.Namespace, directory: Path) -> int:
@@ -93,8 +91,8 @@ def _digest(args: argparse.Namespace, directory: Path) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m praxis_lite.checkpoints", allow_abbrev=False,
         description="Looks at the checkpoints of a job; neither its code nor an accelerator is "
                     "needed. Nothing is written, renamed or deleted.",

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from praxis_lite.command import Parser
+from praxis_lite.command import Parser, status_of
 from praxis_lite.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.stream_digest import stream_digest
@@ -15,6 +15,10 @@ from praxis_lite.inputs.processes.stream_digest import stream_digest
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, and a paragraph, for what the user can mend."""
+    return status_of(lambda: _run(argv), goes_on=False)
+
+
+def _run(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m praxis_lite.inputs", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command", metavar="{digest,prepare}")
     one = commands.add_parser(
@@ -38,17 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                              action="extend", help="as of main.py")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("praxis_lite").setLevel(logging.INFO)
-    try:
-        args = parser.parse_args(argv)
-        pipelines = _pipelines(args)
-        if args.command == "prepare":
-            _prepare(pipelines)
-        else:
-            _print_digest(args, pipelines)
-    except ConfigError as error:
-        print(f"error: {str(error).split(chr(10) * 2 + 'Fiddle context:')[0]}", file=sys.stderr)
-        return 2
-    return 0
+    args = parser.parse_args(argv)
+    pipelines = _pipelines(args)
+    if args.command == "prepare":
+        _prepare(pipelines)
+    else:
+        _print_digest(args, pipelines)
 
 
 def _prepare(pipelines: Mapping[str, InputPipeline]) -> None:

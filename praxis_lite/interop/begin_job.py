@@ -1,8 +1,11 @@
 """A new job whose checkpoint of step 0 has weights that another system has trained."""
 
+import contextlib
+import fcntl
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import fiddle as fdl
 import jax
@@ -13,27 +16,35 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import config_lines, dump_config
-from praxis_lite.errors import ConfigError, few
+from praxis_lite.errors import ConfigError, few, not_written
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.job.job_dir import JobDir, open_for_training
+from praxis_lite.job.job_dir import JobDir, local_directory, open_for_training
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.trainer.job_checks import check_parts
 from praxis_lite.trainer.memory import check_fits
 
 
-def new_job_dir(
+@contextlib.contextmanager
+def beginning(
     job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
-) -> JobDir:
-    """Returns the directory of a job that is to begin.
+) -> Iterator[JobDir]:
+    """Yields the directory of a job that is to begin, empty again if what follows fails.
+
+    A mark in it says that the job is half made. Where a command was killed, and left the mark, the
+    same command begins anew.
 
     Raises:
       ConfigError: the experiment is not known, or the directory is of another job, cannot be
-        written or has checkpoints.
+        written or has checkpoints; or the disk does not take what follows.
     """
     name = registry.full_name(registry.get_experiment(experiment, packages))
+    job_dir = JobDir(local_directory(job_log_dir))
+    if job_dir.beginning.is_file() and not job_dir.config_json.exists():
+        with _marked(job_dir):
+            _clear(job_dir)
     job_dir = open_for_training(job_log_dir, name)
     saved_before = sorted(path.name for path in job_dir.checkpoints.glob("*"))
     if saved_before:
@@ -41,7 +52,43 @@ def new_job_dir(
             f"{job_dir.path} has checkpoints already ({few(saved_before)}), and a job can begin "
             "only where there are none. Name a new directory."
         )
-    return job_dir
+    with _marked(job_dir):
+        try:
+            yield job_dir
+        except BaseException as error:
+            _clear(job_dir)
+            if isinstance(error, OSError) and not isinstance(error, ConfigError):
+                path = error.filename or job_dir.path
+                raise not_written(path, error, "it begins the job anew") from error
+            raise
+
+
+@contextlib.contextmanager
+def _marked(job_dir: JobDir) -> Iterator[None]:
+    with job_dir.beginning.open("w") as mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{job_dir.path}: another command begins a job there. Wait for its end, or name "
+                "another directory."
+            ) from None
+        except OSError:  # The file system knows no locks.
+            pass
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                job_dir.beginning.unlink(missing_ok=True)
+
+
+def _clear(job_dir: JobDir) -> None:
+    """Removes what a job that has not begun has in its directory, as far as that is possible."""
+    for folder in (job_dir.huggingface, job_dir.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    if not job_dir.config_json.exists():
+        with contextlib.suppress(OSError):
+            job_dir.config_txt.unlink(missing_ok=True)
 
 
 def begin_job_with(
@@ -60,7 +107,7 @@ def begin_job_with(
       weights: returns the weights by path in mdl_vars, padded and in their shards; what it leaves
         out is drawn with the run's seed.
       experiment: its name, as for `--exp`.
-      job_dir: of `new_job_dir`.
+      job_dir: of `beginning`.
       settings: "path=value", as for `--set`.
       packages: as for `--packages`.
 

@@ -5,20 +5,19 @@
 Afterwards the job is as one whose step 0 was saved: train, evaluate or decode it with `main.py`.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
+from praxis_lite.command import Parser, run
+from praxis_lite.job.processes.standard_output import print_log
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.experiment.experiment import Job
-from praxis_lite.interop.begin_job import begin_job_with, how_to_go_on, new_job_dir
-from praxis_lite.interop.pax import mdl_vars_from_pax
-from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
-from praxis_lite.job.job_dir import JobDir
-from praxis_lite.partitioner import Partitioner
+if TYPE_CHECKING:
+    import jax
+
+    from praxis_lite.experiment.experiment import Job
+    from praxis_lite.job.job_dir import JobDir
+    from praxis_lite.partitioner import Partitioner
 
 
 def begin_job(
@@ -31,7 +30,7 @@ def begin_job(
     ignore: Sequence[str] = (),
     new: Sequence[str] = (),
     packages: Sequence[str] = (),
-) -> JobDir:
+) -> "JobDir":
     """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.
 
     The optimizer's slots are new, made from these weights, and the training data starts at its
@@ -48,8 +47,17 @@ def begin_job(
     Raises:
       ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
     """
-    def weights(partitioner: Partitioner, job: Job) -> dict[str, jax.Array]:
-        found = read_pax_checkpoint(pax_directory, step)
+    # Imported here: a signal may come while jax is.
+    import jax
+
+    from praxis_lite.interop.begin_job import begin_job_with, beginning
+    from praxis_lite.interop.pax import mdl_vars_from_pax
+    from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+
+    # Before the memory of the model is counted: the path may be wrong.
+    found = read_pax_checkpoint(pax_directory, step)
+
+    def weights(partitioner: "Partitioner", job: "Job") -> dict[str, "jax.Array"]:
         key = jax.random.key(job.run.seed)
         mdl_vars = mdl_vars_from_pax(job.task.model, found, ignore=ignore, new=new, key=key)
         layout = partitioner.layout.select("mdl_vars")
@@ -57,13 +65,21 @@ def begin_job(
         paths = [leaf.path for leaf in layout.leaves()]
         return dict(zip(paths, jax.tree.leaves(place(mdl_vars)), strict=True))
 
-    job_dir = new_job_dir(job_log_dir, experiment, packages)
-    return begin_job_with(weights, experiment, job_dir, settings, packages)
+    with beginning(job_log_dir, experiment, packages) as job_dir:
+        return begin_job_with(weights, experiment, job_dir, settings, packages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Begins a job with the weights of a Pax job, from the command line."""
-    parser = argparse.ArgumentParser(description="Begins a job with the weights of a Pax job.")
+    run(lambda: _begin(argv), goes_on=True)
+
+
+def _begin(argv: Sequence[str] | None) -> None:
+    print_log()
+    parser = Parser(
+        prog="python -m praxis_lite.interop.pax_job", allow_abbrev=False,
+        description="Begins a job with the weights of a Pax job.",
+    )
     parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
     parser.add_argument("--packages", metavar="NAME,...", type=lambda words: words.split(","),
                         action="extend", default=[], help="as of main.py")
@@ -77,13 +93,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
                         action="extend", default=[], help="as of main.py")
     args = parser.parse_args(argv)
-    try:
-        job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
-                        settings=args.settings, ignore=args.ignore, new=args.new,
-                        packages=args.packages)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
+                    settings=args.settings, ignore=args.ignore, new=args.new,
+                    packages=args.packages)
+    from praxis_lite.interop.begin_job import how_to_go_on
+
     print(how_to_go_on(job, args.exp, args.settings, args.packages))
 
 

@@ -42,6 +42,7 @@ class JobDir:
       tokenizers: the folder of copies of the tokenizers that the config names.
       tensorboard: the folder of TensorBoard's summaries.
       checkpoints: the folder of checkpoints by step.
+      beginning: a mark, there while a command begins the job with weights of another system.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class JobDir:
     tokenizers = _below("tokenizers")
     tensorboard = _below("tensorboard")
     checkpoints = _below("checkpoints")
+    beginning = _below(".beginning")
 
     def decode_jsonl(self, dataset: str, step: int) -> Path:
         """Returns the file of what the checkpoint of `step` made of one dataset's prompts."""
@@ -115,6 +117,12 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
         )
         if job.config_json.is_dir():
             _refuse(job, "has a directory config.json, so it is no job's. Name another")
+        if visible and not job.config_json.is_file() and job.beginning.exists():
+            _refuse(
+                job,
+                "is half made: a command that begins a job with weights of another system (import, "
+                "pax_job) was ended there. Launch that command again, or name another directory",
+            )
         if visible and not job.config_json.is_file():
             _refuse(
                 job,

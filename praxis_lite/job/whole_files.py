@@ -1,9 +1,15 @@
 """Files that a reader sees whole: the old one, or the new one, whenever the process is killed."""
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from praxis_lite.errors import not_written
+from praxis_lite.errors import ConfigError, few, not_written
+
+# In a directory that is being written: the files that are not whole yet.
+PARTIAL = ".partial"
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -23,3 +29,59 @@ def write_whole(path: Path, content: bytes) -> None:
         raise not_written(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, last: str) -> Iterator[Path]:
+    """Yields a folder for files that come into a new or an empty directory once all are written.
+
+    What a killed process left in that folder, `.partial` in the directory, is removed; so the same
+    command goes on. If what follows fails the directory is as it was.
+
+    Args:
+      path: of the directory.
+      last: the name of the file that comes last, without which readers see nothing.
+
+    Raises:
+      ConfigError: the directory has files, or the disk does not take some.
+    """
+    partial, made, moved = path / PARTIAL, not path.exists(), []
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        there = sorted(one.name for one in path.iterdir() if one.name != PARTIAL)
+        if there:
+            half = " and was half written when a command was ended" if partial.exists() else ""
+            raise ConfigError(
+                f"{path} has files ({few(there)}){half}; wanted is a new or an empty directory. "
+                "Name another, or remove them."
+            )
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        for name in sorted(os.listdir(partial), key=lambda name: (name == last, name)):
+            _sync(partial / name)
+            moved.append(path / name)
+            os.replace(partial / name, path / name)
+        partial.rmdir()
+    except BaseException as error:
+        _take_back(path, partial, moved, made)
+        if isinstance(error, OSError) and not isinstance(error, ConfigError):
+            raise not_written(path, error, "it writes them anew") from error
+        raise
+
+
+def _take_back(path: Path, partial: Path, moved: list[Path], made: bool) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(partial, ignore_errors=True)
+        for file in moved:
+            file.unlink(missing_ok=True)
+        if made:
+            path.rmdir()
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
 
 from praxis_lite.checkpoints.huggingface.weights import Part
-from praxis_lite.checkpoints.huggingface.writing import Pieces
+from praxis_lite.checkpoints.huggingface.writing import Pieces, save_tensors
 from praxis_lite.errors import ConfigError
 from praxis_lite.layers.whole_model.adapters import merged
 from praxis_lite.partitioner.train_state import LeafLayout
@@ -93,7 +92,7 @@ def write_peft(
         "inference_mode": True,
     }
     if jax.process_index() == 0:
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, directory / "adapter_model.safetensors")
         text = json.dumps(config, indent=2) + "\n"
         (directory / "adapter_config.json").write_text(text, "utf-8")
 

@@ -1,5 +1,6 @@
 """A directory of Hugging Face as what a model's weights are read from, and how it is written."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,8 +18,10 @@ from praxis_lite.checkpoints.huggingface.reading import read_weights, stored
 from praxis_lite.checkpoints.huggingface.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.checkpoints.huggingface.weights import parts
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
-from praxis_lite.errors import few, require, require_choice
+from praxis_lite.errors import require_choice
 from praxis_lite.inputs.tokenizers.files import TOKENIZER_FILES
+from praxis_lite.job.job_dir import local_directory
+from praxis_lite.job.whole_files import new_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.partitioner import StateLayout
@@ -48,7 +51,7 @@ class Pretrained:
     """
 
     def __init__(self, directory: str | os.PathLike[str], layout: StateLayout):
-        path = Path(directory)
+        path = local_directory(directory)
         self.config = read_config(path)
         family = family_of(self.config)
         self.layout, self.files = layout, TensorFiles(path)
@@ -90,17 +93,18 @@ class Pretrained:
         Raises:
           ConfigError: there are files in the directory, or the dtype is another.
         """
-        target = self._new_directory(directory, dtype)
+        _check_dtype(dtype)
         config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
         dtypes = {name: self.files.dtype(name) for name in names}
         if dtype is not None:
             config["torch_dtype"], dtypes = dtype, dict.fromkeys(names, FLOATS[dtype])
-        write_tensors(
-            target, self.parts, arrays, mesh, dtypes, max_file_bytes=max_file_bytes, note=note
-        )
-        if jax.process_index() == 0:
-            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-            _copy(self.files.directory, target, TOKENIZER_FILES)
+        with _new_directory(directory, "config.json") as target:
+            write_tensors(
+                target, self.parts, arrays, mesh, dtypes, max_file_bytes=max_file_bytes, note=note
+            )
+            if jax.process_index() == 0:
+                (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+                _copy(self.files.directory, target, TOKENIZER_FILES)
 
     def write_adapters(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], layers: Layers,
@@ -116,23 +120,12 @@ class Pretrained:
         Raises:
           ConfigError: as `write`, and as `write_peft`.
         """
-        target = self._new_directory(directory, dtype)
+        _check_dtype(dtype)
         kind = FLOATS[dtype or "float32"]
-        write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
-        if jax.process_index() == 0:
-            _copy(self.files.directory, target, TOKENIZER_FILES)
-
-    def _new_directory(self, directory: str | os.PathLike[str], dtype: str | None) -> Path:
-        if dtype is not None:
-            require_choice("export: dtype", dtype, tuple(FLOATS))
-        target = Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
-        there = sorted(one.name for one in target.iterdir())
-        require(
-            not there, "export: the files in the directory", few(there), "none",
-            "Name a new directory.",
-        )
-        return target
+        with _new_directory(directory, "adapter_config.json") as target:
+            write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
+            if jax.process_index() == 0:
+                _copy(self.files.directory, target, TOKENIZER_FILES)
 
     def _leaves(self) -> list[Any]:
         leaves = self.layout.leaves()
@@ -145,12 +138,25 @@ def keep_description(directory: str | os.PathLike[str], target: Path) -> None:
     Raises:
       ConfigError: see `TensorFiles`.
     """
-    files = TensorFiles(Path(directory))
+    files = TensorFiles(local_directory(directory))
     target.mkdir(parents=True, exist_ok=True)
     described = json.dumps(files.described(), indent=1)
     (target / DESCRIBED).write_text(f"{described}\n", "utf-8")
     (target / CAME_FROM).write_text(f"{files.directory.absolute()}\n", "utf-8")
     _copy(files.directory, target, ("config.json", *TOKENIZER_FILES))
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None:
+        require_choice("export: dtype", dtype, tuple(FLOATS))
+
+
+def _new_directory(
+    directory: str | os.PathLike[str], last: str
+) -> contextlib.AbstractContextManager[Path]:
+    path = local_directory(directory)
+    # Of several processes the first one writes.
+    return new_directory(path, last) if jax.process_index() == 0 else contextlib.nullcontext(path)
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:

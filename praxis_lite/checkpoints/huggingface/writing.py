@@ -1,9 +1,12 @@
 """A model's weights as safetensors files, with the index that Hugging Face's readers want."""
 
 import collections
+import errno
 import functools
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from praxis_lite.checkpoints.huggingface.tensor_files import INDEX, SINGLE
@@ -55,13 +59,23 @@ def write_tensors(
             tensor = as_tensor(own, [pieces(x.path, x.index, x.piece_shape()) for x in own])
             tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
         if jax.process_index() == 0:
-            save_file(tensors, directory / file, metadata={"format": "pt"})
+            save_tensors(tensors, directory / file)
         weight_map |= dict.fromkeys(names, file)
         total += sum(x.nbytes for x in tensors.values())
         note(f"wrote {file}, {total / 1e9:.3g} GB so far")
     if len(files) > 1 and jax.process_index() == 0:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file. Raises OSError, also where the library has one of its own."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), os.fspath(path)) from error
 
 
 def _files(

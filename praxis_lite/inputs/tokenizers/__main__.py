@@ -1,13 +1,12 @@
 """Makes a tokenizer of your own text, as GPT-2 and Llama 3 have one, or shows a directory's."""
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.command import Parser
-from praxis_lite.errors import ConfigError, not_written, require
+from praxis_lite.command import Parser, status_of
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
@@ -15,6 +14,8 @@ from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKE
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
 from praxis_lite.inputs.tokenizers.show import description
+from praxis_lite.job.job_dir import local_directory
+from praxis_lite.job.whole_files import new_directory
 
 # GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
 # digits, punctuation, blanks and ends of lines.
@@ -45,17 +46,23 @@ def train(
     Raises:
       ConfigError: no file matches, the directory has files, or the vocabulary is too small.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
     special = list(dict.fromkeys([END, BEGIN_TURN, END_TURN, *special_tokens]))
     least = 256 + len(special)
     require(
         vocab_size >= least, "--vocab-size", vocab_size,
         f"{least} or more, for 256 bytes and {len(special)} special tokens",
     )
-    if directory.is_dir() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} has files. Name a new or an empty directory.")
     paths = matching_files(files)
+    with new_directory(directory, TOKENIZER_JSON) as target:
+        _train(paths, target, vocab_size, special, chat_template)
+    return JsonTokenizer(directory)
+
+
+def _train(
+    paths: Sequence[str], target: Path, vocab_size: int, special: Sequence[str], chat_template: str
+) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PIECES), "isolated"),
@@ -79,54 +86,60 @@ def train(
         "clean_up_tokenization_spaces": False, "additional_special_tokens": special[1:],
         "model_max_length": 10**9,
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        made.save(str(directory / TOKENIZER_JSON))
-        (directory / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        (directory / TEMPLATE).write_text(chat_template, "utf-8")
-        # What ends an answer, besides the end of a text.
-        ends = {"eos_token_id": [made.token_to_id(END), made.token_to_id(END_TURN)]}
-        (directory / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
-    except OSError as error:
-        raise not_written(directory, error) from error
-    return JsonTokenizer(directory)
+    (target / TOKENIZER_JSON).write_text(made.to_str(pretty=True), "utf-8")
+    (target / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    (target / TEMPLATE).write_text(chat_template, "utf-8")
+    # What ends an answer, besides the end of a text.
+    ends = {"eos_token_id": [made.token_to_id(END), made.token_to_id(END_TURN)]}
+    (target / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, and a paragraph, for what the user can mend."""
+    return status_of(lambda: _run(argv), goes_on=True)
+
+
+def _run(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m praxis_lite.inputs.tokenizers", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="train|show", dest="command")
     other = commands.add_parser("show", help="a directory's special tokens, and what ends a text")
-    other.add_argument("directory", metavar="DIR", type=Path, help="of a tokenizer")
+    other.add_argument("directory", metavar="DIR", help="of a tokenizer")
     one = commands.add_parser("train", help="a byte-level BPE of a text", description=__doc__)
     one.add_argument("files", metavar="FILES", help="globs of text files, separated by commas")
-    one.add_argument("directory", metavar="OUT_DIR", type=Path, help="a new or an empty directory")
+    one.add_argument("directory", metavar="OUT_DIR", help="a new or an empty directory")
     one.add_argument("--vocab-size", type=int, default=8192, help="default: 8192")
     one.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens")
     one.add_argument(
-        "--chat-template", type=argparse.FileType(encoding="utf-8"), metavar="FILE",
+        "--chat-template", metavar="FILE",
         help="a Jinja template of conversations; default: ChatML's form",
     )
-    try:
-        args = parser.parse_args(argv)
-        if args.command == "show":
-            print(description(load_tokenizer(args.directory)))
-            return 0
-        template = CHAT if args.chat_template is None else args.chat_template.read()
-        made = train(args.files, args.directory, args.vocab_size, args.special, template)
-        texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
-        num_bytes = sum(map(len, texts))
-        num_tokens = sum(map(len, made.encode_documents(texts)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(argv)
+    if args.command == "show":
+        print(description(load_tokenizer(local_directory(args.directory))))
+        return
+    template = CHAT if args.chat_template is None else _template(Path(args.chat_template))
+    directory = local_directory(args.directory)
+    made = train(args.files, directory, args.vocab_size, args.special, template)
+    texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
+    num_bytes = sum(map(len, texts))
+    num_tokens = sum(map(len, made.encode_documents(texts)))
+    require(num_tokens > 0, "The text of the files", "empty", "some text")
     if made.vocab_size < args.vocab_size:
         print(f"The text has no more pairs: {made.vocab_size} tokens, not {args.vocab_size}.")
     print(
         f"{made.vocab_size} tokens in {args.directory}: {num_bytes:,} bytes of text are "
         f"{num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes each."
     )
-    return 0
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--chat-template={path} cannot be read: {getattr(error, 'strerror', None) or error}. "
+            "Name a file of UTF-8 text."
+        ) from None
 
 
 if __name__ == "__main__":

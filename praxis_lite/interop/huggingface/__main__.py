@@ -5,25 +5,40 @@
         [--adapters merge|peft]
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from praxis_lite.errors import ConfigError
-from praxis_lite.interop.begin_job import how_to_go_on
-from praxis_lite.interop.huggingface.jobs import (
-    ADAPTERS,
-    begin_job,
-    export_job,
-    hf_dir_setting,
-)
-from praxis_lite.interop.huggingface.model import EXPERIMENT
+from praxis_lite.command import Parser, run
+from praxis_lite.job.processes.standard_output import print_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Begins a job with a model of Hugging Face, or writes a job's model as one of these."""
-    parser = argparse.ArgumentParser(prog="python -m praxis_lite.interop.huggingface")
-    commands = parser.add_subparsers(dest="command", required=True)
+    run(lambda: _convert(argv), goes_on=True)
+
+
+def _convert(argv: Sequence[str] | None) -> None:
+    print_log()
+    args = _parser().parse_args(argv)
+    # Imported here: a signal may come while jax is.
+    from praxis_lite.interop.begin_job import how_to_go_on
+    from praxis_lite.interop.huggingface.jobs import begin_job, export_job, hf_dir_setting
+    from praxis_lite.interop.huggingface.model import EXPERIMENT
+
+    if args.command == "import":
+        job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_say)
+        print(how_to_go_on(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
+        return
+    export_job(
+        args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype, adapters=args.adapters,
+        note=_say,
+    )
+    print(f"wrote {args.out_dir}")
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m praxis_lite.interop.huggingface", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{import,export}")
     taking = commands.add_parser("import", help="begin a job with the model in a directory")
     taking.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors files")
     taking.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a new directory")
@@ -35,23 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     giving.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
     giving.add_argument("--dtype", help="float32, bfloat16 or float16; default: as it was")
     giving.add_argument(
-        "--adapters", choices=ADAPTERS,
+        "--adapters", choices=("merge", "peft"),
         help="of a model with LoRA: fold them into its weights, or write them alone, as PEFT does",
     )
-    args = parser.parse_args(argv)
-    try:
-        if args.command == "import":
-            job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_say)
-            print(how_to_go_on(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
-        else:
-            export_job(
-                args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype,
-                adapters=args.adapters, note=_say,
-            )
-            print(f"wrote {args.out_dir}")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    return parser
 
 
 def _say(line: str) -> None:
@@ -59,4 +61,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

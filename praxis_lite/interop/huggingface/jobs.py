@@ -1,7 +1,6 @@
 """A job that begins with a model of Hugging Face, and a job's model as one of Hugging Face."""
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -14,7 +13,7 @@ from praxis_lite.checkpoints.huggingface.pretrained import (
 )
 from praxis_lite.errors import ConfigError, few, require, require_choice
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.interop.begin_job import begin_job_with, new_job_dir
+from praxis_lite.interop.begin_job import begin_job_with, beginning
 from praxis_lite.interop.huggingface.model import EXPERIMENT
 from praxis_lite.interop.trained_model import load
 from praxis_lite.job.job_dir import JobDir, open_for_reading
@@ -43,19 +42,15 @@ def begin_job(
       note: told how far the reading is.
 
     Raises:
-      ConfigError: see `Pretrained`, `new_job_dir` and `begin_job_with`.
+      ConfigError: see `Pretrained`, `beginning` and `begin_job_with`.
     """
     def weights(partitioner: Partitioner, job: Job) -> Mapping[str, jax.Array]:
         layout = partitioner.layout.select("mdl_vars")
         return Pretrained(directory, layout).read(partitioner.mesh, note)
 
-    job_dir = new_job_dir(job_log_dir, EXPERIMENT)
-    keep_description(directory, job_dir.huggingface)
-    try:
+    with beginning(job_log_dir, EXPERIMENT) as job_dir:
+        keep_description(directory, job_dir.huggingface)
         return begin_job_with(weights, EXPERIMENT, job_dir, (hf_dir_setting(job_dir), *settings))
-    except ConfigError:
-        shutil.rmtree(job_dir.huggingface)
-        raise
 
 
 def hf_dir_setting(job_dir: JobDir) -> str:
@@ -72,7 +67,7 @@ def export_job(
     adapters: str | None = None,
     note: Note = lambda line: None,
 ) -> None:
-    """Writes the model of a job, of one of its checkpoints, as Hugging Face keeps it.
+    """Exports one checkpoint of a job in Hugging Face format.
 
     Args:
       job_log_dir: of a job that began with a model of Hugging Face.
