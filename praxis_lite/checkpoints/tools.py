@@ -64,13 +64,18 @@ def steps_directory(path: str) -> Path:
       ConfigError: there is no such directory, or nothing in it is a step.
     """
     given = local_directory(path)
+    if not given.is_dir():
+        raise ConfigError(
+            f"{given} is no directory. Name a job_log_dir, or the folder 'checkpoints' in it."
+        )
     for directory in (given / "checkpoints", given):
         if step_dirs.numbered_steps(directory) or _set_aside(directory):
             return directory
     if given.name.isdigit() and (given / MANIFEST_JSON).exists():
         raise ConfigError(f"{given} is one step: name {given.parent}, and --step={given.name}.")
-    what = "holds no checkpoints" if given.is_dir() else "is no directory"
-    raise ConfigError(f"{given} {what}. Name a job_log_dir, or the folder 'checkpoints' in it.")
+    raise ConfigError(
+        f"{given} holds no checkpoints. Name a job_log_dir, or the folder 'checkpoints' in it."
+    )
 
 
 def step_dir_of(directory: Path, step: int | None) -> Path:

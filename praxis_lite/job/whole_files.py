@@ -45,9 +45,16 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
     Raises:
       ConfigError: the directory has files, or the disk does not take some.
     """
-    partial, made, moved = path / PARTIAL, not path.exists(), []
+    partial, moved = path / PARTIAL, []
+    made = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be made ({error.strerror}). Name a new directory, below one that you "
+            "can write."
+        ) from error
+    try:
         there = sorted(one.name for one in path.iterdir() if one.name != PARTIAL)
         if there:
             half = " and was half written when a command was ended" if partial.exists() else ""

@@ -24,9 +24,10 @@ def stream_digest(
     Raises:
       ConfigError: the pipeline is wrong, or ends before.
     """
-    require(num_batches >= 1, "The number of batches", num_batches, "1 or more")
+    is_number = 1 <= num_batches < 2**31
+    require(is_number, "The number of batches", num_batches, "1 or more, below 2**31")
     require(num_processes >= 1, "The number of processes", num_processes, "1 or more")
-    require(start >= 0, "The first batch", start, "0 or more")
+    require(0 <= start < 2**31, "The first batch", start, "0 or more, below 2**31")
     pipeline.check()
     if pipeline.num_batches is not None:
         require(

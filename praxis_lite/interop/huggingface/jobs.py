@@ -11,12 +11,13 @@ from praxis_lite.checkpoints.huggingface.pretrained import (
     Pretrained,
     keep_description,
 )
+from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
 from praxis_lite.errors import ConfigError, few, require, require_choice
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.interop.begin_job import begin_job_with, beginning
 from praxis_lite.interop.huggingface.model import EXPERIMENT
 from praxis_lite.interop.trained_model import load
-from praxis_lite.job.job_dir import JobDir, open_for_reading
+from praxis_lite.job.job_dir import JobDir, local_directory, open_for_reading
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.partitioner import Partitioner
 
@@ -48,6 +49,7 @@ def begin_job(
         layout = partitioner.layout.select("mdl_vars")
         return Pretrained(directory, layout).read(partitioner.mesh, note)
 
+    TensorFiles(local_directory(directory))  # Looked at before anything is made.
     with beginning(job_log_dir, EXPERIMENT) as job_dir:
         keep_description(directory, job_dir.huggingface)
         return begin_job_with(weights, EXPERIMENT, job_dir, (hf_dir_setting(job_dir), *settings))

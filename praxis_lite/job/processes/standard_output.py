@@ -41,8 +41,8 @@ class _MayBeLost:
         if not self._goes_on:
             raise SystemExit(128 + signal.SIGPIPE)
         say(
-            f"{self._name} cannot be written ({error.strerror}); the job goes on without it, its "
-            "results are in job_log_dir"
+            f"{self._name} cannot be written ({error.strerror}); the job goes on without it, "
+            "its results are on disk"
         )
 
     def without_lines(self, prefix: bytes) -> None:
