@@ -21,7 +21,7 @@ def run(
     *,
     goes_on: bool,
     traceback_txt: Callable[[], Path | None] = lambda: None,
-    wraps: bool = True,
+    wraps: bool = False,
 ) -> None:
     """Runs a command; exits with its status if that is not 0.
 
@@ -40,12 +40,10 @@ def run(
         _run(command, traceback_txt, wraps)
 
 
-def status_of(
-    command: Callable[[], int | None], *, goes_on: bool, wraps: bool = True
-) -> int:
+def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
     """Returns the exit status of a command that `run` runs."""
     try:
-        run(command, goes_on=goes_on, wraps=wraps)
+        run(command, goes_on=goes_on)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

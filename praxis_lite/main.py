@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lambda: _main(args),
         goes_on=args.mode in ("train", "eval", "decode") and not args.list,
         traceback_txt=traceback_txt,
+        wraps=True,
     )
 
 
