@@ -51,9 +51,11 @@ def _run(argv: Sequence[str] | None) -> None:
 
 
 def _prepare(pipelines: Mapping[str, InputPipeline]) -> None:
+    from praxis_lite.inputs.batches import check_data
+
     for name, pipeline in pipelines.items():
         began = time.monotonic()
-        pipeline.check()
+        check_data(pipeline, f"datasets.{name}")
         count = pipeline.num_batches
         batches = "batches without end" if count is None else f"{count:,} batches"
         seconds = time.monotonic() - began

@@ -1,5 +1,6 @@
 """Batches as the loops read them: with the promised shapes and known ids, and NaNs reported."""
 
+import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.leaves import narrow_dtype
+from praxis_lite.inputs.sources.base import Source
+from praxis_lite.inputs.sources.faults import BadExample
 
 
 def checked_batches(
@@ -37,6 +40,36 @@ def checked_batches(
         if found != wanted:
             raise ConfigError(_difference(f"{name}: batch {index} (counted from 0)", found, wanted))
         yield index, batch
+
+
+def check_data(pipeline: InputPipeline, name: str) -> None:
+    """Checks a pipeline of a job.
+
+    Raises:
+      ConfigError: as its `check` does; for an example that its source may skip, with the path of
+        that setting.
+    """
+    try:
+        pipeline.check()
+    except BadExample as error:
+        sources = dict(_sources(pipeline, name))
+        there = [path for path, one in sources.items() if one.has(error.where)]
+        paths = there or list(sources)
+        if len(paths) != 1:
+            raise
+        raise error.of_setting(f"{paths[0]}.skip") from None
+
+
+def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
+    """Yields the sources below a pipeline, by the paths of their settings."""
+    if isinstance(node, Source):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for name, one in node.items():
+            yield from _sources(one, f"{path}.{name}")
+    elif dataclasses.is_dataclass(node):
+        for one in dataclasses.fields(node):
+            yield from _sources(getattr(node, one.name, None), f"{path}.{one.name}")
 
 
 def check_members(pipeline: InputPipeline, name: str) -> None:

@@ -13,7 +13,13 @@ from praxis_lite.experiment.experiment import Job
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN, IndexedPipeline, require_same_classes
-from praxis_lite.inputs.batches import check_ids, check_members, checked_batches, checked_spec
+from praxis_lite.inputs.batches import (
+    check_data,
+    check_ids,
+    check_members,
+    checked_batches,
+    checked_spec,
+)
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.same_everywhere import check_same
@@ -94,7 +100,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         specs = {}
         for name, pipeline in getattr(job, root).items():
             check_members(pipeline, f"{root}.{name}")
-            pipeline.check()
+            check_data(pipeline, f"{root}.{name}")
             specs[name] = checked_spec(pipeline, f"{root}.{name}")
         require_same_classes({f"{root}.{name}": one for name, one in getattr(job, root).items()})
         if root == "datasets" and mode != "explain":

@@ -71,6 +71,10 @@ class Source(abc.ABC):
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides the examples, as JSON, without paths of this machine."""
 
+    def has(self, where: str) -> bool:
+        """Returns True if the place of an example, as messages have it, is in this source."""
+        return where.startswith(self.location)
+
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
         """Returns the names of the classes that labels count, by the labels' names; {} if unknown.
         """
@@ -208,6 +212,9 @@ class FileSource(Source):
     def where(self, index: int) -> str:
         file, row = self.place_of(index)
         return f"{file.path}, row {row}"
+
+    def has(self, where: str) -> bool:
+        return where.startswith(tuple(self.paths))
 
     def parts(self) -> list[Part]:
         found = []

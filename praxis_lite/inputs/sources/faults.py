@@ -22,15 +22,23 @@ class BadExample(ConfigError):
 
     Attributes:
       fault: the name of what is wrong, of FAULTS.
+      where: the example's place, as the message has it.
       without_skip: the message, for what has no `skip`.
     """
 
     def __init__(self, fault: str, where: str, found: str, fix: str):
-        self.fault, self._given = fault, (fault, where, found, fix)
+        self.fault, self.where, self._given = fault, where, (fault, where, found, fix)
         self.without_skip = f"{where} {found}. {fix}"
         super().__init__(
             f"{self.without_skip} Or leave out what is like it, and have it counted: "
             f"skip=[{fault!r}] of the source."
+        )
+
+    def of_setting(self, path: str) -> ConfigError:
+        """Returns the error with the whole path of the source's setting, for --set."""
+        return ConfigError(
+            f"{self.without_skip} Or leave out what is like it, and have it counted: "
+            f"--set {path}=\"['{self.fault}']\""
         )
 
     def __reduce__(self) -> tuple:

@@ -91,6 +91,9 @@ class _FilePerExample(Source):
     def where(self, index: int) -> str:
         return self.listed[index].path
 
+    def has(self, where: str) -> bool:
+        return any(where.startswith(one.path) for one in self.listed)
+
     def name_of(self, path: str) -> str:
         """Returns a file's name, below the folder that all have in common."""
         return os.path.relpath(os.path.abspath(path), self._root)
@@ -165,8 +168,9 @@ class ImageFiles(_FilePerExample):
                 f"{type(self).__name__}.classes", self.classes,
                 "a list of the names of folders, each once",
             )
-        for one in self.listed:
-            self._label(one.path)
+        if self.classes is not None:
+            for path in self._one_of_each_folder:
+                self._label(path)
 
     @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -175,7 +179,11 @@ class ImageFiles(_FilePerExample):
             return self.classes.class_names
         if self.classes is not None:
             return tuple(self.classes)
-        return tuple(sorted({_folder_of(one.path) for one in self.listed}))
+        return tuple(sorted(set(map(_folder_of, self._one_of_each_folder))))
+
+    @property
+    def _one_of_each_folder(self) -> list[str]:
+        return list({os.path.dirname(one.path): one.path for one in self.listed}.values())
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
         return {"label": self.class_names}

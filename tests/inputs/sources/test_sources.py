@@ -23,12 +23,14 @@ from praxis_lite.inputs import (
     HuggingFaceDataset,
     ImageFiles,
     JsonLines,
+    Mixture,
     NpyFiles,
     Parquet,
     TextFiles,
     TfRecords,
 )
 from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.batches import check_data
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.record_files import RecordWriter
 
@@ -377,6 +379,21 @@ def test_an_example_without_the_name_a_transform_wants_is_named_or_skipped(tmp_p
     )
     assert [b["x"][0, 0] for b in some.batches()] == [0, 1, 9, 16]
     assert some.left_out == {"missing_key": 1}
+
+
+def test_a_fault_that_can_be_skipped_is_told_with_the_whole_path_of_the_setting(tmp_path):
+    for name, text in (("a", b'{"n": 1}\n'), ("b", b"no json\n")):
+        (tmp_path / f"{name}.jsonl").write_bytes(text)
+
+    def batches(name):
+        source = JsonLines(f"{tmp_path}/{name}.jsonl")
+        return FromSource(source, 1, squared, is_odd, shuffle=True)
+
+    mixed = Mixture({"one": batches("a"), "two": batches("b")}, {"one": 1, "two": 1}, 1)
+    for pipeline, path in ((batches("b"), "source"), (mixed, "sources.two.source")):
+        wanted = f"b.jsonl:1 is no JSON.* --set datasets.train.{path}.skip=\"\\['not_json'\\]\"$"
+        with pytest.raises(ConfigError, match=wanted):
+            check_data(pipeline, "datasets.train")
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(tmp_path):
