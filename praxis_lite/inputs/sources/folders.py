@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
@@ -40,6 +40,8 @@ class _FilePerExample(Source):
     _: dataclasses.KW_ONLY
     skip: tuple[str, ...] = ()
     cache_dir: str | None = None
+
+    largest = 4 << 30  # Bytes of a file: a sparse one may seem to have any number.
 
     @abc.abstractmethod
     def decoded(self, data: bytes, path: str) -> Example:
@@ -71,6 +73,11 @@ class _FilePerExample(Source):
 
     def __getitem__(self, index: int) -> Example:
         one = self.listed[index]
+        if one.size > self.largest:
+            raise BadExample(
+                "damaged", one.path, f"has {format_bytes(one.size)}; wanted are at most "
+                f"{format_bytes(self.largest)} of an example", "Cut it into several files.",
+            )
         try:
             with open(one.path, "rb") as file:
                 found = os.fstat(file.fileno())
@@ -157,6 +164,8 @@ class ImageFiles(_FilePerExample):
     """
 
     classes: "Sequence[str] | ImageFiles | None" = None
+
+    largest = 1 << 28
 
     def check(self) -> None:
         super().check()

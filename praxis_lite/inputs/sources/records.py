@@ -25,6 +25,7 @@ from praxis_lite.inputs.sources.record_files import (
 )
 from praxis_lite.inputs.tf.tf_example import tf_example
 
+_LARGEST = 1 << 31  # Bytes of a record: a tf.train.Example has less.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 
 
@@ -161,6 +162,11 @@ def _next_record(file: Any, path: str, number: int) -> bytes | None:
         raise EOFError("it ends within a record")
     (length,) = _LENGTH.unpack(header[:8])
     _require_sum(header[:8], header[8:], path, number)
+    if length > _LARGEST:
+        raise BadExample(
+            "damaged", f"{path}, row {number},", f"has {length:,} bytes, it says; wanted are at "
+            f"most {_LARGEST:,}", "Make or copy the file again.",
+        )
     data = file.read(length + 4)
     if len(data) < length + 4:
         raise EOFError("it ends within a record")

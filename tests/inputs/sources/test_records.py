@@ -1,5 +1,6 @@
 """TFRecord and ArrayRecord files: examples, checksums, and records that are damaged."""
 
+import gzip
 import json
 import struct
 import subprocess
@@ -149,3 +150,12 @@ def test_a_tf_record_that_is_cut_off_between_records_is_whole_and_within_one_is_
     path.write_bytes(b"\xff" + whole)
     with pytest.raises(ConfigError, match="a.tfrecord, row 0, does not have the checksum"):
         TfRecords(str(path)).check()
+
+
+def test_a_record_of_a_compressed_file_that_says_to_be_huge_is_refused(tmp_path):
+    length = struct.pack("<Q", 2**63 + 7)
+    (tmp_path / "a.tfrecord.gz").write_bytes(
+        gzip.compress(framed(message(X)) + length + masked(length) + b"x" * 50)
+    )
+    with pytest.raises(BadExample, match="a.tfrecord.gz, row 1, has 9,223,372,036,854,775,815 by"):
+        TfRecords(f"{tmp_path}/a.tfrecord.gz").check()

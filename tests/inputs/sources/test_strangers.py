@@ -20,6 +20,7 @@ from praxis_lite.inputs import (
     ImageFiles,
     Mixture,
     NpyFiles,
+    TextFiles,
     Tfds,
     WithWorkers,
 )
@@ -101,9 +102,9 @@ BOMB = b"\x89PNG\r\n\x1a\n" + b"".join(
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("data", "message"), [
-    (POSTSCRIPT, "it begins b'%!PS-Ado'; read are PNG, JPEG"),
+    (POSTSCRIPT, "it begins b'%!PS-Ado', as no whole image of PNG, JPEG"),
     (BOMB, "10,000 x 10,000 pixels; wanted are at most"),
-    (encoded(Image.new("RGB", (50, 50)), "JPEG2000"), "it begins .*; read are PNG, JPEG"),
+    (encoded(Image.new("RGB", (50, 50)), "JPEG2000"), "it begins .*, as no whole image of PNG"),
     (b"", "it begins b''"),
 ])  # fmt: skip
 def test_formats_and_sizes_that_are_not_read_are_named(data, message, tmp_path, monkeypatch):
@@ -125,6 +126,14 @@ def test_an_image_that_is_cut_off_is_named(kind, tmp_path):
     (tmp_path / "a").write_bytes(data[: len(data) // 2])
     with pytest.raises(BadExample, match="/a cannot be read as an image"):
         ImageFiles(f"{tmp_path}/a")[0]
+
+
+def test_a_file_that_seems_to_have_a_terabyte_is_refused(tmp_path):
+    with open(tmp_path / "a", "wb") as file:
+        file.truncate(1 << 40)
+    for source in (ImageFiles(f"{tmp_path}/a"), TextFiles(f"{tmp_path}/a")):
+        with pytest.raises(BadExample, match="/a has 1.0 TiB; wanted are at most"):
+            source[0]
 
 
 # Classes.
@@ -211,7 +220,8 @@ def test_only_plain_files_in_the_folder_are_opened(tmp_path):
     for name in ("pipe", "loop", "none", ".", None, 7, "", "a\0", ["good"]):
         with pytest.raises(ConfigError, match=r"is no plain file|is not there|as a file; wanted"):
             file_inside(folder, name, "x")
-    for text in (b"[7]", b"{", b"\xff", b"[" * 10**5, b""):
+    deep = b'{"a": [' * 60 + b"]}" * 60
+    for text in (b"[7]", b"{", b"\xff", b"[" * 10**5, b"", deep):
         (folder / "good").write_bytes(text)
         with pytest.raises(ConfigError, match="good holds no JSON object"):
             json_inside(folder, "good")

@@ -25,7 +25,8 @@ def image_of(data: bytes) -> Any:
         _require_size(image)
         image.load()
     except UnidentifiedImageError:
-        raise ValueError(f"it begins {data[:8]!r}; read are {', '.join(FORMATS)}") from None
+        formats = ", ".join(FORMATS)
+        raise ValueError(f"it begins {data[:8]!r}, as no whole image of {formats} does") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(str(error)) from None
     # Pillow raises whatever comes of damage.

@@ -8,6 +8,7 @@ from typing import Any
 from praxis_lite.errors import ConfigError, format_bytes, shown
 
 _LARGEST_JSON = 1 << 26  # Bytes.
+_DEEPEST = 100  # Of TFDS and Hugging Face, a feature within features has two or three.
 
 
 def file_inside(folder: str | os.PathLike[str], name: object, named_by: str) -> str:
@@ -42,6 +43,18 @@ def file_inside(folder: str | os.PathLike[str], name: object, named_by: str) -> 
     return path
 
 
+def _is_deep(found: Any) -> bool:
+    """Returns True if it is nested too deep for functions that call themselves."""
+    level = [found]
+    for _ in range(_DEEPEST):
+        level = [
+            one for node in level
+            for one in (node.values() if isinstance(node, dict) else node)
+            if isinstance(one, dict | list)
+        ]
+    return bool(level)
+
+
 def _is_name(name: object) -> bool:
     if not isinstance(name, str) or not name or "\0" in name:
         return False
@@ -63,9 +76,12 @@ def json_inside(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
         else:
             with open(path, "rb") as file:
                 found = json.loads(file.read(_LARGEST_JSON).decode())
-            if isinstance(found, dict):
+            if not isinstance(found, dict):
+                why = f"it is a {type(found).__name__}"
+            elif _is_deep(found):
+                why = f"more than {_DEEPEST} brackets lie within each other"
+            else:
                 return found
-            why = f"it is a {type(found).__name__}"
     except OSError as error:
         why = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
