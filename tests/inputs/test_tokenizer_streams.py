@@ -15,6 +15,7 @@ from praxis_lite.inputs.tokenizers import (
     StreamingDecoder,
     load_tokenizer,
 )
+from praxis_lite.inputs.tokenizers.rust_library import errors_of_rust
 from tests.support.goldens import GOLDENS
 
 HOME = GOLDENS / "tokenizers" / "directories"
@@ -222,12 +223,15 @@ def test_a_text_has_one_encoding_whatever_a_file_asks_for(tmp_path, caplog):
 
 def test_sampling_of_sentencepiece_is_not_followed(tmp_path, caplog):
     (tmp_path / "spiece.model").write_bytes((HOME / "t5.model").read_bytes())
-    settings = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}
+    sampling = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
+    settings = {"sp_model_kwargs": sampling, "split_special_tokens": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with caplog.at_level(logging.INFO, "praxis_lite"):
         tokenizer = load_tokenizer(tmp_path)
         assert len({tuple(tokenizer.encode("hello world").tolist()) for _ in range(20)}) == 1
+        assert tokenizer.encode("</s>", False).tolist() == [1]
     assert "enable_sampling is not followed" in caplog.text
+    assert "split_special_tokens is not followed" in caplog.text
 
 
 BROKEN = {
@@ -245,12 +249,38 @@ def test_broken_files_are_refused_in_a_paragraph(tmp_path, name, content):
         load_tokenizer(tmp_path).encode("a")
 
 
-def test_a_file_that_ends_the_library_in_a_panic_is_refused(tmp_path):
-    fields = json.loads((HOME / "llama3.json").read_text())
-    fields["post_processor"]["special_tokens"] = {}
+GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        (("post_processor", "special_tokens"), {}, "its template has"),
+        (("pre_tokenizer",), {"type": "FixedLength", "length": 0}, "FixedLength is 0"),
+        (("model", "continuing_subword_prefix"), "aaaaaaaaaaaa", "shorter than continuing"),
+        (("normalizer",), {"type": "Sequence", "normalizers": [GROWS] * 60}, "times as long"),
+        (("decoder",), {"type": "Sequence", "decoders": [GROWS] * 60}, "times as long"),
+    ],
+)
+def test_a_file_that_ends_the_library_in_a_panic_is_refused(tmp_path, part, value, message):
+    fields = json.loads((HOME / "llama.json").read_text())
+    place = fields
+    for name in part[:-1]:
+        place = place[name]
+    place[part[-1]] = value
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match="cannot be read: no entry found"):
+    with pytest.raises(ConfigError, match=f"cannot be read: .*({message})"):
         load_tokenizer(tmp_path).encode("a")
+
+
+def test_a_panic_that_nothing_foresaw_is_the_error_of_a_file(tmp_path):
+    class PanicException(BaseException):
+        """As the library's, whose class has no public name."""
+
+    with pytest.raises(ConfigError, match="cannot be read: no entry"), errors_of_rust(tmp_path):
+        raise PanicException("no entry")
+    with pytest.raises(KeyboardInterrupt), errors_of_rust(tmp_path):
+        raise KeyboardInterrupt
 
 
 def test_pipes_folders_and_huge_files_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import abc
 import functools
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-from praxis_lite.inputs.tokenizers.files import TokenizerFiles
+from praxis_lite.inputs.tokenizers.files import TOKENIZER_CONFIG, TokenizerFiles
 from praxis_lite.inputs.tokenizers.named_tokens import FLAGS, Token
 from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens
 
@@ -87,6 +88,14 @@ class DirectoryTokenizer(Tokenizer):
     def _sha256(self) -> str:
         return self._files.sha256(self._decided_besides())
 
+    def _say_what_is_not_followed(self) -> None:
+        fields = self._files.json(TOKENIZER_CONFIG)
+        model = fields.get("sp_model_kwargs")
+        if isinstance(model, Mapping) and model.get("enable_sampling"):
+            _log.info("%s: enable_sampling is not followed: a text has one encoding", self)
+        if fields.get("split_special_tokens") is True:
+            _log.info("%s: split_special_tokens is not followed: each is one id in a text", self)
+
     def _decided_besides(self) -> str:
         """What of `special` decides the ids of a text and former versions read otherwise.
 
@@ -107,3 +116,6 @@ class DirectoryTokenizer(Tokenizer):
             if self._former_role(role, fields.get(role)) != special.roles.get(role)
         }
         return json.dumps([new, roles]) if new or roles else ""
+
+
+_log = logging.getLogger(__name__)

@@ -114,6 +114,7 @@ class JsonTokenizer(DirectoryTokenizer):
 
     @functools.cached_property
     def special(self) -> SpecialTokens:
+        self._say_what_is_not_followed()
         own = self._own
         size = max([own.get_vocab_size(with_added_tokens=False), *(i + 1 for i in self._own_ids)])
         return resolved(self._files, Vocabulary(own.token_to_id, size, self._own_tokens))

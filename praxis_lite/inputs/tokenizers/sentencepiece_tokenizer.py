@@ -1,7 +1,6 @@
 """A SentencePiece model, as Llama 2, Mistral, Gemma and T5 were published with."""
 
 import functools
-import logging
 import os
 import re
 from collections.abc import Iterable
@@ -113,6 +112,7 @@ class SentencePieceTokenizer(DirectoryTokenizer):
 
     @functools.cached_property
     def special(self) -> SpecialTokens:
+        self._say_what_is_not_followed()
         model, size = self._model, self._num_pieces
         pieces = {self._model.id_to_piece(i): i for i in range(size)}
         said_by = str(self._file)
@@ -215,9 +215,6 @@ class SentencePieceTokenizer(DirectoryTokenizer):
                 f"Let transformers write a {TOKENIZER_JSON}: AutoTokenizer.from_pretrained(DIR)"
                 ".save_pretrained(DIR)."
             )
-        settings = self._files.json(TOKENIZER_CONFIG).get("sp_model_kwargs")
-        if isinstance(settings, dict) and settings.get("enable_sampling"):
-            _log.info("%s: enable_sampling is not followed: a text has one encoding", self._file)
         model = self._loaded(b"")
         try:
             for number in range(model.get_piece_size()):
@@ -256,9 +253,6 @@ class SentencePieceTokenizer(DirectoryTokenizer):
             return None if number < 0 else number
         ids = {token.text: i for i, token in self._former_tokens().items()}
         return ids.get(text) if isinstance(text, str) else None
-
-
-_log = logging.getLogger(__name__)
 
 
 def _pattern_of(token: Token) -> str:
