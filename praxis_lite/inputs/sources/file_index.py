@@ -95,7 +95,7 @@ class _Make(NamedTuple):
 
     def __call__(self, path: str) -> None:
         state, name = state_of(path), f"{name_beside(path)}.{self.kind}"
-        old = kept.read(self.folder, name, says=False)
+        old = kept.read(self.folder, name, [])
         if old is not None and not _is_of(old.values, state):
             _log.info("%s has changed; its index is made again", path)
         try:

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError, not_written
+from praxis_lite.errors import ConfigError, few, not_written
 from praxis_lite.inputs.processes import compared
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
@@ -65,20 +65,23 @@ def entries(
       ConfigError: the folder cannot be written, or does not keep what is written there.
     """
 
-    def current(number: int, says: bool = True) -> Kept | None:
-        found = read(folder, names[number], says=says)
+    def current(number: int, reasons: list[str] | None = None) -> Kept | None:
+        found = read(folder, names[number], reasons)
         return found if found is not None and is_current(number, found) else None
 
     began = time.monotonic()
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda number: current(number, says=False), range(len(names))))
+        found = list(pool.map(lambda number: current(number, []), range(len(names))))
     if (seconds := time.monotonic() - began) > _WORTH_A_LINE:
         _log.info("compared what %s has with its digests, in %.0f s", folder, seconds)
     if None not in found:
         return found
     with locked(folder):
         # Another process may have made some by now.
-        found = [one or current(number) for number, one in enumerate(found)]
+        reasons: list[str] = []
+        found = [one or current(number, reasons) for number, one in enumerate(found)]
+        for reason in few(reasons, separator="\n").splitlines():
+            _log.warning("%s", reason)
         missing = [number for number, one in enumerate(found) if one is None]
         if missing:
             make(missing)
@@ -92,18 +95,21 @@ def entries(
     return found
 
 
-def read(folder: str, name: str, *, says: bool = True) -> Kept | None:
+def read(folder: str, name: str, reasons: list[str] | None = None) -> Kept | None:
     """Returns an entry, or None if it is not there as it was written.
 
     Args:
-      says: True: a line says what is wrong with an entry that is there.
+      reasons: gets a line on what is wrong with an entry that is there. None: the line is logged.
     """
     try:
         return _read(Path(folder), name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        is_there = os.path.lexists(Path(folder, f"{_stem(name)}.json"))
-        if says and is_there:
-            _log.warning("%s in %s cannot be used (%s); it is made again", name, folder, error)
+        if os.path.lexists(Path(folder, f"{_stem(name)}.json")):
+            line = f"{name} in {folder} cannot be used ({error}); it is made again"
+            if reasons is None:
+                _log.warning("%s", line)
+            else:
+                reasons.append(line)
         return None
 
 

@@ -28,6 +28,7 @@ from praxis_lite.inputs import (
 )
 from praxis_lite.inputs.processes import compared
 from praxis_lite.inputs.sources import kept
+from praxis_lite.inputs.sources.file_index import name_beside
 
 VALUES = {"num_examples": 3, "words": ["a", "é"]}
 ARRAYS = {"starts": np.arange(7), "none": np.zeros((0, 3), np.float32)}
@@ -302,6 +303,34 @@ def test_names_as_long_as_a_file_system_takes_them_and_of_any_bytes(tmp_path):
         for _ in range(2):
             assert rows_of(JsonLines(path)) == rows_of(JsonLines(path)) != []
             assert packed_of(path)
+
+
+def test_copies_of_earlier_versions_make_room(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    name = f"{tmp_path}/.praxis_lite/{name_beside(f'{tmp_path}/a.jsonl.gz')}"
+    os.mkdir(f"{tmp_path}/.praxis_lite")
+    gone = [f"{name}.array_record", f"{name}.0123456789ab.18eb327a7ef4.arrow"]
+    stay = [f"{name}.arrow", f"{name}.0123456789ab.18eb.npy", f"{name[:-1]}.array_record"]
+    for path in (*gone, *stay):
+        Path(path).write_text("")
+    rows_of(JsonLines(f"{tmp_path}/a.jsonl.gz"))
+    assert [os.path.exists(one) for one in (*gone, *stay)] == [False] * 2 + [True] * 3
+
+
+def test_much_that_is_damaged_is_told_in_a_few_lines(tmp_path, caplog):
+    def make(numbers):
+        for number in numbers:
+            kept.write(str(tmp_path), f"{number}", {"number": number}, {})
+
+    names = [f"{number}" for number in range(20)]
+    kept.entries(str(tmp_path), names, make)
+    for number in range(11):
+        flipped(tmp_path / f"{number}.json")
+    with caplog.at_level(logging.WARNING):
+        found = kept.entries(str(tmp_path), names, make)
+    assert [one.values["number"] for one in found] == list(range(20))
+    lines = [one.getMessage() for one in caplog.records]
+    assert len(lines) == 4 and lines[0].startswith("0 in ") and lines[3] == "and 8 more"
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):
