@@ -78,6 +78,12 @@ def test_an_empty_text_is_no_token_but_the_model_has_its_own(tmp_path):
     assert load_tokenizer(directory(tmp_path / "d", "unmarked.json", by_class)).eos_id == 1
 
 
+def test_null_is_no_token_but_a_text_always_ends(tmp_path):
+    files = {"tokenizer_config.json": {"bos_token": None, "eos_token": None}}
+    tokenizer = load_tokenizer(directory(tmp_path, "llama.model", files))
+    assert (tokenizer.bos_id, tokenizer.begin_ids, tokenizer.eos_id) == (None, (), 2)
+
+
 @pytest.mark.parametrize("base", ["llama.model", "llama3.json"])
 @pytest.mark.parametrize(
     ("name", "fields", "message"),

@@ -6,7 +6,7 @@ special_tokens_map.json counts over it, and added_tokens.json is read.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from praxis_lite.inputs.tokenizers.tokenizer_classes import ROLES, class_of, def
 
 # No vocabulary has as many.
 MAX_ID = 2**24 - 1
+_NOTHING = None, Path()
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -54,6 +55,7 @@ class NamedTokens:
       roles: by role, "eos_token" and others; an empty text is left out, and stands in `empty`.
       extra: further special ones.
       empty: the files that give a role the empty text, by role.
+      null: the roles of which a file says that there is no token.
       defaults: the special tokens of the class, by roles of which no file says anything.
 
     Raises:
@@ -67,27 +69,27 @@ class NamedTokens:
             for name, value in files.json(TOKENIZER_CONFIG).items()
         }
         self.class_name = class_of(files.json(TOKENIZER_CONFIG), files.json(CONFIG))
-        former = fields.get("additional_special_tokens")
-        if former is not None and not fields.get("extra_special_tokens", (None,))[0]:
-            fields["extra_special_tokens"] = former
+        is_named_anew = fields.get("extra_special_tokens", _NOTHING)[0]
+        if "additional_special_tokens" in fields and not is_named_anew:
+            fields["extra_special_tokens"] = fields.pop("additional_special_tokens")
+        # The roles of a model's own that this file names by texts count over the other's.
+        by_role = {role: entry for role, entry in _own_roles(fields) if isinstance(entry[0], str)}
+        fields = {name: entry for name, entry in fields.items() if name not in by_role}
+        by_role |= _by_role(fields)
         is_former = "added_tokens_decoder" not in fields
         if is_former:
             _overlay(fields, files)
+            by_role |= _by_role(fields)
         else:
             self.added = _added(*fields["added_tokens_decoder"])
-        extra = fields.get("extra_special_tokens", fields.get("additional_special_tokens"))
-        extra = (None, directory) if extra is None else extra
-        by_role = {}
-        if isinstance(extra[0], Mapping):  # By roles of the model's own.
-            by_role = {role: (value, extra[1]) for role, value in extra[0].items()}
-            extra = None, directory
         self.roles, self.empty = _roles(fields, by_role)
-        self.extra = _list(*extra)
-        # A role that is null has no token.
+        former = fields.get("additional_special_tokens", _NOTHING)
+        self.extra = _list(*fields.get("extra_special_tokens", former))
+        self.null = {role for role in ROLES if role in fields and fields[role][0] is None}
         self.defaults = {
             role: Token(text, f"the class {self.class_name}Tokenizer")
             for role, text in default_tokens(self.class_name).items()
-            if role not in self.roles and fields.get(role, ("",))[0] is not None
+            if role not in self.roles and role not in self.null
         }
         if is_former:
             special = {token.text for token in (*self.roles.values(), *self.extra)}
@@ -131,12 +133,8 @@ def _overlay(fields: dict[str, tuple[Any, Path]], files: TokenizerFiles) -> None
 def _roles(
     fields: Mapping[str, tuple[Any, Path]], by_role: Mapping[str, tuple[Any, Path]]
 ) -> tuple[dict[str, Token], dict[str, str]]:
-    # Other fields that end so are switches: add_bos_token.
-    own = {
-        name: entry for name, entry in fields.items()
-        if name.endswith("_token") and name not in ROLES and isinstance(entry[0], str | Mapping)
-    }
-    given = {name: fields[name] for name in ROLES if name in fields} | own | dict(by_role)
+    given = {name: fields[name] for name in ROLES if name in fields}
+    given |= dict(_own_roles(fields)) | dict(by_role)
     roles, empty = {}, {}
     for role, (value, path) in given.items():
         if value is None:
@@ -147,6 +145,23 @@ def _roles(
         else:
             empty[role] = token.said_by
     return roles, empty
+
+
+def _own_roles(fields: Mapping[str, tuple[Any, Path]]) -> Iterator[tuple[str, tuple[Any, Path]]]:
+    """The roles that a model has besides ROLES, such as "image_token"."""
+    for name, entry in fields.items():
+        # Other fields that end so are switches: add_bos_token.
+        if name.endswith("_token") and name not in ROLES and isinstance(entry[0], str | Mapping):
+            yield name, entry
+
+
+def _by_role(fields: dict[str, tuple[Any, Path]]) -> dict[str, tuple[Any, Path]]:
+    """Takes tokens by roles of the model's own out of the fields, and returns them."""
+    tokens, path = fields.get("extra_special_tokens", _NOTHING)
+    if not isinstance(tokens, Mapping):
+        return {}
+    del fields["extra_special_tokens"]
+    return {role: (value, path) for role, value in tokens.items()}
 
 
 def _added(entries: Any, path: Path) -> list[Token]:

@@ -70,13 +70,16 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
         # Another text may have been given the id.
         return None if known in tokens and tokens[known].text != text else known
 
-    own = {role: number for role, (number, _) in vocabulary.roles.items()}
+    # A text ends, whatever the files do not say.
+    absent = named.null - {"eos_token"}
+    own = {role: i for role, (i, _) in vocabulary.roles.items() if role not in absent}
     defaults = {
         role: token for role, token in named.defaults.items()
         if id_of(token.text) is not None and own.get(role, id_of(token.text)) == id_of(token.text)
     }
     roles = defaults | named.roles
     next_id = max([vocabulary.size, *(number + 1 for number in tokens)])
+    fixed, seen = set(tokens), set()
     for token in (*named.added, *roles.values(), *named.extra):
         number = id_of(token.text)
         if number is None:
@@ -94,10 +97,14 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
                 f"{before.said_by}, and {shown(repr(token.text))} by {token.said_by}. Correct one."
             )
         if before is not None and before.text == token.text:
-            said = before if token.id is None else token
+            # How it is looked for: as the file says that gives it an id, or else the last field.
+            is_known = number in fixed or (token.text, *sorted(token.flags.items())) in seen
+            said = before if token.id is None and is_known else token
             is_special = before.is_special or token.is_special
             token = said if said.is_special else dataclasses.replace(said, is_special=is_special)
         tokens[number], by_text[token.text] = token, number
+        seen.add((token.text, *sorted(token.flags.items())))
+        fixed |= {number} if token.id is not None else set()
         next_id = max(next_id, number + 1)
     ids = own | {role: by_text[token.text] for role, token in roles.items()}
     said_by = dict.fromkeys(own, str(files.directory / files.own))
@@ -112,7 +119,7 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
                 "text. Name a token of the vocabulary there, or an eos_token_id in "
                 f"{GENERATION_CONFIG}."
             )
-    texts = {role: text for role, (_, text) in vocabulary.roles.items()}
+    texts = {role: text for role, (_, text) in vocabulary.roles.items() if role in own}
     texts |= {role: tokens[number].text for role, number in ids.items() if number in tokens}
     return SpecialTokens(tokens, ids, texts, ends, next_id, said_by, path)
 
