@@ -41,13 +41,7 @@ class ArrayRecords(FileSource):
     decode: Callable[[bytes], Example] | None = None
 
     def index_file(self, path: str) -> Made:
-        try:
-            return {"num_examples": len(RecordFile(path))}, {}
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"{path} is no whole ArrayRecord file: {error}. Make or copy it again, or leave "
-                "it out of files."
-            ) from None
+        return {"num_examples": len(_record_file(path))}, {}
 
     def example(self, index: FileIndex, row: int) -> Example:
         if index.path not in self._open:
@@ -69,7 +63,7 @@ class ArrayRecords(FileSource):
         return found
 
     def _opened(self, index: FileIndex) -> Any:
-        return RecordFile(index.path)
+        return _record_file(index.path)
 
     def _record(self, index: FileIndex, row: int) -> bytes:
         try:
@@ -139,6 +133,16 @@ class TfRecords(ArrayRecords):
         data = os.pread(file, stop - start, start)
         _require_sum(data[12:-4], data[-4:], index.path, row)
         return data[12:-4]
+
+
+def _record_file(path: str) -> RecordFile:
+    try:
+        return RecordFile(path)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no whole ArrayRecord file: {shown(str(error), 300)}. Make or copy it "
+            "again, or leave it out of files."
+        ) from None
 
 
 def _features(record: bytes, where: str) -> Example:

@@ -12,6 +12,7 @@ import pytest
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs import ArrayRecords, TfRecords
+from praxis_lite.inputs.sources import records
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.record_files import RecordWriter
 
@@ -159,3 +160,15 @@ def test_a_record_of_a_compressed_file_that_says_to_be_huge_is_refused(tmp_path)
     )
     with pytest.raises(BadExample, match="a.tfrecord.gz, row 1, has 9,223,372,036,854,775,815 by"):
         TfRecords(f"{tmp_path}/a.tfrecord.gz").check()
+
+
+def test_a_file_that_can_no_longer_be_opened_is_told(tmp_path, monkeypatch):
+    write_records(f"{tmp_path}/a.array_record", [message(X)])
+    ArrayRecords(f"{tmp_path}/a.array_record").check()
+
+    def fail(path):
+        raise RuntimeError("open() failed: Permission denied")
+
+    monkeypatch.setattr(records, "RecordFile", fail)
+    with pytest.raises(ConfigError, match="a.array_record is no whole .*: .*Permission denied"):
+        ArrayRecords(f"{tmp_path}/a.array_record")[0]
