@@ -47,7 +47,10 @@ class NpyFiles(FileSource):
     def example(self, index: FileIndex, row: int) -> Example:
         if index.path not in self._open:
             index.require_unchanged()
-            self._open[index.path] = self._arrays(index.path)
+            arrays = self._arrays(index.path)
+            for one in arrays.values():
+                index.require_rows(len(one) if one.ndim else 0)
+            self._open[index.path] = arrays
         return {name: np.array(one[row]) for name, one in self._open[index.path].items()}
 
     @functools.cached_property

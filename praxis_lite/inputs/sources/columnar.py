@@ -95,10 +95,9 @@ class ArrowFiles(FileSource):
             is_copied = index.values["is_copied"]
             if is_copied:
                 found = mapped(copy_of(self.cache_folder(), index, self._copy))
-                num_rows = int(found.stops[-1]) if found.batches else 0
-                _require_rows(num_rows, index.num_examples, index.path)
             else:
                 found = mapped(index.path)
+            index.require_rows(int(found.stops[-1]) if found.batches else 0)
             self._open[index.path] = found, np.full(len(found.batches), is_copied)
         return self._open[index.path]
 
@@ -171,7 +170,7 @@ class Parquet(ArrowFiles):
             with _parquet(index.path) as file:
                 table = file.read_row_group(group, columns=list(self.columns) or None)
             stops = index.arrays["group_stops"]
-            _require_rows(table.num_rows, int(np.diff(stops, prepend=0)[group]), index.path)
+            index.require_rows(table.num_rows, int(np.diff(stops, prepend=0)[group]))
             found = table.to_batches()
         if not is_last:
             self._last_group[key] = found
@@ -195,14 +194,6 @@ def _distinct(names: Sequence[str], path: str) -> list[str]:
             "name. Write it with other names."
         )
     return list(names)
-
-
-def _require_rows(found: int, wanted: int, path: str) -> None:
-    if found != wanted:
-        raise ConfigError(
-            f"{path} has {found:,} rows where it says that it has {wanted:,}. Make or copy it "
-            "again, or leave it out of files."
-        )
 
 
 def validate(batch: Any, path: str) -> None:

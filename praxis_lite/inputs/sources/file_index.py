@@ -50,6 +50,19 @@ class FileIndex(NamedTuple):
                 "the checkpoint's."
             )
 
+    def require_rows(self, found: int, expected: int | None = None) -> None:
+        """Raises ConfigError if the file, or a part of it, has not as many rows as expected.
+
+        Args:
+          expected: None: all examples of the index.
+        """
+        expected = self.num_examples if expected is None else expected
+        if found != expected:
+            raise ConfigError(
+                f"{self.path} has {found:,} rows where {expected:,} are expected, as it says of "
+                "itself or was indexed. Make or copy it again, or leave it out of files."
+            )
+
 
 def name_beside(path: str) -> str:
     """Returns what a file is called in a folder of files with any folder of their own."""

@@ -63,7 +63,9 @@ class ArrayRecords(FileSource):
         return found
 
     def _opened(self, index: FileIndex) -> Any:
-        return _record_file(index.path)
+        file = _record_file(index.path)
+        index.require_rows(len(file))
+        return file
 
     def _record(self, index: FileIndex, row: int) -> bytes:
         try:

@@ -396,6 +396,22 @@ def test_a_fault_that_can_be_skipped_is_told_with_the_whole_path_of_the_setting(
             check_data(pipeline, "datasets.train")
 
 
+@pytest.mark.parametrize("kind", ["npz", "arrow", "array_record", "parquet"])
+def test_a_file_with_other_rows_than_its_index_says_is_refused(kind, tmp_path):
+    _, end, write, _ = KINDS[kind]
+    for stop in (9, 7):
+        write(tmp_path / f"a.{end}", 0, stop)
+        os.utime(tmp_path / f"a.{end}", ns=(0, 0))
+        if stop == 9:
+            source = source_of(kind, tmp_path)
+            index = source.indexes[0]
+    object.__setattr__(source, "indexes", [index._replace(
+        state=(os.path.getsize(tmp_path / f"a.{end}"), 0))])
+    for read in (lambda: source[0], lambda: list(source.read(0, 9))):
+        with pytest.raises(ConfigError, match=f"a.{end} has 7 rows where 9 are expected"):
+            read()
+
+
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(0, 5))
     (tmp_path / "file").write_text("")
