@@ -1,4 +1,4 @@
-"""One function over many items, by processes on all cores, with a line of progress."""
+"""Maps a function over items with processes on all cores, and a line of progress."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -23,7 +23,7 @@ def on_all_cores(
     function: Callable[[Any], Any], items: Sequence[Any], sizes: Sequence[int], what: str,
     unit: str, *, is_worth_it: bool | None = None,
 ) -> list[Any]:
-    """Returns what a function gives of each item, in their order.
+    """Maps a function over items; results are in the items' order.
 
     Small work is done here. Large work is done by a process per core, which end with this one; a
     line says every 5 s how far it is.

@@ -1,4 +1,4 @@
-"""Files that this process, or the one that started it, has compared with their digests.
+"""Memo of files whose digests were verified by this process or its parent.
 
 A file of 100 GB is so read once by a job's process, and not again by each of its workers.
 """
@@ -32,7 +32,7 @@ def known() -> Compared:
 
 
 def take(compared: Compared) -> None:
-    """Takes over what the process that started this one has compared."""
+    """Adds the parent process's memo to this process's."""
     _compared.update(compared)
 
 

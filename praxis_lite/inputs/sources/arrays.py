@@ -1,4 +1,4 @@
-"""Files of NumPy arrays, of which an example is a row."""
+"""Sources over NumPy files: each row of the arrays is an example."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ class NpyFiles(FileSource):
 
 
 def _member(file: zipfile.ZipFile, one: zipfile.ZipInfo) -> np.ndarray:
-    """Returns an array of a .npz, if what its header says is as large as what is there."""
+    """Reads an array of a .npz. Raises ValueError if its header gives another size than it has."""
     if one.file_size > _MOST_UNPACKED and one.file_size > _MOST_TIMES * one.compress_size:
         raise ValueError(
             f"{one.filename} has {format_bytes(one.file_size)} packed into "

@@ -1,4 +1,4 @@
-"""What a source of examples promises: any example by its number, and what is wrong by its place."""
+"""The interface of sources: examples by number, and faults by place."""
 
 import abc
 import contextlib
@@ -65,11 +65,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def cache_folder(self) -> str:
-        """Returns the folder in which what is derived of the examples is kept."""
+        """Returns the folder of caches: indexes, copies, tokens, rows."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what decides the examples, as JSON, without paths of this machine."""
+        """Returns JSON that identifies the examples, without paths of this machine."""
 
     def has(self, where: str) -> bool:
         """Returns True if the place of an example, as messages have it, is in this source."""
@@ -90,7 +90,7 @@ class Source(abc.ABC):
         return {}
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Example | BadExample]]:
-        """Yields the examples of a range with their numbers, in order; or what is wrong with one.
+        """Yields (number, example or BadExample) for a range, in order.
 
         Sources that read in order faster than by number override it.
         """
@@ -103,7 +103,7 @@ class Source(abc.ABC):
 
 @dataclasses.dataclass(eq=False)
 class FileSource(Source):
-    """Examples in files, of which each has an index.
+    """Source over files, each with an index.
 
     An index is made when it is first needed, made again where its file has changed, and compared
     with the file whenever that is opened. The number of an example is its place in the files,
@@ -127,7 +127,7 @@ class FileSource(Source):
 
     @abc.abstractmethod
     def index_file(self, path: str) -> Made:
-        """Returns what the index keeps of a file: values, with "num_examples", and arrays.
+        """Indexes a file: returns JSON values, with "num_examples", and arrays.
 
         "truncated" among the values says why the file's end cannot be read.
         """
@@ -159,7 +159,7 @@ class FileSource(Source):
 
     @functools.cached_property
     def indexes(self) -> list[FileIndex]:
-        """The index of each file. Raises BadExample if one is cut off, unless that is skipped."""
+        """The index of each file. Raises BadExample for a truncated file, unless that is skipped."""
         found = indexes_of(self.paths, self.cache_folder(), type(self).__name__, self.index_file)
         for one in found:
             if "truncated" in one.values and "truncated" not in self.skip:
@@ -238,7 +238,7 @@ class FileSource(Source):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Returns what else decides the examples; {} unless overridden."""
+        """Returns further settings for the fingerprint; {} unless overridden."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

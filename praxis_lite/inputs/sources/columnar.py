@@ -78,7 +78,7 @@ class ArrowFiles(FileSource):
         return row_of(batches.batches[batch], within, self._names(index), index.path, row)
 
     def _names(self, index: FileIndex) -> tuple[str, ...]:
-        """Returns the columns of an example. Raises ConfigError if the file lacks one."""
+        """Returns the columns of an example. Raises ConfigError for a missing column."""
         known = index.values["columns"]
         for name in self.columns:
             if name not in known:

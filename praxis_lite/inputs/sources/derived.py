@@ -1,4 +1,4 @@
-"""What a function makes of all examples of a source: made once, part by part, and kept on disk.
+"""Results of a function over all examples of a source: computed once, in parts, and cached.
 
 A run that ends early has the parts that are done, and where a file changes only its parts are made
 again. Which cores made them, and how many, changes nothing.
@@ -37,7 +37,7 @@ class DerivedPart(NamedTuple):
 def derived(
     source: Source, kind: str, recipe: Mapping[str, Any], make: Callable[[Part], Made], what: str
 ) -> list[DerivedPart]:
-    """Returns what `make` gives of each part of a source, read from the disk or made now.
+    """Returns the result of `make` for each part of a source, from the cache or computed now.
 
     Args:
       kind: what is made, for the folder's name: "tokens".

@@ -49,7 +49,7 @@ class BadExample(ConfigError):
 def applied(
     function: Callable[[Mapping[str, Any]], Any], example: Mapping[str, Any], where: str
 ) -> Any:
-    """Returns what a user's function gives of an example.
+    """Calls a user's function on an example.
 
     Raises:
       BadExample: the function asks for a key that the example lacks; names `where` it stands.

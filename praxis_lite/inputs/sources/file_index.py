@@ -1,4 +1,4 @@
-"""What is known of a file of examples, kept beside it: where they lie, and a digest of its bytes.
+"""Index of a file of examples, cached beside it: their places, and a digest of the bytes.
 
 An index is made once, and made again when its file has another size or another time of change.
 """
@@ -65,7 +65,7 @@ class FileIndex(NamedTuple):
 
 
 def name_beside(path: str) -> str:
-    """Returns what a file is called in a folder of files with any folder of their own."""
+    """Returns a name for a file that is unique among files of all folders."""
     folder = os.fsencode(os.path.dirname(os.path.abspath(path)))
     where = xxhash.xxh3_64_hexdigest(folder)[:8]
     return f"{os.path.basename(path)}.{where}"

@@ -25,7 +25,7 @@ class _Listed(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _FilePerExample(Source):
-    """Files, sorted by name, of which each is an example.
+    """Source over files, sorted by name: each file is an example.
 
     They are listed, not read, when the source is first used; a file that has another size or time
     of change when it is read is refused by name. The fingerprint has names and sizes.

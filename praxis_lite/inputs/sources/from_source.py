@@ -1,4 +1,4 @@
-"""Batches of the examples of a source: images, arrays, anything with rows of one shape."""
+"""Batches of a source's examples: images, arrays, anything with rows of equal shapes."""
 
 import collections
 import dataclasses
@@ -67,7 +67,7 @@ class FromSource(IndexedPipeline):
 
     @functools.cached_property
     def _wanted(self) -> tuple[np.ndarray | None, dict[str, int]]:
-        """The numbers of the examples that are wanted, or None for all; what is left out."""
+        """Numbers of the wanted examples (None: all), and counts of the others by reason."""
         if self.keep is None and not self.source.skip:
             return None, {}
         parts = derived(

@@ -34,7 +34,7 @@ class _Prepared(Source):
     @property
     @abc.abstractmethod
     def version(self) -> str:
-        """What is another where the examples are."""
+        """Identifies the examples: another version has other examples."""
 
     def check(self) -> None:
         super().check()
@@ -90,7 +90,7 @@ class HuggingFaceDataset(_Prepared):
 
     @functools.cached_property
     def saved(self) -> SavedDataset:
-        """What the folder holds of the split. Raises ConfigError."""
+        """The split's rows, opened. Raises ConfigError."""
         return saved_dataset(self.folder, self.split)
 
     @property
@@ -168,7 +168,7 @@ class Tfds(_Prepared):
             ) from None
 
     def _require_whole_files(self) -> None:
-        """Raises ConfigError if a file lies elsewhere, or TFDS would read zeros out of one."""
+        """Raises ConfigError for shards that lie elsewhere or are cut off (TFDS would read zeros)."""
         split = self._builder.info.splits[self.split.partition("[")[0]]
         for path, wanted in zip(split.filepaths, split.shard_lengths, strict=True):
             name = os.path.relpath(path, self.folder) if path.is_relative_to(self.folder) else path

@@ -106,7 +106,7 @@ class JsonLines(FileSource):
 
     @functools.cached_property
     def _open(self) -> dict[str, RecordFile | int]:
-        """What is read of each file, of those that were needed so far."""
+        """Open files by path: copies, or descriptors of plain files."""
         return {}
 
 

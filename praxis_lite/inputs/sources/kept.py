@@ -1,4 +1,4 @@
-"""What is derived of data, kept on disk by name: as it was written, or made again.
+"""Cache of derived data on disk: verified entries by name, or made again.
 
 An entry NAME is NAME.json, with values and the length and XXH3 digest of each of its files:
 NAME.KEY.npy of an array, NAME.KEY of any other. NAME.json ends all writing, and has a digest of its
@@ -282,7 +282,7 @@ _BODY = len(_with_digest(b"")) - 1
 
 
 def _stem(name: str) -> str:
-    """Returns an entry's name as its files have it: a long one is cut, and ends in its hash."""
+    """Returns the stem of an entry's files: its name; a long name is cut and ends in its hash."""
     encoded = os.fsencode(name)
     if len(encoded) <= _LONGEST_NAME:
         return name

@@ -13,7 +13,7 @@ _ORIENTATION = 0x0112  # Of EXIF.
 
 
 def image_of(data: bytes) -> Any:
-    """Returns the image, of Pillow, that an encoded one is, upright as its EXIF data say.
+    """Decodes an image to a `PIL.Image.Image`, upright as its EXIF data say.
 
     Raises:
       ValueError: it is damaged, cut off, of another format, or too large; says so.

@@ -1,4 +1,4 @@
-"""What TFDS may make of a folder's features.json: its own classes, and images decoded safely."""
+"""Guards around TFDS: features.json may name its own classes only; images are decoded safely."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ _OWN = "tensorflow_datasets.core.features."
 
 
 def require_own_features(folder: Path) -> None:
-    """Raises ConfigError if features.json names a class that is not one of TFDS's own features.
+    """Raises ConfigError if features.json names a class other than TFDS's own features.
 
     TFDS would import the module that is named.
     """
