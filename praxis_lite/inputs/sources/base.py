@@ -159,7 +159,7 @@ class FileSource(Source):
 
     @functools.cached_property
     def indexes(self) -> list[FileIndex]:
-        """The index of each file. Raises BadExample for a truncated file, unless that is skipped."""
+        """Index of each file. Raises BadExample for a truncated file, unless that is skipped."""
         found = indexes_of(self.paths, self.cache_folder(), type(self).__name__, self.index_file)
         for one in found:
             if "truncated" in one.values and "truncated" not in self.skip:

@@ -168,7 +168,7 @@ class Tfds(_Prepared):
             ) from None
 
     def _require_whole_files(self) -> None:
-        """Raises ConfigError for shards that lie elsewhere or are cut off (TFDS would read zeros)."""
+        """Raises ConfigError for shards elsewhere, or cut off, where TFDS would read zeros."""
         split = self._builder.info.splits[self.split.partition("[")[0]]
         for path, wanted in zip(split.filepaths, split.shard_lengths, strict=True):
             name = os.path.relpath(path, self.folder) if path.is_relative_to(self.folder) else path

@@ -11,8 +11,6 @@ import io
 import json
 import logging
 import os
-import secrets
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,14 @@ import xxhash
 from praxis_lite.errors import ConfigError, few, not_written
 from praxis_lite.inputs.processes import compared
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
+from praxis_lite.inputs.sources.files.plain import (
+    created,
+    digest_of,
+    opened,
+    partial_path,
+    partial_paths,
+    replace,
+)
 
 _VERSION = 3
 _LARGEST_JSON = 1 << 26  # Bytes.
@@ -103,7 +109,7 @@ def read(folder: str, name: str, reasons: list[str] | None = None) -> Kept | Non
     """
     try:
         return _read(Path(folder), name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if os.path.lexists(Path(folder, f"{_stem(name)}.json")):
             line = f"{name} in {folder} cannot be used ({error}); it is made again"
             if reasons is None:
@@ -114,7 +120,7 @@ def read(folder: str, name: str, reasons: list[str] | None = None) -> Kept | Non
 
 
 def _read(place: Path, name: str) -> Kept:
-    with _opened(place / f"{_stem(name)}.json") as file:
+    with opened(place / f"{_stem(name)}.json") as file:
         text = file.read(_LARGEST_JSON)
     content = json.loads(text[_BODY:-1]) if text == _with_digest(text[_BODY:-1]) else {}
     if content.get("version") != _VERSION or content["name"] != name:
@@ -122,7 +128,7 @@ def _read(place: Path, name: str) -> Kept:
     arrays, files, digests = {}, {}, {}
     for key, (size, digest) in content["files"].items():
         path = place / f"{_stem(name)}.{key}"
-        with _opened(path) as file:
+        with opened(path) as file:
             found = os.fstat(file.fileno())
             if found.st_size != size:
                 raise ValueError(f"{path.name} has {found.st_size:,} bytes of {size:,}")
@@ -138,24 +144,12 @@ def _read(place: Path, name: str) -> Kept:
     return Kept(content["values"], arrays, files, digests)
 
 
-def _opened(path: Path) -> IO[bytes]:
-    """Returns a plain file. A pipe in its place would else be waited for without end."""
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(f"{path.name} is no plain file")
-    return os.fdopen(number, "rb")
-
-
 def _compare(
     path: Path, file: IO[bytes], data: bytes | None, found: os.stat_result, digest: str
 ) -> None:
     if compared.is_compared(str(path), found, digest):
         return
-    hasher = xxhash.xxh3_128(data or b"")
-    while data is None and (block := file.read(1 << 22)):
-        hasher.update(block)
-    if hasher.hexdigest() != digest:
+    if (digest_of(file) if data is None else xxhash.xxh3_128_hexdigest(data)) != digest:
         raise ValueError(f"the bytes of {path.name} are not those that were written")
     compared.add(str(path), found, digest)
 
@@ -190,17 +184,14 @@ def write(
     moved = {f"{key}.npy": partial_path(folder) for key in arrays} | dict(files or {})
     try:
         for key, array in arrays.items():
-            with _created(moved[f"{key}.npy"]) as file:
+            with created(moved[f"{key}.npy"]) as file:
                 np.save(file, array, allow_pickle=False)
         for key, partial in moved.items():
-            with _opened(Path(partial)) as file:
-                hasher = xxhash.xxh3_128()
-                while block := file.read(1 << 22):
-                    hasher.update(block)
-                written[key] = [os.fstat(file.fileno()).st_size, hasher.hexdigest()]
+            with opened(partial) as file:
+                written[key] = [os.fstat(file.fileno()).st_size, digest_of(file)]
             os.replace(partial, place / f"{stem}.{key}")
         content = {"version": _VERSION, "name": name, "values": values, "files": written}
-        _replace(place / f"{stem}.json", _with_digest(json.dumps(content).encode()))
+        replace(place / f"{stem}.json", _with_digest(json.dumps(content).encode()))
     except IsADirectoryError as error:
         raise ConfigError(
             f"{error.filename2 or error.filename} is a directory, where a file is to be kept that "
@@ -217,14 +208,9 @@ def write(
 def write_note(folder: str, name: str, text: str) -> None:
     """Writes a file for people, which nothing reads. Raises ConfigError if the disk refuses it."""
     try:
-        _replace(Path(folder, name), text.encode())
+        replace(Path(folder, name), text.encode())
     except OSError as error:
         raise not_written(Path(folder, name), error) from None
-
-
-def partial_path(folder: str) -> str:
-    """Returns a new path for a file that is being written; `locked` removes those that are left."""
-    return os.path.join(folder, f".{os.getpid()}.{secrets.token_hex(8)}.partial")
 
 
 @contextlib.contextmanager
@@ -256,21 +242,10 @@ def locked(folder: str) -> Iterator[None]:
             began = time.monotonic()
             fcntl.flock(lock, fcntl.LOCK_EX)
             _log.info("waited %.1f s", time.monotonic() - began)
-        for left in Path(folder).glob(".*.partial"):  # By processes that were killed.
+        for left in partial_paths(folder):  # By processes that were killed.
             with contextlib.suppress(OSError):
                 left.unlink()
         yield
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = partial_path(str(path.parent))
-    with _created(partial) as file:
-        file.write(data)
-    os.replace(partial, path)
-
-
-def _created(path: str) -> IO[bytes]:
-    return open(path, "xb")  # "x": no link that lies there is followed.
 
 
 def _with_digest(body: bytes) -> bytes:

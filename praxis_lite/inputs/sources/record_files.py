@@ -10,6 +10,7 @@ from typing import Any
 from praxis_lite.errors import ConfigError, not_written
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.file_index import FileIndex, name_beside, state_of
+from praxis_lite.inputs.sources.files.plain import partial_path
 
 # Records that are compressed together: fewer are read faster, more are smaller.
 _GROUP = 16
@@ -124,7 +125,7 @@ def writing_copy(folder: str, path: str, end: str) -> Iterator[str]:
     Args:
       end: of the copy's name.
     """
-    state, partial = state_of(path), kept.partial_path(folder)
+    state, partial = state_of(path), partial_path(folder)
     try:
         yield partial
         kept.write(folder, _name_of(path), {"state": state}, {}, {end: partial})

@@ -29,6 +29,7 @@ from praxis_lite.inputs import (
 from praxis_lite.inputs.processes import compared
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.file_index import name_beside
+from praxis_lite.inputs.sources.files.plain import partial_path
 
 VALUES = {"num_examples": 3, "words": ["a", "é"]}
 ARRAYS = {"starts": np.arange(7), "none": np.zeros((0, 3), np.float32)}
@@ -37,7 +38,7 @@ LINES = "".join(json.dumps(one) + "\n" for one in ROWS).encode()
 
 
 def test_it_is_read_as_it_was_written(tmp_path):
-    partial = kept.partial_path(str(tmp_path))
+    partial = partial_path(str(tmp_path))
     with open(partial, "wb") as file:
         file.write(b"other")
     kept.write(str(tmp_path), "one", VALUES, ARRAYS, {"end": partial})
@@ -262,7 +263,7 @@ def test_a_file_is_compared_once_by_a_process_and_those_that_it_starts(tmp_path,
     kept.read(str(tmp_path), "one")
     known = pickle.loads(pickle.dumps(compared.known()))
     hashed = []
-    monkeypatch.setattr(kept.xxhash, "xxh3_128", lambda *args: hashed.append(1))
+    monkeypatch.setattr(kept, "digest_of", lambda file: hashed.append(1))
     monkeypatch.setattr(compared, "_compared", {})
     compared.take({path: known[path]})
     assert kept.read(str(tmp_path), "one").arrays["x"].tolist() == large.tolist() and not hashed
