@@ -11,7 +11,7 @@ import optax
 from praxis_lite import register
 from praxis_lite.checkpoints.huggingface.decoder import lm_config
 from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
-from praxis_lite.checkpoints.huggingface.family import settings_in
+from praxis_lite.checkpoints.huggingface.family import read_config, settings_in
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
@@ -63,6 +63,9 @@ class CausalLm(lm.PyDocs):
 
     def task(self):
         settings = TINY if self.HF_DIR is None else settings_in(self.HF_DIR)
+        model = lm_config(settings)
+        if self.HF_DIR is not None and settings.max_seq_length is None:
+            model.max_positions = trained_positions(self.HF_DIR)
         learner = fdl.Config(
             Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
             learning_rate=1e-4, clip_gradient_norm_to_value=1.0,
@@ -70,7 +73,7 @@ class CausalLm(lm.PyDocs):
         if settings.score_func == "sigmoid":  # A correction of loads, which no loss teaches.
             learner.bprop_variable_exclusion = ".*/gate_correction"
         return fdl.Config(
-            LanguageModelTask, model=set_sharding_params(lm_config(settings), PRESET),
+            LanguageModelTask, model=set_sharding_params(model, PRESET),
             learner=learner,
             inputs_split_mapping=lm.BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
             decoder=fdl.Config(Greedy, max_decode_steps=32),
@@ -80,6 +83,16 @@ class CausalLm(lm.PyDocs):
         run = super().run()
         run.num_train_steps = run.checkpoint_every_steps = run.eval_every_steps = 100
         return run
+
+
+def trained_positions(directory: str) -> int | None:
+    """Returns the number of positions that a rotary model was trained for, or None."""
+    config = read_config(Path(directory))
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    # Its angles follow the length of the text.
+    if isinstance(scaling, dict) and "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
+        return None
+    return config.get("max_position_embeddings")
 
 
 def questions(folder: str) -> Iterator[dict[str, Any]]:

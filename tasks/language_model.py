@@ -81,9 +81,11 @@ class LanguageModelTask(Task):
             jax.eval_shape(lambda: model.init_cache(1, length))
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the model's `vocab_size`, if it has one, for ids and labels."""
-        vocab_size = getattr(self.model.abstract_module(), "vocab_size", None)
-        return {"ids": vocab_size, "labels": vocab_size} if isinstance(vocab_size, int) else {}
+        """Returns the model's `vocab_size`, for ids and labels, and its number of positions."""
+        model = self.model.abstract_module()
+        sizes = {name: getattr(model, "vocab_size", None) for name in ("ids", "labels")}
+        sizes["segment_pos"] = getattr(model, "num_positions", None)
+        return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None

@@ -185,7 +185,7 @@ def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
     assert sorted(os.listdir(target)) == ["a.bin", "b.bin", "last.json"]
     assert order[-1] == "last.json"
     with (
-        pytest.raises(ConfigError, match="has files .a.bin, b.bin, last.json.; wanted is a new"),
+        pytest.raises(ConfigError, match="has files already .a.bin, b.bin, last.json., and only"),
         new_directory(target, "last.json"),
     ):
         pytest.fail("files are written over")

@@ -2,10 +2,12 @@
 
 import abc
 import dataclasses
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from praxis_lite.errors import require
 
@@ -50,7 +52,9 @@ class Decoder(abc.ABC):
         # Lists come from JSON and the command line; a decoder is a static, hashable value.
         if isinstance(self.eos_id, list):
             object.__setattr__(self, "eos_id", tuple(self.eos_id))
-        self._require("max_decode_steps", self.max_decode_steps >= 1, "1 or more")
+        self._check_types()
+        most = 2**31 - 1  # Steps are counted in int32.
+        self._require("max_decode_steps", 1 <= self.max_decode_steps <= most, "1 or more")
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
         self._require(
             "min_decode_steps",
@@ -59,9 +63,35 @@ class Decoder(abc.ABC):
         )
         self._require(
             "eos_id",
-            self.eos_id is None or all(isinstance(i, int) and i >= 0 for i in self.eos_ids),
+            self.eos_id is None or all(map(_is_token, self.eos_ids)),
             "a token, a tuple of tokens, or None for the tokenizer's",
         )
+
+    def check_vocabulary(self, size: int, of_tokenizer: Collection[int]) -> None:
+        """Checks that the tokens that end a row are a model's.
+
+        Args:
+          size: of its vocabulary.
+          of_tokenizer: tokens that a tokenizer ends a text with, be they the model's or not.
+
+        Raises:
+          ConfigError: one is not.
+        """
+        own = [i for i in self.eos_ids if i not in of_tokenizer]
+        self._require(
+            "eos_id", all(i < size for i in own),
+            f"of tokens from 0 to {size - 1}, for the model's vocab_size is {size}",
+        )
+
+    def _check_types(self) -> None:
+        for field in dataclasses.fields(self):
+            found = getattr(self, field.name)
+            for kind, (types, wanted) in _TYPES.items():
+                if field.type in (kind, kind | None) and (found is not None or field.type is kind):
+                    is_right = isinstance(found, types)
+                    is_right &= kind is bool or not isinstance(found, bool)
+                    absent = "" if field.type is kind else ", or None"
+                    self._require(field.name, is_right, f"{wanted}{absent}")
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -117,3 +147,14 @@ class Decoder(abc.ABC):
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         require(holds, f"{type(self).__name__}.{name}", getattr(self, name), wanted)
+
+
+_TYPES = {
+    bool: (bool, "True or False"),
+    int: (int | np.integer, "a whole number"),
+    float: (int | float | np.integer | np.floating, "a number"),
+}
+
+
+def _is_token(i: object) -> bool:
+    return isinstance(i, int | np.integer) and not isinstance(i, bool) and 0 <= i < 2**31

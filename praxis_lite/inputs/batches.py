@@ -203,6 +203,12 @@ def check_ids(
         weighs = _weighs(x, inputs.get("weights")) if name in ("ids", "labels") else False
         is_wrong = (x < 0) & weighs | (x >= size) & (weighs if name == "labels" else True)
         for place in np.argwhere(is_wrong)[:1]:
+            if name == "segment_pos":
+                raise ConfigError(
+                    f"{where}: row {first_row + place[0]} of {name} has {x[tuple(place)]}; wanted "
+                    f"are positions from 0 to {size - 1}, for the model has {size}. Shorten the "
+                    "sequences, or give it more (max_seq_length, max_positions)."
+                )
             raise ConfigError(
                 f"{where}: row {first_row + place[0]} of {name} has {x[tuple(place)]}; wanted are "
                 f"ids from 0 to {size - 1}, for the model's vocab_size is {size} (num_classes of a "

@@ -20,6 +20,7 @@ from praxis_lite.experiment.recorded_job import check_tokenizers, recorded_confi
 from praxis_lite.experiment.setting_of import naming_settings
 from praxis_lite.inputs import InMemory, InputPipeline
 from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.interop.generation import with_decoder
 from praxis_lite.job.job_dir import JobDir, open_for_reading
 from praxis_lite.partitioner import Partitioner
@@ -27,8 +28,8 @@ from praxis_lite.sharding import MeshConfig, attached_mesh
 from praxis_lite.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.trainer.evaluation import Evaluator
-from praxis_lite.trainer.forward_pass import forward_pass
-from praxis_lite.trainer.job_checks import check_parts
+from praxis_lite.trainer.forward_pass import check_call, forward_pass
+from praxis_lite.trainer.job_checks import check_decoder, check_parts
 from praxis_lite.trainer.job_on_mesh import check_reads, partitioner_of
 from praxis_lite.trainer.restored_weights import restored_weights
 
@@ -135,8 +136,10 @@ class TrainedModel:
             Anything else, such as a flag, reaches the model as it is.
 
         Raises:
-          ConfigError: no argument is an array, their rows differ, or a layer refuses them.
+          ConfigError: no argument is an array, their rows differ, a layer refuses them, or the
+            model has no row for an id or no such position.
         """
+        check_call(self.partitioner.task, arrays, named)
         return self._forward(self.mdl_vars, *arrays, **named)
 
     def evaluate(
@@ -193,7 +196,7 @@ class TrainedModel:
         check_reads(partitioner, "decode", checked_spec(pipeline, name), name)
         run = self.job.run
         mdl_vars = self._mdl_vars(run.decode_use_ema_states)
-        seed = run.seed if seed is None else seed
+        seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
         return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
 
     def generate(
@@ -247,8 +250,10 @@ class TrainedModel:
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
         """Returns the partitioner whose task decodes so, or the job's if nothing is changed."""
         if decoder is None and not settings:
+            check_decoder(self.partitioner.task)
             return self.partitioner
         changed = with_decoder(self.partitioner.task, self._config.task, decoder, settings)
+        check_decoder(changed)
         if changed.decoder not in self._with_decoder:
             make = self.job.partitioner or Partitioner
             self._with_decoder[changed.decoder] = make(changed, self.partitioner.mesh)

@@ -57,10 +57,10 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
     try:
         there = sorted(one.name for one in path.iterdir() if one.name != PARTIAL)
         if there:
-            half = " and was half written when a command was ended" if partial.exists() else ""
+            half = ", half written when a command was ended" if partial.exists() else ""
             raise ConfigError(
-                f"{path} has files ({few(there)}){half}; wanted is a new or an empty directory. "
-                "Name another, or remove them."
+                f"{path} has files already ({few(there)}{half}), and only a new or an empty "
+                "directory is written into. Name a new directory."
             )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

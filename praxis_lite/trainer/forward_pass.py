@@ -1,6 +1,6 @@
 """A model's own call, compiled for a mesh, on whatever arrays its caller has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,9 @@ import numpy as np
 
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.leaves import narrow
+from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.task import Task
 
 
 def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
@@ -57,6 +59,34 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         return jax.device_get(compiled(mdl_vars, batch, (structure, others)))
 
     return call
+
+
+def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Checks the ids and positions among the arguments of a model's call.
+
+    Raises:
+      ConfigError: the model has no row or no position for one; they are no integers.
+    """
+    sizes = task.num_ids()
+    if not {"ids", "src_ids"} & sizes.keys():
+        return
+    # A model of sources and targets, or of ids, whatever it calls these.
+    order = ("src_ids", "ids") if "src_ids" in sizes else ("ids",)
+    given = dict(zip(order, args, strict=False)) | {
+        _LEAVES.get(name, name): x for name, x in named.items()
+    }
+    paddings = given.get("paddings")
+    for name, size in sizes.items():
+        x = given.get(name)
+        if not _is_array(x):
+            continue
+        counts = np.asarray(paddings) < 0.5 if np.shape(paddings) == np.shape(x) else None
+        kind = "positions" if name == "segment_pos" else "ids"
+        token_ids(x, f"predict: {name}", size, ndim=np.ndim(x), counts=counts, kind=kind)
+
+
+# What models call the leaves of a batch.
+_LEAVES = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
 
 
 def _is_array(x: Any) -> bool:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from praxis_lite.decode import Decoder
 from praxis_lite.errors import ConfigError, did_you_mean, require
 from praxis_lite.experiment.experiment import Job, check_dataset_name
 from praxis_lite.experiment.run_config import RunConfig
@@ -101,6 +102,13 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
             f"{size - 1} at most, for the model's vocab_size is {size}",
             f"Give the model vocab_size={found.vocab_size}, or another tokenizer.",
         )
+
+
+def check_decoder(task: Task) -> None:
+    """Raises ConfigError if a task's decoder ends rows with a token that the model lacks."""
+    decoder, size = getattr(task, "decoder", None), task.num_ids().get("ids")
+    if isinstance(decoder, Decoder) and size is not None:
+        decoder.check_vocabulary(size, getattr(getattr(task, "tokenizer", None), "eos_ids", ()))
 
 
 def check_resumable(

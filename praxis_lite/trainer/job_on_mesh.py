@@ -28,6 +28,7 @@ from praxis_lite.sharding import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.trainer.job_checks import (
     check_averages,
+    check_decoder,
     check_num_batches,
     check_parts,
     check_tokens,
@@ -96,6 +97,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         "explain": ("datasets", "decode_datasets"),
         "load": (),
     }[mode]
+    if "decode_datasets" in roots:
+        check_decoder(job.task)
     for root in roots:
         specs = {}
         for name, pipeline in getattr(job, root).items():

@@ -221,7 +221,7 @@ def test_the_head_of_a_tied_model_may_be_stored_besides_if_it_is_the_embedding(t
 
 
 def test_an_export_overwrites_nothing(tmp_path):
-    with pytest.raises(ConfigError, match="the directory is .config.json, .*Name a new directory"):
+    with pytest.raises(ConfigError, match="has files already .config.json, .*Name a new directory"):
         loaded("llama").export(copy_of(tmp_path))
 
 

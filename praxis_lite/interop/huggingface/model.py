@@ -1,7 +1,8 @@
 """A model of Hugging Face on a mesh: its logits, what it continues, and a config to train it."""
 
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -13,10 +14,11 @@ from praxis_lite.checkpoints.huggingface.pretrained import Pretrained
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.decode import Greedy
-from praxis_lite.errors import require
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import TokenIds
+from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.trainer.forward_pass import forward_pass
@@ -84,7 +86,7 @@ class HuggingFaceModel:
         leaves = [arrays[leaf.path] for leaf in layout.leaves()]
         self.mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
         self._forward = forward_pass(partitioner)
-        self._decoding: dict[tuple[int, int], Partitioner] = {}
+        self._decoding: dict[tuple[int, Any], Partitioner] = {}
 
     def logits(
         self,
@@ -101,40 +103,58 @@ class HuggingFaceModel:
           position_ids: int [B, T]; None: from 0 in each segment; without segments, where there is
             a mask, the number of true tokens before, else 0 to T - 1.
           segment_ids: int [B, T], of packed rows: tokens see their own segment; 0 is padding.
+
+        Raises:
+          ConfigError: an argument has another form, or an id or a position that the model lacks.
         """
-        ids = np.asarray(ids, np.int32)
-        given: dict[str, Any] = {}
+        mask = None
         if attention_mask is not None:
-            mask = np.asarray(attention_mask) != 0
-            if position_ids is None and segment_ids is None:
-                position_ids = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-            if segment_ids is not None:
-                segment_ids = np.where(mask, segment_ids, 0)
-            else:
-                given["paddings"] = 1.0 - mask.astype(np.float32)
-        if position_ids is not None:
-            given["positions"] = np.broadcast_to(np.asarray(position_ids, np.int32), ids.shape)
+            shape = token_ids(ids, "logits: ids", counts=np.False_).shape
+            mask = padding_mask(attention_mask, "logits: attention_mask", shape)
+        ids = token_ids(ids, "logits: ids", self._sizes["ids"], counts=mask)
+        given: dict[str, Any] = {}
         if segment_ids is not None:
-            given["segment_ids"] = np.asarray(segment_ids, np.int32)
+            segment_ids = self._beside(segment_ids, "segment_ids", ids, None, None)
+            given["segment_ids"] = segment_ids if mask is None else np.where(mask, segment_ids, 0)
+        elif mask is not None:
+            given["paddings"] = 1.0 - mask.astype(np.float32)
+        if position_ids is not None:
+            given["positions"] = self._beside(
+                position_ids, "position_ids", ids, self._sizes.get("segment_pos"), mask
+            )
+        elif mask is not None and segment_ids is None:
+            given["positions"] = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
+        self._require_positions(ids.shape[1], "logits: the length of ids")
         return self._forward(self.mdl_vars, ids, **given)[0]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, *,
-        eos_id: int | None = None,
+        eos_id: int | Sequence[int] | None = None,
     ) -> list[list[int]]:
         """Returns the likeliest next ids of each prompt, a token at a time.
 
         Args:
           prompts: of any lengths, a token each at least.
-          eos_id: a row ends with this token; None: none ends it.
+          eos_id: a row ends with this token, or one of these; None: none ends it.
+
+        Raises:
+          ConfigError: an id, a length or the number of new tokens is none that the model has.
         """
-        lengths = np.array([len(one) for one in prompts], np.int32)
-        require(
-            len(lengths) > 0 and lengths.min() > 0, "generate: the lengths of the prompts",
-            lengths.tolist(), "a prompt at least, of a token at least",
+        what = "generate: max_new_tokens"
+        max_new_tokens = whole_number(max_new_tokens, what, 1)
+        rows = self._prompts(prompts)
+        lengths = np.array([len(one) for one in rows], np.int32)
+        longest = int(lengths.max())
+        self._require_positions(
+            longest + max_new_tokens, f"{what}={max_new_tokens} after a prompt of {longest} tokens"
         )
-        ids = np.zeros((len(lengths), lengths.max()), np.int32)
-        for row, one in zip(ids, prompts, strict=True):
+        if eos_id is not None:
+            ends = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
+            eos_id = tuple(
+                token_ids(ends, "generate: eos_id", self._sizes["ids"], ndim=1).tolist()
+            )
+        ids = np.zeros((len(lengths), longest), np.int32)
+        for row, one in zip(ids, rows, strict=True):
             row[: len(one)] = one
         partitioner = self._greedy(max_new_tokens, TokenIds.eos_id if eos_id is None else eos_id)
         batch = partitioner.global_batch({
@@ -170,7 +190,45 @@ class HuggingFaceModel:
             note=note,
         )
 
-    def _greedy(self, max_decode_steps: int, eos_id: int) -> Partitioner:
+    def _beside(
+        self, given: Any, name: str, ids: np.ndarray, size: int | None, mask: np.ndarray | None
+    ) -> np.ndarray:
+        """Returns int32 [B, T] of an argument that stands beside ids."""
+        what = f"logits: {name}"
+        try:
+            given = np.broadcast_to(np.asarray(given), ids.shape)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"{what} have another shape than ids, {list(ids.shape)}. Give a number for each id."
+            ) from None
+        return token_ids(given, what, size, counts=mask, kind=name.replace("_ids", "s"))
+
+    def _prompts(self, prompts: Any) -> list[np.ndarray]:
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            prompts = ()
+        rows = [
+            token_ids(one, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
+            for number, one in enumerate(prompts)
+        ]
+        require(
+            bool(rows), "generate: prompts", prompts, "a list of prompts, each a list of token ids"
+        )
+        return rows
+
+    def _require_positions(self, length: int, what: str) -> None:
+        most = self._sizes.get("segment_pos")
+        if most is not None and length > most:
+            raise ConfigError(
+                f"{what} is {length}; wanted is {most} at most, for the model has so many "
+                "positions (max_position_embeddings). Shorten it, or load the model with "
+                "settings=['task.model.max_positions=NUMBER'] if its positions are rotary."
+            )
+
+    @functools.cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return self.partitioner.task.num_ids()
+
+    def _greedy(self, max_decode_steps: int, eos_id: int | tuple[int, ...]) -> Partitioner:
         key = max_decode_steps, eos_id
         if key not in self._decoding:
             decoder = fdl.Config(Greedy, max_decode_steps=max_decode_steps, eos_id=eos_id)

@@ -41,6 +41,8 @@ class TransformerLm(BaseLayer):
       vocab_size: V.
       model_dims, hidden_dims, num_heads, dim_per_head, num_layers: sizes handed to the templates.
       max_seq_length: that many learned positions, in place of `position_emb_tpl`.
+      max_positions: the longest sequence that is taken, such as a rotary model was trained for;
+        None: rotary positions and sines have no end.
       model_type: "causal", "bidirectional" or "prefix" (a prefix sees all of itself).
       fprop_dtype: of the activations; weights stay float32, logits are float32.
       residual_dropout_prob: of what the blocks' parts add, see Transformer.
@@ -65,6 +67,7 @@ class TransformerLm(BaseLayer):
         *,
         dim_per_head: int | None = None,
         max_seq_length: int | None = None,
+        max_positions: int | None = None,
         model_type: str = "causal",
         fprop_dtype: jnp.dtype = jnp.float32,
         residual_dropout_prob: float = 0.0,
@@ -80,6 +83,8 @@ class TransformerLm(BaseLayer):
         require_positive(
             self, vocab_size=vocab_size, model_dims=model_dims, num_layers=num_layers
         )
+        if max_positions is not None:
+            require_positive(self, max_positions=max_positions)
         require_choice("TransformerLm.model_type", model_type, MODEL_TYPES)
         require_floating(self, fprop_dtype=fprop_dtype)
         sizes, dtype = (vocab_size, model_dims), {"fprop_dtype": fprop_dtype}
@@ -102,7 +107,14 @@ class TransformerLm(BaseLayer):
         self.transformer = stacked_transformer_tpl(*blocks, rngs=rngs)
         self.final_ln = None if final_ln_tpl is None else final_ln_tpl(model_dims, rngs=rngs)
         self.model_type, self.fprop_dtype, self.vocab_size = model_type, fprop_dtype, vocab_size
-        self.entropy_loss_weight = entropy_loss_weight
+        self.entropy_loss_weight, self.max_positions = entropy_loss_weight, max_positions
+
+    @property
+    def num_positions(self) -> int | None:
+        """The number of positions that there are; None: they have no end."""
+        learned = getattr(self.position_emb, "max_seq_length", None)
+        limits = [one for one in (learned, self.max_positions) if one is not None]
+        return min(limits, default=None)
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
         """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
@@ -117,6 +129,7 @@ class TransformerLm(BaseLayer):
             )
         if self.position_emb is not None:
             self.position_emb.check_length(max_seq_length)
+        self._check_length(max_seq_length)
         return self.transformer.init_cache(batch_size, max_seq_length, self.fprop_dtype)
 
     def __call__(
@@ -192,6 +205,7 @@ class TransformerLm(BaseLayer):
                 f"{'missing' if inputs_indicator is None else 'given'}. It says which tokens are "
                 'the prefix of model_type "prefix", and no other type takes it.'
             )
+        self._check_length(ids.shape[-1])
         positions = positions_in_segments(positions, segment_ids)
         x = embed(self.softmax if self.embedding_lookup is None else self.embedding_lookup, ids)
         x = with_positions(self.position_emb, x, positions)
@@ -200,6 +214,15 @@ class TransformerLm(BaseLayer):
             inputs["atten_mask"] = _prefix_mask(inputs_indicator, segment_ids, paddings)
         x, cache = self.transformer(x, key=key, cache=cache, **inputs)
         return x if self.final_ln is None else self.final_ln(x), cache
+
+    def _check_length(self, length: int) -> None:
+        if self.max_positions is not None and length > self.max_positions:
+            raise ConfigError(
+                f"TransformerLm.max_positions is {self.max_positions}, but a sequence has up to "
+                f"{length} tokens (what is decoded included). Shorten seq_len, the prompts or "
+                "max_decode_steps; or, to go beyond what the model was trained for, --set "
+                f"task.model.max_positions={length}."
+            )
 
 
 def _prefix_mask(

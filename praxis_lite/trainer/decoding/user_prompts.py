@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import InMemory
+from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.task import Task
 from praxis_lite.trainer.job_checks import check_parts
@@ -93,8 +94,10 @@ def prompt_batch(
             "models; --mode=decode without any, or decode(NAME), decodes the job's datasets, "
             "predict(ARRAYS) gives the model's outputs."
         )
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
-    rows = [_ids(one, tokenizer, what) for one in given]
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+    given = [prompts] if isinstance(prompts, str) else list(prompts) if is_list else []
+    size = task.num_ids().get("ids")
+    rows = [_ids(one, tokenizer, what, size) for one in given]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
             f"{what} was given {prompts!a:.100}; give a prompt, or a list of prompts "
@@ -127,16 +130,21 @@ def _is_conversation(found: Any) -> bool:
     )
 
 
-def _ids(prompt: Prompt, tokenizer: Any, what: str) -> np.ndarray:
+def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None) -> np.ndarray:
     if isinstance(prompt, str):
         return tokenizer.encode_prompt(prompt)
     if _is_conversation(prompt):
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    try:
+        ids = np.asarray(prompt)
+        kind = f"{ids.dtype}{list(ids.shape)}"
+        is_right = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
+    except (TypeError, ValueError, OverflowError):
+        kind, is_right = shown(repr(prompt)), False
+    if not is_right:
         raise ConfigError(
-            f"{what} was given a prompt of {ids.dtype}{list(ids.shape)}; give a text, a "
+            f"{what} was given a prompt of {kind}; give a text, a "
             'conversation [{"role": ..., "content": ...}, ...], or the token ids of one prompt, '
             "int[length]."
         )
-    return ids
+    return token_ids(ids, f"{what}: a prompt", size, ndim=1) if ids.size else ids
