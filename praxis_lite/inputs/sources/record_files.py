@@ -156,7 +156,8 @@ def write_arrow(path: str, schema: Any, batches: Iterable[Any], rows_per_batch: 
     from pyarrow import ipc
 
     try:
-        with ipc.new_file(path, schema) as writer:
+        # A stream, in which a column's dictionary may change from batch to batch.
+        with ipc.new_stream(path, schema) as writer:
             for batch in batches:
                 for first in range(0, batch.num_rows, rows_per_batch):
                     writer.write_batch(batch.slice(first, rows_per_batch))

@@ -97,6 +97,22 @@ def test_a_compressed_file_is_mapped_as_a_copy_that_is_not(compression, table, t
     assert len(copies(tmp_path)) == (compression != "uncompressed")
 
 
+def test_dictionaries_may_differ_in_the_parts_of_a_file(tmp_path):
+    parts = [
+        pyarrow.table({"word": pyarrow.array([f"word {n}"] * 20).dictionary_encode()})
+        for n in range(5)
+    ]
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", parts[0].schema) as file:
+        for one in parts:
+            file.write_table(one)
+    options = ipc.IpcWriteOptions(compression="zstd")
+    with ipc.new_stream(f"{tmp_path}/b.arrow", parts[0].schema, options=options) as file:
+        for one in parts:
+            file.write_table(one)
+    for source in (Parquet(f"{tmp_path}/a.parquet"), ArrowFiles(f"{tmp_path}/b.arrow")):
+        assert [source[n]["word"] for n in (99, 0, 50)] == ["word 4", "word 0", "word 2"]
+
+
 def test_columns_are_checked_before_anything_is_read(table, tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a.parquet has no column 'nn'; it has \['n', 's'\]"):
