@@ -51,6 +51,10 @@ def _json_lines(folder: Path) -> None:
     text = _lines([{"text": text, "n": i, "list": [1, 2]} for i, text in enumerate(TEXTS)])
     (folder / "a.jsonl").write_text(text)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    import pyarrow
+
+    packed = pyarrow.Codec("zstd").compress(text.encode(), asbytes=True)
+    (folder / "c.jsonl.zst").write_bytes(packed)
 
 
 def _read_documents(holds: str, folder: Path) -> None:
@@ -148,6 +152,7 @@ def _records(folder: Path) -> None:
     length = struct.pack("<Q", len(record))
     framed = length + masked(length) + record + masked(record)
     (folder / "a.tfrecord").write_bytes(framed * 30)
+    (folder / "b.tfrecord.gz").write_bytes(gzip.compress(framed * 30))
     with RecordWriter(f"{folder}/a.array_record") as writer:
         for _ in range(30):
             writer.write(record)
@@ -182,7 +187,14 @@ def _hugging_face_dataset(folder: Path) -> None:
         {"text": text, "ids": [1, 2], "image": image, "label": i % 2}
         for i, text in enumerate(TEXTS[:20])
     ]
-    datasets.Dataset.from_list(rows, features=features).save_to_disk(folder / "data")
+    data = datasets.Dataset.from_list(rows, features=features)
+    data.save_to_disk(folder / "data")
+    datasets.DatasetDict(train=data, test=data).save_to_disk(folder / "splits")
+
+
+def _read_hugging_face_dataset(folder: Path) -> None:
+    read_source(inputs.HuggingFaceDataset(f"{folder}/data"))
+    read_source(inputs.HuggingFaceDataset(f"{folder}/splits", "test"))
 
 
 def _tfds(folder: Path) -> None:
@@ -193,10 +205,14 @@ def _tfds(folder: Path) -> None:
         features=tfds.features.FeaturesDict({
             "n": np.int64, "x": tfds.features.Tensor(shape=(3,), dtype=np.float32),
             "text": tfds.features.Text(), "label": tfds.features.ClassLabel(names=["a", "b"]),
+            "images": tfds.features.Sequence(tfds.features.Image(shape=(3, 5, 3))),
         }),
         split_datasets={
-            "train": [(n, {"n": n, "x": [n] * 3, "text": f"é {n}", "label": n % 2})
-                      for n in range(31)]
+            "train": [
+                (n, {"n": n, "x": [n] * 3, "text": f"é {n}", "label": n % 2,
+                     "images": [np.full((3, 5, 3), n, np.uint8)] * (n % 3)})
+                for n in range(31)
+            ]
         },
     )
 
@@ -422,13 +438,12 @@ READERS: tuple[Reader, ...] = (
     Reader("json lines", _json_lines, _source("JsonLines", "*.jsonl*")),
     Reader("parquet", _columns, _source("Parquet", "*.parquet")),
     Reader("arrow", _columns, _source("ArrowFiles", "*.arrow")),
-    Reader("tfrecord", _records, _source("TfRecords", "*.tfrecord")),
+    Reader("tfrecord", _records, _source("TfRecords", "*.tfrecord*")),
     Reader("array_record", _records, _source("ArrayRecords", "*.array_record")),
     Reader("npy", _arrays, _source("NpyFiles", "*.np*")),
     Reader("text files", _corpus, _source("TextFiles", "*.txt")),
     Reader("image files", _images, _source("ImageFiles", "*/*")),
-    Reader("datasets", _hugging_face_dataset,
-           lambda folder: read_source(inputs.HuggingFaceDataset(f"{folder}/data"))),
+    Reader("datasets", _hugging_face_dataset, _read_hugging_face_dataset),
     Reader("tfds", _tfds,
            lambda folder: read_source(inputs.Tfds(f"{folder}/numbers/1.0.0", "train")), 0.3, 20.0),
     Reader("kept", _kept, _read_kept),
