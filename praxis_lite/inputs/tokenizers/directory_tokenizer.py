@@ -1,4 +1,4 @@
-"""What tokenizers of a directory have alike: special tokens, ends and templates of its files."""
+"""Base of the tokenizers of a directory: special tokens, ends and the template of its files."""
 
 import abc
 import functools
@@ -33,7 +33,7 @@ class DirectoryTokenizer(Tokenizer):
     @property
     @abc.abstractmethod
     def special(self) -> SpecialTokens:
-        """Which tokens of the directory are special, and what for."""
+        """Special and added tokens of the directory, and their roles."""
 
     @property
     @abc.abstractmethod
@@ -97,7 +97,7 @@ class DirectoryTokenizer(Tokenizer):
             _log.info("%s: split_special_tokens is not followed: each is one id in a text", self)
 
     def _decided_besides(self) -> str:
-        """What of `special` decides the ids of a text and former versions read otherwise.
+        """Returns facts that decide the ids of a text and that former versions read otherwise.
 
         It is "" for most directories, so that data that is the same keeps its fingerprint.
         """

@@ -66,7 +66,7 @@ def _damaged(path: Path, fault: str) -> ConfigError:
 
 
 def _fault(fields: Mapping[str, Any]) -> str:
-    """What the library answers with a panic, or with a text without end; "" if there is nothing."""
+    """Returns the fault that the library answers with a panic or an endless text; "" if none."""
     model = fields.get("model")
     if isinstance(model, Mapping):
         prefix = model.get("continuing_subword_prefix")
@@ -92,7 +92,7 @@ def _fault(fields: Mapping[str, Any]) -> str:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many times as long a replacement makes a text, at most."""
+    """Returns the factor by which a replacement lengthens a text, at most."""
     pattern, new = step.get("pattern"), step.get("content")
     old = pattern.get("String") if isinstance(pattern, Mapping) else None
     if step.get("type") != "Replace" or not isinstance(new, str):
@@ -101,7 +101,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part of the file, those of sequences too."""
+    """Yields the steps of a part of the file, those of sequences too."""
     if isinstance(part, Mapping):
         yield part
         for name in ("normalizers", "pretokenizers", "processors", "decoders"):

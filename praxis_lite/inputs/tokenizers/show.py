@@ -1,4 +1,4 @@
-"""What a tokenizer makes of its files, in words: special tokens, ends, and which file says so."""
+"""Lines on a directory's tokenizer: special tokens, ends, and the files that say so."""
 
 from collections.abc import Iterator
 

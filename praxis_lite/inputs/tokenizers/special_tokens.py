@@ -1,4 +1,4 @@
-"""Which tokens are special and which end a text: one answer from all files that may say it."""
+"""Special tokens and ends of a text: one answer from all files that may say it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from praxis_lite.inputs.tokenizers.named_tokens import MAX_ID, NamedTokens, Toke
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What the file that cuts text says, before the others beside it are read.
+    """Vocabulary of the file that cuts text, before the others beside it are read.
 
     Attributes:
       id_of: returns the id of a token's text, or None.
@@ -62,70 +62,117 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
         vocabulary; an id is none; files disagree. Each names the file and the field.
     """
     named = NamedTokens(files)
-    tokens = dict(vocabulary.tokens)
-    by_text = {token.text: number for number, token in tokens.items()}
-
-    def id_of(text: str) -> int | None:
-        known = by_text.get(text, vocabulary.id_of(text))
-        # Another text may have been given the id.
-        return None if known in tokens and tokens[known].text != text else known
-
     # A text ends, whatever the files do not say.
-    absent = named.null - {"eos_token"}
-    own = {role: i for role, (i, _) in vocabulary.roles.items() if role not in absent}
-    defaults = {
-        role: token for role, token in named.defaults.items()
-        if id_of(token.text) is not None and own.get(role, id_of(token.text)) == id_of(token.text)
+    own = {
+        role: (number, text) for role, (number, text) in vocabulary.roles.items()
+        if role == "eos_token" or role not in named.null
     }
-    roles = defaults | named.roles
-    next_id = max([vocabulary.size, *(number + 1 for number in tokens)])
-    fixed, seen = set(tokens), set()
+    numbered = _Numbered(files, vocabulary)
+    roles = dict(named.roles)
+    for role, token in named.defaults.items():
+        number = numbered.id_of(token.text)
+        if number is not None and own.get(role, (number,))[0] == number:
+            roles[role] = token
+    ends = [named.roles[role] for role in ("eos_token", "bos_token") if role in named.roles]
     for token in (*named.added, *roles.values(), *named.extra):
-        number = id_of(token.text)
-        if number is None:
-            if token in (named.roles.get("eos_token"), named.roles.get("bos_token")):
-                raise _not_there(token, files)
-            number = next_id if token.id is None else token.id
-            if number != next_id and not vocabulary.can_rename:
-                raise _disagree(files, token, next_id)
-        elif token.id not in (None, number):
-            raise _disagree(files, token, number)
-        before = tokens.get(number)
-        if before is not None and before.text != token.text and before.id is not None:
-            raise ConfigError(
-                f"The tokenizer's files disagree: the id {number} is {shown(repr(before.text))} by "
-                f"{before.said_by}, and {shown(repr(token.text))} by {token.said_by}. Correct one."
-            )
-        if before is not None and before.text == token.text:
-            # How it is looked for: as the file says that gives it an id, or else the last field.
-            is_known = number in fixed or (token.text, *sorted(token.flags.items())) in seen
-            said = before if token.id is None and is_known else token
-            is_special = before.is_special or token.is_special
-            token = said if said.is_special else dataclasses.replace(said, is_special=is_special)
-        tokens[number], by_text[token.text] = token, number
-        seen.add((token.text, *sorted(token.flags.items())))
-        fixed |= {number} if token.id is not None else set()
-        next_id = max(next_id, number + 1)
-    ids = own | {role: by_text[token.text] for role, token in roles.items()}
+        numbered.add(token, must_be_there=token in ends)
+    ids = {role: number for role, (number, _) in own.items()}
+    ids |= {role: numbered.by_text[token.text] for role, token in roles.items()}
     said_by = dict.fromkeys(own, str(files.directory / files.own))
     said_by |= {role: token.said_by for role, token in roles.items()}
-    ends, path = _model_ends(files, next_id)
+    model_ends, path = _model_ends(files, numbered.next_id)
     if "eos_token" not in ids:
-        if ends:
-            ids["eos_token"], said_by["eos_token"] = ends[0], path
+        if model_ends:
+            ids["eos_token"], said_by["eos_token"] = model_ends[0], path
         elif "eos_token" in named.empty:
             raise ConfigError(
                 f"{named.empty['eos_token']} is an empty text, and nothing else says what ends a "
                 "text. Name a token of the vocabulary there, or an eos_token_id in "
                 f"{GENERATION_CONFIG}."
             )
-    texts = {role: text for role, (_, text) in vocabulary.roles.items() if role in own}
+    tokens = numbered.tokens
+    texts = {role: text for role, (_, text) in own.items()}
     texts |= {role: tokens[number].text for role, number in ids.items() if number in tokens}
-    return SpecialTokens(tokens, ids, texts, ends, next_id, said_by, path)
+    return SpecialTokens(tokens, ids, texts, model_ends, numbered.next_id, said_by, path)
+
+
+class _Numbered:
+    """The tokens of a vocabulary, and those that files add to it, by their ids.
+
+    Attributes:
+      tokens: by id.
+      by_text: their ids.
+      next_id: of the next token that has none.
+    """
+
+    def __init__(self, files: TokenizerFiles, vocabulary: Vocabulary):
+        self._files, self._vocabulary = files, vocabulary
+        self.tokens = dict(vocabulary.tokens)
+        self.by_text = {token.text: number for number, token in self.tokens.items()}
+        self.next_id = max([vocabulary.size, *(number + 1 for number in self.tokens)])
+        self._fixed, self._seen = set(self.tokens), set()
+
+    def id_of(self, text: str) -> int | None:
+        """Returns the id of a token's text; None if there is none, or another text has got it."""
+        known = self.by_text.get(text, self._vocabulary.id_of(text))
+        renamed = known in self.tokens and self.tokens[known].text != text
+        return None if renamed else known
+
+    def add(self, token: Token, must_be_there: bool) -> None:
+        """Adds a token that a file names, or says of one that is there how it is looked for.
+
+        Raises:
+          ConfigError: it has another id already, or another token has its id; it must be there,
+            and is not.
+        """
+        number = self.id_of(token.text)
+        if number is None:
+            if must_be_there:
+                raise ConfigError(
+                    f"{token.said_by} is {shown(repr(token.text))}, which the vocabulary of "
+                    f"{self._files.directory / self._files.own} does not have. Name a token there "
+                    "that it has, or null."
+                )
+            number = self.next_id if token.id is None else token.id
+            if number != self.next_id and not self._vocabulary.can_rename:
+                raise self._disagree(token, self.next_id)
+        elif token.id not in (None, number):
+            raise self._disagree(token, number)
+        before = self.tokens.get(number)
+        if before is not None and before.text == token.text:
+            token = self._merged(before, token, number)
+        elif before is not None and before.id is not None:
+            raise ConfigError(
+                f"The tokenizer's files disagree: the id {number} is {shown(repr(before.text))} by "
+                f"{before.said_by}, and {shown(repr(token.text))} by {token.said_by}. Correct one."
+            )
+        self.tokens[number], self.by_text[token.text] = token, number
+        self._seen.add(_in_text(token))
+        self._fixed |= {number} if token.id is not None else set()
+        self.next_id = max(self.next_id, number + 1)
+
+    def _merged(self, before: Token, token: Token, number: int) -> Token:
+        """Returns a token as two fields name it."""
+        # How it is looked for: as the file says that gives it an id, or else the last field.
+        is_known = number in self._fixed or _in_text(token) in self._seen
+        said = before if token.id is None and is_known else token
+        is_special = before.is_special or token.is_special
+        return said if said.is_special else dataclasses.replace(said, is_special=is_special)
+
+    def _disagree(self, token: Token, number: int) -> ConfigError:
+        return ConfigError(
+            f"The tokenizer's files disagree: {shown(repr(token.text))} is {token.id} in "
+            f"{token.said_by}, and {number} by {self._files.directory / self._files.own}. Correct "
+            "the former."
+        )
+
+
+def _in_text(token: Token) -> tuple[object, ...]:
+    return token.text, *sorted(token.flags.items())
 
 
 def _model_ends(files: TokenizerFiles, size: int) -> tuple[tuple[int, ...], str]:
-    """What ends an answer by generation_config.json, or else by config.json, which is returned."""
+    """Returns the ends of an answer, and the field of generation_config.json or config.json."""
     field = "eos_token_id"
     config = files.json(CONFIG)
     for name in (GENERATION_CONFIG, CONFIG):
@@ -143,17 +190,3 @@ def _model_ends(files: TokenizerFiles, size: int) -> tuple[tuple[int, ...], str]
             ids = [checked_number(number, path, field, most) for number in values]
             return tuple(dict.fromkeys(ids)), f"{path}: {field}"
     return (), ""
-
-
-def _not_there(token: Token, files: TokenizerFiles) -> ConfigError:
-    return ConfigError(
-        f"{token.said_by} is {shown(repr(token.text))}, which the vocabulary of "
-        f"{files.directory / files.own} does not have. Name a token there that it has, or null."
-    )
-
-
-def _disagree(files: TokenizerFiles, token: Token, number: int) -> ConfigError:
-    return ConfigError(
-        f"The tokenizer's files disagree: {shown(repr(token.text))} is {token.id} in "
-        f"{token.said_by}, and {number} by {files.directory / files.own}. Correct the former."
-    )

@@ -1,4 +1,4 @@
-"""What the classes of transformers know of their tokenizers that no file of a directory says."""
+"""Special tokens that classes of transformers have without any file of a directory naming them."""
 
 from collections.abc import Mapping
 from typing import Any
