@@ -130,6 +130,10 @@ class Tfds(_Prepared):
                 f"{self.folder} holds no dataset of TFDS, which has a dataset_info.json. Name the "
                 "folder of a version of a dataset."
             )
+        for name in sorted(os.listdir(self.folder)):  # TFDS reads names of labels, too.
+            path = self.folder / name
+            if not name.startswith(".") and (path.is_symlink() or not path.is_dir()):
+                file_inside(self.folder, name, "the folder")
         json_inside(self.folder, "dataset_info.json")
         require_own_features(self.folder)
         try:

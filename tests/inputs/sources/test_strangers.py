@@ -403,9 +403,25 @@ def test_the_module_that_made_a_dataset_of_tfds_is_not_imported(prepared, tmp_pa
 def test_tfds_reads_no_file_elsewhere(template, prepared, tmp_path):
     folder = prepared(of_dict(a=INT), template)
     (tmp_path / "ds/ds").write_text("x")
-    (folder / "out-train").symlink_to("../ds")
-    os.mkfifo(folder / "pipe-train")
+    if template.startswith("out"):
+        (folder / "out-train").symlink_to("../ds")
+    if template.startswith("pipe"):
+        os.mkfifo(folder / "pipe-train")
     with pytest.raises(ConfigError, match=r"leads out of|is no plain file|is not there"):
+        Tfds(str(folder), "train").check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [
+    os.mkfifo, lambda path: os.symlink("/etc/passwd", path), lambda path: os.symlink(path, path),
+    lambda path: os.symlink("/etc", path),
+])  # fmt: skip
+def test_names_of_labels_of_tfds_lie_in_the_folder(make, prepared):
+    label = {"pythonClassName": f"{CORE}.class_label_feature.ClassLabel",
+             "classLabel": {"numClasses": "2"}}
+    folder = prepared(of_dict(label=label))
+    make(f"{folder}/label.labels.txt")
+    with pytest.raises(ConfigError, match="labels.txt, which .*, is no plain|leads out of"):
         Tfds(str(folder), "train").check()
 
 
