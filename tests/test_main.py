@@ -169,7 +169,7 @@ BAD_SETTINGS = {
     "a vocabulary smaller than the data's": (
         "task.model.vocab_size=100",
         ["datasets.train, batch 0: row 0 of ids has", "0 to 99"],
-        ["the model's vocab_size is 100", "Enlarge"],
+        ["the model's vocab_size is 100", "Enlarge", "Text is bytes where no tokenizer is named"],
     ),
 }
 

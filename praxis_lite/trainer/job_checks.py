@@ -12,6 +12,7 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.inputs.position import step_of
+from praxis_lite.inputs.tokenizers import ByteTokenizer
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig
 from praxis_lite.task import Task
@@ -102,6 +103,17 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
             f"{size - 1} at most, for the model's vocab_size is {size}",
             f"Give the model vocab_size={found.vocab_size}, or another tokenizer.",
         )
+
+
+def why_bytes(pipeline: InputPipeline) -> str:
+    """Returns why a pipeline's text is bytes, behind another sentence; "" if it is not."""
+    pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
+    if not isinstance(getattr(pipeline, "tokenizer", None), ByteTokenizer):
+        return ""
+    return (
+        " Text is bytes where no tokenizer is named, and where HF_DIR has none: put its "
+        "tokenizer.json there, or name a directory by --set corpus.tokenizer=DIRECTORY."
+    )
 
 
 def check_decoder(task: Task) -> None:

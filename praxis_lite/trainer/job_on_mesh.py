@@ -34,6 +34,7 @@ from praxis_lite.trainer.job_checks import (
     check_tokens,
     check_watched_metrics,
     flat,
+    why_bytes,
 )
 from praxis_lite.trainer.memory import check_fits
 
@@ -118,7 +119,10 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
                 first = next(batches)[1] if rows.start < rows.stop else {}
                 num_ids = job.task.num_ids()
-                check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
+                try:
+                    check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}{why_bytes(pipeline)}") from None
             if mode != "explain":
                 check_tokens(job.task, pipeline, f"{root}.{name}")
             # A layer refuses some settings only when it is called, as here. The step stays traced.
