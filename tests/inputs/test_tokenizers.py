@@ -99,6 +99,14 @@ def test_text_comes_back_whole(tokenizer):
         assert found.tolist() == tokenizer.encode(text, False).tolist()
 
 
+def test_what_is_no_text_is_refused(tokenizer):
+    for encode in (tokenizer.encode, tokenizer.encode_with_places):
+        with pytest.raises(ConfigError, match="at its character 1, which is half of a character"):
+            encode("a\ud800b")
+        with pytest.raises(ConfigError, match="is None; wanted is a str"):
+            encode(None)
+
+
 def test_tokens_know_where_they_stand_in_the_text(tokenizer):
     text = "né 😀 the fox"
     if isinstance(tokenizer, SentencePieceTokenizer):

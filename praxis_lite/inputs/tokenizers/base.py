@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 
 
@@ -135,3 +135,21 @@ class Tokenizer(abc.ABC):
     def __str__(self) -> str:
         path = getattr(self, "path", None)
         return type(self).__name__ + ("" if path is None else f"({str(path)!r})")
+
+
+def checked_text(text: object) -> str:
+    """Returns a text to encode, which is a str that UTF-8 can write.
+
+    Raises:
+      ConfigError: it is something else, or has half of a character.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"A text to encode is {shown(repr(text))}; wanted is a str.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"A text to encode has {text[error.start]!r} at its character {error.start}, which is "
+            "half of a character. Write the data in UTF-8, or leave it out."
+        ) from None
+    return text

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.tokenizers.base import checked_text
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
     GENERATION_CONFIG,
@@ -37,11 +38,13 @@ class JsonTokenizer(DirectoryTokenizer):
     """
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        text = checked_text(text)
         with errors_of_rust(self._file):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, np.int32)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        text = checked_text(text)
         with errors_of_rust(self._file):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, int).reshape(-1, 2)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer, checked_text
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
 
@@ -23,12 +23,12 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
         """Returns int32[num_bytes], without an EOS; a str is taken as UTF-8."""
-        data = text.encode() if isinstance(text, str) else text
+        data = text if isinstance(text, bytes) else checked_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes, and the character of each."""
-        sizes = [len(one.encode()) for one in text]
+        sizes = [len(one.encode()) for one in checked_text(text)]
         first = np.repeat(np.arange(len(text)), sizes)
         return self.encode(text), np.stack([first, first + 1], axis=-1)
 

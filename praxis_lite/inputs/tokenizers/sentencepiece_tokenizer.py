@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.errors import ConfigError, shown
+from praxis_lite.inputs.tokenizers.base import checked_text
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
     CONFIG,
@@ -56,7 +57,7 @@ class SentencePieceTokenizer(DirectoryTokenizer):
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         start = 0
-        for number, part in enumerate(self._pattern.split(text)):
+        for number, part in enumerate(self._pattern.split(checked_text(text))):
             if number % 2:
                 ids.append(self._by_text.get(part, self._by_text.get(part.strip())))
                 places.append((start, start + len(part)))
