@@ -1,6 +1,7 @@
 """How text becomes the ids of a model and ids become text again; nothing here knows a model.
 
     python -m praxis_lite.inputs.tokenizers train --help    # makes one of your own text
+    python -m praxis_lite.inputs.tokenizers show DIR        # special tokens, and what ends a text
 
 Each name below is imported when it is first used, and `tokenizers`, `sentencepiece` and `jinja2`
 when a tokenizer reads its files.

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from praxis_lite.inputs.tokenizers.files import json_object, read_file
 
 # How many times as long a normalizer may make a text.
 MAX_GROWTH = 10_000
+
+# Settings of models with which an encoding is drawn anew each time, and the data would not be what
+# its fingerprint says.
+_RANDOM = ("dropout", "alpha", "nbest_size")
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -23,7 +28,7 @@ def read_tokenizer(path: Path) -> Any:
     # tokenizers: the library that wrote the file; its Rust reads and runs every kind there is.
     from tokenizers import Tokenizer
 
-    if not path.exists():
+    if not os.path.exists(path):
         raise ConfigError(f"The tokenizer has no file {path}. Name its directory.")
     content = read_file(path)
     fault = _fault(json_object(content, path))
@@ -33,14 +38,13 @@ def read_tokenizer(path: Path) -> Any:
         tokenizer = Tokenizer.from_str(content.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        dropout = getattr(tokenizer.model, "dropout", None)
-        if dropout:
-            # A random encoding at each reading: the data would not be what its fingerprint says.
-            tokenizer.model.dropout = None
-            _log.info("%s: dropout %s is not followed: a text has one encoding", path, dropout)
-        # Some faults show only when a text is encoded.
-        ids = tokenizer.encode("a b").ids
-        tokenizer.decode(ids, skip_special_tokens=False)
+        for name in _RANDOM:
+            value = getattr(tokenizer.model, name, None)
+            if value:
+                setattr(tokenizer.model, name, None)
+                _log.info("%s: %s %s is not followed: a text has one encoding", path, name, value)
+        # Some faults show only when a text is encoded; a vocabulary may lack any but this one.
+        tokenizer.decode(tokenizer.encode("").ids, skip_special_tokens=False)
     return tokenizer
 
 
