@@ -162,6 +162,8 @@ def library_tokenizers():
     )
     for name in ("llama.json", "t5.json"):
         made[name] = Tokenizer.from_file(str(HOME / name))
+    made["bytes that only the decoder joins"] = Tokenizer.from_file(str(HOME / "llama.json"))
+    made["bytes that only the decoder joins"].model.byte_fallback = False
     return made
 
 
@@ -173,6 +175,8 @@ def test_every_decoder_of_the_library_streams_what_it_decodes(tmp_path):
         library.save(str(folder / "tokenizer.json"))
         tokenizer = load_tokenizer(folder)
         check_streams(tokenizer, count=2)
+        if "bytes" in name or name == "llama.json":
+            assert len(tokenizer.run_ids) == 256
         for ids in streams(tokenizer, 2, random.Random(3)):
             for skips in (False, True):
                 known = [i for i in ids if i >= 0]

@@ -74,10 +74,13 @@ class JsonTokenizer(DirectoryTokenizer):
 
     @functools.cached_property
     def run_ids(self) -> frozenset[int]:
-        model = self._tokenizer.model
-        if not getattr(model, "byte_fallback", False):
+        # Its decoder joins them, whether or not its model makes them.
+        decoder = self._own.decoder
+        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
             return frozenset()
-        numbers = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        forms = ("<0x{:02X}>", "<0x{:02x}>")
+        names = {form.format(byte) for form in forms for byte in range(256)}
+        numbers = map(self._own.token_to_id, names)
         return frozenset(number for number in numbers if number is not None)
 
     @functools.cached_property
