@@ -176,6 +176,27 @@ def test_data_keeps_its_fingerprint_where_its_tokens_are_the_same(tmp_path):
     assert len({one["sha256"] for one in others}) == 3
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}!",
+        [{"name": "rag", "template": "?"}, {"name": "default", "template": "{{ bos_token }}!"}],
+        {"rag": "?", "default": "{{ bos_token }}!"},
+    ],
+)
+def test_a_template_stands_in_the_config_in_each_form_of_transformers(tmp_path, template):
+    files = {"tokenizer_config.json": {"chat_template": template}}
+    tokenizer = load_tokenizer(directory(tmp_path, "llama.model", files))
+    said = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "<s>!"
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path):
+    files = {"tokenizer_config.json": {"chat_template": 7}}
+    with pytest.raises(ConfigError, match="chat_template is 7; wanted is a text"):
+        _ = load_tokenizer(directory(tmp_path, "llama.model", files)).chat
+
+
 def test_a_command_shows_what_each_file_says(tmp_path, capsys):
     case = TABLE["2023 Llama 2 with ChatML"]
     path = directory(tmp_path / "model", case["base"], case["files"])

@@ -74,13 +74,14 @@ class TokenizerFiles:
         source = self.json(TOKENIZER_CONFIG).get("chat_template")
         if isinstance(source, list):  # Several, by name.
             entries = [entry for entry in source if isinstance(entry, dict)]
-            by_name = {str(entry.get("name")): entry.get("template") for entry in entries}
-            source = by_name.get("default")
+            source = {str(entry.get("name")): entry.get("template") for entry in entries}
+        if isinstance(source, dict):
+            source = source.get("default")
         if source is None or isinstance(source, str):
             return source
         raise wrong_field(
             self.directory / TOKENIZER_CONFIG, "chat_template", source,
-            'a text, or a list of {"name": ..., "template": ...}',
+            'a text, a list of {"name": ..., "template": ...}, or an object of texts by name',
         )
 
     def sha256(self, decided_besides: str = "") -> str:
