@@ -41,7 +41,7 @@ ORDERS = {
     "praxis_lite/learner": (
         {
             "gradients", "loss_scaling", "optimizer_factories", "optimizers", "schedules",
-            "skipped_steps",
+            "skipped_steps", "whole_trees",
         },
         {"regularization"},
         {"optimizer_groups", "weight_groups"},

@@ -31,6 +31,7 @@ from praxis_lite.learner.regularization import VariationalNoise
 from praxis_lite.learner.skipped_steps import kept_if
 from praxis_lite.learner.slots import extended_specs
 from praxis_lite.learner.weight_groups import WeightGroups, grouped, merged
+from praxis_lite.learner.whole_trees import looks_beyond, updates_of
 from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -42,7 +43,8 @@ class Learner:
 
     Patterns are of weights' paths under params, such as `softmax/logits_ffn/linear/w`. A stack is
     updated one layer at a time, so an optimizer that looks at whole tensors, such as Adafactor or
-    LAMB, trains it as it trains single layers.
+    LAMB, trains it as it trains single layers. One that looks beyond one weight, or draws noise,
+    sees all its weights at once, each layer by itself (`whole_trees`).
 
     Args:
       optimizer: called with `learning_rate`, returns the optax transformation; an
@@ -139,10 +141,17 @@ class Learner:
         Raises:
           ConfigError: as `optimizer_names`, or `slot_mesh_axes` does not fit the mesh.
         """
-        paths = ["/".join(path) for path, _ in spec_items(weight_specs)]
+        items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
+        names = self._optimizer_names(list(items))
+        together = []
+        for name, optimizer in self._optimizers.items():
+            own = dict(items[path] for path, its_name in names.items() if its_name == name)
+            owner = f"AuxiliaryOptimizer '{name}'" if name else "Learner"
+            if own and looks_beyond(optimizer, own, owner):
+                together.append(name)
         by_name = grouped(
-            weight_specs, self._optimizer_names(paths), self._optimizers,
-            by_stack=self.vectorize_on_repeat_prefix,
+            weight_specs, names, self._optimizers, by_stack=self.vectorize_on_repeat_prefix,
+            together=together,
         )
         specs = None
         if self.slot_mesh_axes and axis_sizes is not None:
@@ -211,7 +220,7 @@ class Learner:
         is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
         def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
-            updates, slots = self._updates(grads, norms, old["slots"], weights, groups)
+            updates, slots = self._updates(grads, norms, old["slots"], weights, groups, loss)
             new = {"slots": slots}
             if self.ema_decay:
                 new["ema"] = moving_average(old["ema"], weights, self.ema_decay, num_updates)
@@ -241,20 +250,17 @@ class Learner:
 
     def _updates(
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
-        groups: WeightGroups,
+        groups: WeightGroups, loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns what to add to the weights, and the new slots; one layer of a stack at a time."""
         updates: dict[str, Any] = {}
         new_slots = {}
         for name, group in groups.by_name.items():
-
-            def update(grads: PyTree, slots: PyTree, weights: PyTree, group=group) -> tuple:
-                name = group.optimizer_name
-                grads = self._limits[name].clipped(grads, norms[name])
-                return group.optimizer.update(grads, slots, weights)
-
+            limits, norm = self._limits[group.optimizer_name], norms[group.optimizer_name]
+            own = group.per_weight(functools.partial(_clipped, limits, norm), group.of(grads))
+            update = functools.partial(_updated, group.optimizer, loss)
             group_updates, new_slots[name] = group.per_layer(update)(
-                group.of(grads), slots[name], group.of(weights)
+                own, slots[name], group.of(weights)
             )
             updates = merged(updates, group_updates)
         return updates, new_slots
@@ -291,6 +297,17 @@ class Learner:
         for name, group in groups.by_name.items():
             frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
         return frozen
+
+
+def _clipped(limits: GradientLimits, norm: jax.Array, grads: PyTree) -> PyTree:
+    return limits.clipped(grads, norm)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation, loss: jax.Array, grads: PyTree, slots: PyTree,
+    weights: PyTree,
+) -> tuple[PyTree, PyTree]:
+    return updates_of(optimizer, grads, slots, weights, loss)
 
 
 def _patterns(patterns: Patterns) -> tuple[str, ...]:

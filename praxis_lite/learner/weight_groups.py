@@ -6,13 +6,14 @@ vectorized variable prefixes, so that every optimizer trains a scanned stack as 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import optax
 
 from praxis_lite.errors import few
+from praxis_lite.learner.whole_trees import over_whole_tree
 from praxis_lite.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -24,16 +25,19 @@ class Group:
     """Weights that one optimizer updates together.
 
     Attributes:
-      optimizer: of one layer's weights.
+      optimizer: of one layer's weights; or, in a group with `stack_ranks`, of all of them.
       stack_shape: the leading dims of each weight, which count layers; () for single weights.
       paths: of the weights.
       optimizer_name: an auxiliary optimizer's, or "".
+      stack_ranks: of a group whose optimizer looks beyond one weight, how many dims of each weight
+        count layers; None: the optimizer sees the weights of one layer at a time.
     """
 
     optimizer: optax.GradientTransformation
     stack_shape: tuple[int, ...]
     paths: tuple[Path, ...]
     optimizer_name: str = ""
+    stack_ranks: Mapping[Path, int] | None = None
 
     def of(self, tree: PyTree) -> dict[str, Any]:
         """Returns the nested dict of just these weights' leaves of a tree."""
@@ -44,6 +48,18 @@ class Group:
         for _ in self.stack_shape:
             fn = jax.vmap(fn)
         return fn
+
+    def per_weight(self, fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+        """Returns the tree after `fn`, which treats each weight by itself, one layer at a time."""
+        if self.stack_ranks is None:
+            return self.per_layer(fn)(tree)
+        results: dict[str, Any] = {}
+        for path, rank in self.stack_ranks.items():
+            of_weight = fn
+            for _ in range(rank):
+                of_weight = jax.vmap(of_weight)
+            results = merged(results, jax.tree.map(of_weight, select(tree, [path])))
+        return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +112,7 @@ class WeightGroups:
         return tree if self.update_specs is None else constrain(tree, self.update_specs)
 
     def report(self) -> list[str]:
-        """Returns a line for each optimizer and for what is frozen; [] if one trains all."""
+        """Returns lines on optimizers that see whole trees, and on all if there are several."""
         names = {path: group.optimizer_name for group in self.by_name.values()
                  for path in group.paths}
         members: dict[str, list[tuple[str, int]]] = {}
@@ -104,9 +120,16 @@ class WeightGroups:
             name = names.get(path)
             label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
             members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
+        whole = [
+            f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: its update "
+            "of a weight depends on other weights, or on chance, so it sees all its weights "
+            "together, each layer as a weight of its own, which takes longer to compile. To clip "
+            "by the norm of all gradients, Learner.clip_gradient_norm_to_value is cheaper"
+            for group in self.by_name.values() if group.stack_ranks is not None
+        ]
         if members.keys() <= {"main optimizer"}:
-            return []
-        return [
+            return whole
+        return whole + [
             f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
             f"{sum(size for _, size in weights):,} parameters: "
             f"{few([path for path, _ in weights], 5)}"
@@ -120,6 +143,7 @@ def grouped(
     optimizers: Mapping[str, optax.GradientTransformation],
     *,
     by_stack: bool = True,
+    together: Collection[str] = (),
 ) -> dict[str, Group]:
     """Returns the groups of `WeightGroups` by their names.
 
@@ -127,12 +151,20 @@ def grouped(
       names: of `optimizer_names`.
       optimizers: by these names.
       by_stack: False: a stack is one array, and belongs to "unstacked".
+      together: names of optimizers that look beyond one weight: a group each, "whole".
     """
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
+    groups, stack_ranks = {}, {name: dict[Path, int]() for name in together}
     for path, spec in spec_items(weight_specs):
-        if (name := names.get("/".join(path))) is not None:
+        name = names.get("/".join(path))
+        if name in stack_ranks:
+            stack_ranks[name][path] = len(spec.stack_shape) if by_stack else 0
+        elif name is not None:
             members.setdefault((name, spec.stack_shape if by_stack else ()), []).append(path)
-    groups = {}
+    for name, ranks in stack_ranks.items():
+        optimizer = over_whole_tree(optimizers[name], ranks)
+        group = Group(optimizer, (), tuple(ranks), name, ranks)
+        groups[f"{name}.whole" if name else "whole"] = group
     for (name, stack_shape), paths in members.items():
         stack = "stack_" + "x".join(map(str, stack_shape)) if stack_shape else "unstacked"
         group = Group(optimizers[name], stack_shape, tuple(paths), name)

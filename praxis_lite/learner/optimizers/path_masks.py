@@ -42,7 +42,9 @@ def path_mask(
     include, exclude = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
 
     def is_masked_in(path: tuple, weight: Any) -> bool:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # Keys of dicts alone: a layer of a stack has the name of its stack.
+        keys = tuple(key for key in path if isinstance(key, jax.tree_util.DictKey))
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
         if include and not any(pattern.match(name) for pattern in include):
             return False
         if skip_1d_vectors and weight.ndim <= 1:
