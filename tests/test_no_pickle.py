@@ -35,6 +35,7 @@ ALLOWED = {
     ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",
     ("praxis_lite/inputs/__init__.py", "import_module"): "its own names, from its own table",
     ("praxis_lite/inputs/tokenizers/__init__.py", "import_module"): "its own names, its own table",
+    ("praxis_lite/interop/huggingface/__init__.py", "import_module"): "its own names",
     ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",
 }
 

@@ -39,8 +39,10 @@ def test_the_readmes_settings_apply_to_its_experiment(monkeypatch):
     names = {"__name__": "readme"}
     exec(compile(readme_block("MyLm"), "README.md", "exec"), names)
     text = (CHECKOUT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
-    (block,) = re.findall(r"before its methods run:\n\n((?:    --set .*\n)+)", text)
-    for line in block.splitlines():
+    whole = text[text.index("A field may hold a function") : text.index("`--prompt TEXT")]
+    lines = re.findall(r"^    --set .*", whole, flags=re.M)
+    assert len(lines) == 4
+    for line in lines:
         settings = shlex.split(line)[1:]
         changed = config_lines(configured(names["MyLm"], settings))
         assert changed != config_lines(names["MyLm"]().config()), line
