@@ -103,7 +103,7 @@ def drawn_house():
     block = ARCHITECTURE.split("## The house")[1].split("```")[1]
     for line in block.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        if line and depth <= 2:  # What is further in goes on with a line's text.
+        if line and depth <= 3:  # What is further in goes on with a line's text.
             parents = parents[:depth]
             for name in re.findall(r"[\w.]+", line.strip().split("  ")[0]):
                 paths.append("/".join([*parents, name]))
