@@ -1,8 +1,8 @@
 """One save: the state taken to the host at once, all else in a thread of its own.
 
-Orbax writes `N.saving`; then every file is digested and made sure to be on disk, the manifest and
-the commit are written, and the folder gets its number. What fails on one process fails on all of
-them, and leaves nothing behind.
+Orbax writes `N.saving`; then all arrays are looked for in it, every file is digested and made
+sure to be on disk, the manifest and the commit are written, and the folder gets its number. What
+fails on one process fails on all of them, and leaves nothing behind.
 """
 
 import contextlib
@@ -13,10 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.checkpoints.files.origin import Origin
+from praxis_lite.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.checkpoints.orbax_write import OrbaxWrite
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.errors import ConfigError
 from praxis_lite.job import processes
+from praxis_lite.job.open_folder import OpenFolder, own_names
 from praxis_lite.partitioner import TrainState
 
 _MEET_SECONDS = 3600.0
@@ -54,6 +57,7 @@ class BackgroundSave:
         self._directory, self._manifest, self._published = directory, manifest, published
         self._folder = directory / f"{self.step}.saving"
         self._meeting = _Meeting(name)
+        self._opened: OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
         # No daemon: an interpreter that ends waits for it.
         self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
@@ -63,8 +67,9 @@ class BackgroundSave:
         try:
             if processes.is_first():
                 self._clear()
+            self._opened = OpenFolder(self._directory)  # Held: `why` reads its name.
             self._writing = OrbaxWrite(self._meeting.meet)
-            self._writing.begin(self._folder, state)
+            self._writing.begin(self._opened.path / self._folder.name, state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
             self._fail(error)
@@ -82,6 +87,7 @@ class BackgroundSave:
         try:
             self._writing.wait()
             if processes.is_first():
+                self._check_readable()
                 self._manifest["files"] = step_files.file_digests(self._folder, sync=True)
                 step_dirs.commit(self._folder, self._manifest)
                 step_dirs.publish(self._folder, self._directory / str(self.step))
@@ -93,6 +99,16 @@ class BackgroundSave:
                 self._published(self.step)
         finally:
             self._writing.close()
+
+    def _check_readable(self) -> None:
+        """Checks that a restore would find all that was to be saved; reads no array.
+
+        Orbax may write less than it was given, and say nothing.
+        """
+        try:
+            stored_arrays(self._folder, self._manifest, Origin(self._folder, advice=""))
+        except ConfigError as error:
+            raise ConfigError(f"What was written cannot be read back. {error}") from None
 
     def _fail(self, error: Exception) -> None:
         self.error = error
@@ -145,15 +161,15 @@ def why(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (_place(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, _FailedThere):
+    if isinstance(error, _FailedThere | ConfigError):
         return text
     # TensorStore: OUT_OF_RANGE: ... Failed writing: "PATH": ... [os_error_code='27']
     if code := re.search(r"os_error_code='(\d+)'", text):
         paths = re.findall(r'"(/[^"]+)"', text)
         return os.strerror(int(code[1])) + (_place(paths[-1]) if paths else "")
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {own_names(text)[:300]}" if text else type(error).__name__
 
 
 def _place(path: str) -> str:
     # Names below that folder are Orbax's, and long.
-    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", path) + ")"
+    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", own_names(path)) + ")"

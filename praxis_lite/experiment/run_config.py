@@ -18,7 +18,9 @@ class RunConfig:
     Attributes:
         num_train_steps: updates from step 0 to the end of training; a resumed job counts on.
         seed: of the initial weights, dropout and sampling. The data has its own.
-        checkpoint_every_steps: steps between checkpoints. None: one, at the end.
+        checkpoint_every_steps: steps between checkpoints. There is one at the end in any case.
+        checkpoint_every_seconds: seconds of training between checkpoints, by the first process's
+            clock. None: 600 if checkpoint_every_steps is None, else not by time; 0: not by time.
         eval_every_steps: steps between evaluations on every dataset but `train`. None: one, at the
             end.
         log_every_steps: steps between printed lines if the output is not a terminal. None: about 20
@@ -62,6 +64,7 @@ class RunConfig:
     num_train_steps: int
     seed: int = 0
     checkpoint_every_steps: int | None = None
+    checkpoint_every_seconds: int | None = None
     eval_every_steps: int | None = None
     log_every_steps: int | None = None
     max_checkpoints_to_keep: int = 3
@@ -123,6 +126,17 @@ class RunConfig:
         )
 
 
+    @property
+    def seconds_between_checkpoints(self) -> int | None:
+        """The seconds after which a checkpoint is due, or None if none is by time."""
+        if self.checkpoint_every_seconds is not None:
+            return self.checkpoint_every_seconds or None
+        return None if self.checkpoint_every_steps else SECONDS_BETWEEN_CHECKPOINTS
+
+
+# A job that is killed has this much to make again, if it says nothing of its checkpoints.
+SECONDS_BETWEEN_CHECKPOINTS = 600
+
 _RANGES = {
     # JAX keys take a seed of 32 bits where 64-bit types are off.
     "seed": (0, 2**32 - 1),
@@ -130,4 +144,5 @@ _RANGES = {
     "num_train_steps": (1, 2**31 - 1),
     "max_checkpoints_to_keep": (2, math.inf),
     "save_retries": (0, math.inf),
+    "checkpoint_every_seconds": (0, math.inf),
 }

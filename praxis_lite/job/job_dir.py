@@ -13,6 +13,8 @@ from praxis_lite.config.json_text import read_json
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.job.whole_files import write_whole
 
+# Bytes of decode/DATASET/STEP.jsonl, where a dataset's name may have 255.
+_LONGEST_NAME = 300
 # The dataset's name in decode/ of what a command line asks for with --prompt and --prompts.
 COMMAND_LINE = "command_line"
 
@@ -79,13 +81,17 @@ class JobDir:
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
-    """Returns an absolute path, "~" expanded.
+    """Returns an absolute path without "..", "~" at its start expanded; there may be nothing there.
 
-    Raises ConfigError for an address such as gs://bucket/job, for which Python would make a local
-    directory called "gs:".
+    Raises ConfigError for what can be no directory: an address such as gs://bucket/job, for which
+    Python would make a local one called "gs:"; and for a path that the system, or UTF-8, refuses.
     """
+    given = os.fsdecode(path)
+    if not given or "\0" in given:
+        what = "has a NUL" if given else "is empty, as where a variable of the shell is not set"
+        raise ConfigError(f"The path {shown(given)!r} {what}. Name a directory.")
     # One slash is enough: a Path has no two in a row.
-    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", os.fspath(path)):
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", given):
         advice = (
             "Leave out file://"
             if scheme[1].lower() == "file"
@@ -93,11 +99,42 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
             "hosts share"
         )
         raise ConfigError(
-            f"{shown(os.fspath(path))} is an address ({scheme[1]}), but jobs and checkpoints are "
+            f"{shown(given)} is an address ({scheme[1]}), but jobs and checkpoints are "
             f"kept in, and read from, only local directories; object stores (gs, s3) are not "
             f"supported. {advice}."
         )
-    return Path(path).expanduser().absolute()
+    directory = _absolute(os.path.expanduser(given))
+    try:
+        str(directory).encode()  # Messages, config.txt and the terminal are UTF-8.
+        directory.stat()
+    except (FileNotFoundError, NotADirectoryError):  # It may yet be made, or is refused by name.
+        pass
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{shown(str(directory), 200)} is not UTF-8. Rename the directory, or reach it by a "
+            "symbolic link whose path is."
+        ) from None
+    except OSError as error:  # Too long, a loop of symbolic links, below a closed directory.
+        raise ConfigError(
+            f"{shown(given)} is no path ({error.strerror}). Name another directory."
+        ) from None
+    return directory
+
+
+def _absolute(path: str) -> Path:
+    """Returns an absolute path; what stands before its last ".." is resolved, symlinks too."""
+    try:
+        # Two slashes in front mean one, but not to TensorStore.
+        path = os.path.join(os.getcwd(), re.sub("^/+", "/", path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{shown(path)} is relative, but the current directory was deleted. Change to another."
+        ) from None
+    parts = path.split("/")
+    if ".." not in parts:
+        return Path(path)
+    end = len(parts) - parts[::-1].index("..")
+    return Path(os.path.realpath("/".join(parts[:end])), *parts[end:])
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
@@ -130,6 +167,10 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
                 "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
             )
     else:
+        _check_length(job)
+        if job.path.is_symlink():
+            _refuse(job, f"is a symbolic link to {os.readlink(job.path)}, which is not there. Make "
+                         "that directory, or name another")
         try:
             job.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -198,20 +239,20 @@ def _named(path: str | os.PathLike[str]) -> JobDir:
         raise ConfigError(
             "--job_log_dir is empty, as where a variable of the shell is not set. Name a directory."
         )
-    job = JobDir(local_directory(path))
-    try:
-        job.path.exists()
-    except (OSError, ValueError) as error:  # Too long, or of characters that no path has.
-        raise ConfigError(
-            f"--job_log_dir={shown(os.fspath(path))} is no path "
-            f"({getattr(error, 'strerror', error)}). Name another directory."
-        ) from None
-    return job
+    return JobDir(local_directory(path))
 
 
 def _check_is_directory(job: JobDir) -> None:
     if not job.path.is_dir():
         _refuse(job, "is a file. Name a directory")
+
+
+def _check_length(job: JobDir) -> None:
+    most = os.pathconf("/", "PC_PATH_MAX") - _LONGEST_NAME
+    size = len(os.fsencode(job.path))
+    if size > most:
+        _refuse(job, f"has {size} bytes, and with the names of a job's files that is longer than a "
+                     f"path can be. Name one of at most {most} bytes")
 
 
 def _check_writable(job: JobDir) -> None:

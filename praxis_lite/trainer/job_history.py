@@ -58,6 +58,23 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
+def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
+    """Returns a line: when a run that begins at `first_step` saves its first checkpoint."""
+    steps, seconds = run.checkpoint_every_steps, run.seconds_between_checkpoints
+    due = []
+    if steps is not None:
+        first = min((first_step // steps + 1) * steps, run.num_train_steps)
+        due.append(f"at step {first}, and every {steps} steps")
+    if seconds is not None:
+        due.append(f"after {seconds:,} s, and as often (run.checkpoint_every_seconds)")
+    if due:
+        return f"checkpoints: the first {'; or '.join(due)}; and at the end"
+    return (
+        f"checkpoints: one, at the end (step {run.num_train_steps}): if this process is killed "
+        "before, all its steps are lost (run.checkpoint_every_seconds, run.checkpoint_every_steps)"
+    )
+
+
 def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
     """Raises LastStepUnsound if the last step was skipped, or its evaluation is not finite.
 

@@ -34,7 +34,12 @@ from praxis_lite.trainer.job_checks import (
     check_same_seed,
     notes_on_resume,
 )
-from praxis_lite.trainer.job_history import check_last_step, lacks_evaluation, watched_history
+from praxis_lite.trainer.job_history import (
+    check_last_step,
+    lacks_evaluation,
+    watched_history,
+    when_checkpoints_come,
+)
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.trainer.metrics import JsonLinesWriter
@@ -108,6 +113,7 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
         for line in notes_on_resume(job.datasets):
             print(line)
         stop.training_begins(saved.latest_step())
+        print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)
         compile_together(job.partitioner, job.datasets, "eval")
         roll_backs, skipped = RollBacks(), start.skipped_batches

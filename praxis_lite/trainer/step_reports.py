@@ -63,6 +63,11 @@ class StepReports:
         self._run, self._weight_unit = job.run, job.partitioner.task.weight_unit
         self._board, self._progress, self._checkpoints = board, progress, checkpoints
         self._writer = JsonLinesWriter(job.files.metrics_jsonl, first_step)
+        if processes.is_first() and (lost := self._writer.lost_steps):
+            progress.note(
+                f"steps {lost[0]} to {lost[-1]} were made before, but not saved, and are made "
+                f"again; their lines are in {self._writer.lost_path.name} now"
+            )
         if processes.is_first() and (kept := self._writer.num_kept) < first_step:
             progress.note(f"note: {job.files.metrics_jsonl} has lines of {kept} of {first_step} "
                           "steps; the others are lost, and the loss curve lacks them")

@@ -131,6 +131,7 @@ class _Loop:
             job.partitioner, files.non_finite_txt, self.progress.note
         )
         self.consensus = StopConsensus(job.partitioner.mesh)
+        self._saved_at = time.monotonic()  # Of the newest checkpoint that was begun.
         self.watchdog = Watchdog(
             run.watchdog_seconds, exits=run.watchdog_exits, is_saving=checkpoints.is_saving,
             stacks_txt=files.stacks_txt,
@@ -143,6 +144,7 @@ class _Loop:
             run, job.eval_sets, job.files, checkpoints.latest_step(), self.first_step
         ) and (trained := self._evaluate_late(self.first_step, state)):
             return trained
+        self._saved_at = time.monotonic()
         key, num_rows = partitioner.key(run.seed), pipeline.batch_size
         rows, num_ids = partitioner.process_rows(num_rows), partitioner.task.num_ids()
         batches = self.position.batches(pipeline, rows)
@@ -175,7 +177,10 @@ class _Loop:
                 values = self._evaluate(step, state)
                 stops, ends_by = values is None, self._reason_to_end(values)
             ends = is_last or stops or ends_by is not None
-            saves = ends or is_due(step, run.checkpoint_every_steps) or checkpoints.retry_is_due()
+            saves = (
+                ends or is_due(step, run.checkpoint_every_steps) or self.consensus.save_is_due
+                or checkpoints.retry_is_due()
+            )
             if saves:
                 self.reports.report()
                 self._save(step, state, values or {}, is_last=ends)
@@ -205,7 +210,9 @@ class _Loop:
 
     def _should_stop(self) -> bool:
         self.watchdog.alive()
-        return self.consensus.reached(self.stop.reason is not None)
+        seconds = self.job.run.seconds_between_checkpoints
+        is_due = seconds is not None and time.monotonic() - self._saved_at >= seconds
+        return self.consensus.reached(self.stop.reason is not None, is_due)
 
     def _stopped_by(self) -> str:
         return self.stop.reason or self.consensus.wanted_by
@@ -263,6 +270,8 @@ class _Loop:
         data = {
             **position.as_json(self.job.datasets[TRAIN]), "run_seed": self.job.run.seed
         }
+        self._saved_at = time.monotonic()
+        self.consensus.saved()
         with self.watchdog.during(SAVING):
             self.checkpoints.save(
                 step, state, self.job.partitioner.layout, data, values, is_last=is_last

@@ -24,6 +24,7 @@ from praxis_lite.checkpoints.files.zarr_checks import (
     stored_leaf,
 )
 from praxis_lite.errors import ConfigError
+from praxis_lite.job.open_folder import OpenFolder
 
 
 def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, StoredArray]:
@@ -43,7 +44,7 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     values = {key: value for key, value in values.items() if key.startswith(prefix)}
     if any(key.endswith("zarr.json") for key in values):
         raise ConfigError("it is in Zarr 3, and Zarr 2, Orbax's default, is what is read")
-    leaves, arrays, context = {}, {}, reading_context()
+    leaves, arrays, context, opened = {}, {}, reading_context(), OpenFolder(folder)
     for key, value in values.items():
         name, _, file = key.rpartition("/")
         if file == ".zarray":
@@ -52,6 +53,8 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     for name, leaf in leaves.items():
         path, shape = name.removeprefix(prefix).replace(".", "/"), tuple(leaf["shape"])
         check_leaf(f"mdl_vars/{path}", leaf)
-        kvstore, dtype = kvstore_spec(folder, f"{name}/", is_database=is_database), leaf["dtype"]
-        arrays[path] = StoredArray(path, shape, shape, np_dtype(dtype), kvstore, context, origin)
+        kvstore = kvstore_spec(opened.path, f"{name}/", is_database=is_database)
+        arrays[path] = StoredArray(
+            path, shape, shape, np_dtype(leaf["dtype"]), kvstore, context, origin, opened
+        )
     return arrays

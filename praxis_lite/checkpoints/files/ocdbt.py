@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from praxis_lite.checkpoints.files.ocdbt_reader import MAX_NAME_BYTES, MAX_NODE_BYTES, Reader
 from praxis_lite.errors import ConfigError
+from praxis_lite.job.open_folder import OpenFolder, own_names
 
 DATABASE = "manifest.ocdbt"
 _MAX_BYTES_OF_KEYS = 2**28
@@ -97,8 +98,12 @@ def stored_values(directory: Path) -> dict[str, StoredValue]:
 
 
 def kvstore_spec(folder: Path, path: str, *, is_database: bool = True) -> dict[str, Any]:
-    """Returns what opens a part of a database, or of a folder of files, in TensorStore."""
-    files = {"driver": "file", "path": f"{folder.absolute()}/"}
+    """Returns TensorStore's spec of a part of a database, or of a folder of files.
+
+    Args:
+      folder: a path that TensorStore takes, of `OpenFolder`.
+    """
+    files = {"driver": "file", "path": f"{folder}/"}
     if not is_database:
         return {**files, "path": files["path"] + path}
     return {"driver": "ocdbt", "base": files, "path": path, "cache_pool": "cache_pool#tree"}
@@ -115,10 +120,11 @@ def reading_context() -> ts.Context:
 def _check_tensorstore_sees(directory: Path, values: dict[str, StoredValue]) -> None:
     """Checks that TensorStore sees the same keys, and finds its checksums right."""
     try:
-        spec = kvstore_spec(directory, "")
+        opened = OpenFolder(directory)
+        spec = kvstore_spec(opened.path, "")
         keys = ts.KvStore.open(spec, context=reading_context()).result().list().result()
     except ValueError as error:
-        raise ConfigError(f"{directory.name}: {error}") from None
+        raise ConfigError(f"{directory.name}: {own_names(str(error))}") from None
     if sorted(key.decode() for key in keys) != sorted(values):
         raise ConfigError(f"{directory.name}: TensorStore finds other keys in it")
 

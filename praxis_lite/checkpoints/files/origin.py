@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from praxis_lite.errors import ConfigError
+from praxis_lite.job.open_folder import own_names
 
 _ADVICE = (
     "It is not as praxis_lite wrote it: use another step, or another copy of this one; "
@@ -34,7 +35,7 @@ class Origin:
 
     def undecodable(self, error: ValueError, path: str = "an array") -> ConfigError:
         """Returns the error for an array that TensorStore cannot decode, with its words."""
-        why = ascii(" ".join(str(error).split()))[1:500]
+        why = ascii(own_names(" ".join(str(error).split())))[1:500]
         return ConfigError(
             f"The checkpoint {self.folder}: {path} cannot be read ({why}). {self.advice}"
         )

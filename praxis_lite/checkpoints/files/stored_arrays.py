@@ -33,6 +33,7 @@ from praxis_lite.checkpoints.files.ocdbt import kvstore_spec, reading_context, s
 from praxis_lite.checkpoints.files.origin import Origin
 from praxis_lite.checkpoints.files.zarr_checks import check_arrays, check_leaf, np_dtype
 from praxis_lite.errors import ConfigError
+from praxis_lite.job.open_folder import OpenFolder
 from praxis_lite.job.processes.host_memory import available_bytes
 
 # What is read at a time, where an array's chunks allow it.
@@ -57,6 +58,7 @@ class StoredArray:
     _kvstore: Mapping[str, Any]
     _context: ts.Context
     _origin: Origin
+    _opened: OpenFolder  # Held: the path in `_kvstore` is good as long as it lives.
 
     @property
     def num_bytes(self) -> int:
@@ -120,21 +122,25 @@ class StoredArray:
             raise self._origin.undecodable(error, self.path) from None
 
 
-def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, StoredArray]:
+def stored_arrays(
+    step_dir: Path, manifest: Mapping[str, Any], origin: Origin | None = None
+) -> dict[str, StoredArray]:
     """Returns the arrays of a step by path, sorted; checks that they can be decoded safely.
 
     Args:
       step_dir: a step, verified (`step_files.verify`): its files are those of the manifest.
       manifest: of `manifest.read_manifest`.
+      origin: the words in which it is refused; by default those for a step that is to be used.
 
     Raises:
       ConfigError: what is stored is not what the manifest says; says what, and what to do.
     """
     leaves, arrays = manifest["leaves"], {}
-    origin, context = Origin(step_dir), reading_context()
-    check_leaves(step_dir, manifest)
+    origin, context = origin or Origin(step_dir), reading_context()
     with origin.refusing():
+        _check_leaves(manifest)
         step_names.check_names(step_dir)
+        opened = OpenFolder(step_dir)
         for item in step_names.ITEMS:
             folder, of_item = step_dir / item, {}
             values = stored_values(folder)
@@ -148,8 +154,11 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
                         raise ConfigError(f"two arrays have one name where they are stored, {name}")
                     of_item[name] = leaf
                     shapes = tuple(leaf["shape"]), tuple(leaf["padded_shape"])
-                    kvstore, dtype = kvstore_spec(folder, f"{name}/"), np_dtype(leaf["dtype"])
-                    arrays[path] = StoredArray(path, *shapes, dtype, kvstore, context, origin)
+                    kvstore = kvstore_spec(opened.path / item, f"{name}/")
+                    dtype = np_dtype(leaf["dtype"])
+                    arrays[path] = StoredArray(
+                        path, *shapes, dtype, kvstore, context, origin, opened
+                    )
             check_arrays(folder, of_item, values)
     return dict(sorted(arrays.items()))
 
@@ -165,5 +174,9 @@ def check_leaves(step_dir: Path, manifest: Mapping[str, Any]) -> None:
       ConfigError: no array can be as the manifest says.
     """
     with Origin(step_dir).refusing():
-        for path, leaf in manifest["leaves"].items():
-            check_leaf(path, leaf)
+        _check_leaves(manifest)
+
+
+def _check_leaves(manifest: Mapping[str, Any]) -> None:
+    for path, leaf in manifest["leaves"].items():
+        check_leaf(path, leaf)

@@ -21,12 +21,17 @@ _REPEAT_SECONDS = 300.0
 class StopConsensus:
     """Tells every process, at the same step, if any of them wants to stop; names slow ones.
 
-    The processes meet over a mesh. `wanted_by` says in words which of them wanted to stop when
-    `reached` last returned True.
+    The processes meet over a mesh.
+
+    Attributes:
+      wanted_by: which of them wanted to stop when `reached` last returned True, in words.
+      save_is_due: True if a checkpoint was due by the first process's clock, when `reached` was
+        last called; the same on all processes.
     """
 
     def __init__(self, mesh: Mesh):
-        self.wanted_by = "this process"
+        self.wanted_by, self.save_is_due = "this process", False
+        self._has_saved = False
         self._is_alone = jax.process_count() == 1
         if self._is_alone:
             return
@@ -45,25 +50,33 @@ class StopConsensus:
         if not self._is_alone:
             self._own_seconds += seconds
 
-    def reached(self, wanted: bool) -> bool:
+    def saved(self) -> None:
+        """Tells that a checkpoint was just begun: what was due before is so no more."""
+        self.save_is_due, self._has_saved = False, True
+
+    def reached(self, wanted: bool, save_is_due: bool = False) -> bool:
         """Returns True if any process wanted to stop, on all processes alike.
 
-        With several processes the answer is that of the call before: its step has ended when the
-        metrics of that step are read, so nothing is waited for.
+        With several processes the answer, and `save_is_due`, are those of the call before: its
+        step has ended when the metrics of that step are read, so nothing is waited for.
         """
         if self._is_alone:
+            self.save_is_due = save_is_due
             return wanted
-        row = np.array([[wanted, self._own_seconds]], np.float32)
+        row = np.array([[wanted, self._own_seconds, save_is_due]], np.float32)
         self._own_seconds = 0.0
         whole = jax.make_array_from_callback(
-            (self._mesh.size, 2), self._split, lambda index: row
+            (self._mesh.size, 3), self._split, lambda index: row
         )
         last, self._pending = self._pending, self._gather(whole)
+        has_saved, self._has_saved = self._has_saved, False
         if last is None:
             return False
         said = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
         if processes.is_first():
             self._slow.add(said[:, 1])
+        # Gathered before a save that has come since, it would be made twice.
+        self.save_is_due = bool(said[0, 2]) and not has_saved
         asking = np.flatnonzero(said[:, 0]).tolist()
         if asking:
             self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"

@@ -23,10 +23,10 @@ _LEADING_KEYS = ("step", "dataset", "loss")
 class JsonLinesWriter(contextlib.AbstractContextManager):
     """Appends lines to a file, one per step, each flushed as it is written.
 
-    Opening the file mends what an earlier run left: a last line that a kill cut short goes, and so
-    do the lines after `resume_step`, which the resumed run writes anew. The mended file replaces
-    the old one whole, so a kill in the middle loses nothing. Raises ConfigError if a line in the
-    middle cannot be read.
+    Opening the file mends what an earlier run left: a last line that a kill cut short goes, and
+    the lines after `resume_step`, which the resumed run writes anew, are moved to NAME.lost.jsonl.
+    The mended file replaces the old one whole, so a kill in the middle loses nothing. Raises
+    ConfigError if a line in the middle cannot be read.
 
     Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
     infinities are written as the strings "NaN", "Infinity" and "-Infinity".
@@ -36,15 +36,22 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     Attributes:
       num_kept: how many lines of earlier runs stay.
+      lost_steps: the steps of lines that were moved, in their order.
+      lost_path: the file that they are in.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if resume_step is not None and self.path.exists():
-            kept = [line for line in read_json_lines(self.path) if line["step"] <= resume_step]
-        self.num_kept = len(kept)
+        lines = read_json_lines(self.path) if self.path.exists() else []
+        last = -1 if resume_step is None else resume_step
+        kept = [line for line in lines if line["step"] <= last]
+        lost = [line for line in lines if line["step"] > last]
+        self.num_kept, self.lost_steps = len(kept), [line["step"] for line in lost]
+        self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
+        if lost:
+            before = self.lost_path.read_bytes() if self.lost_path.exists() else b""
+            write_whole(self.lost_path, before + "".join(map(json_line, lost)).encode())
         content = "".join(map(json_line, kept)).encode()
         # A file that is in order stays the same file: another process may be adding to it.
         if not self.path.exists() or self.path.read_bytes() != content:
