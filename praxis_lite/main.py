@@ -170,6 +170,10 @@ def _prompts(args: argparse.Namespace) -> "list[Prompt]":
 def _job_log_dir(args: argparse.Namespace) -> str:
     if args.job_log_dir is None:
         raise ConfigError(f"--mode={args.mode} needs --job_log_dir=DIR, the job's directory.")
+    if not args.job_log_dir:
+        raise ConfigError(
+            "--job_log_dir is empty, as where a variable of the shell is not set. Name a directory."
+        )
     return args.job_log_dir
 
 

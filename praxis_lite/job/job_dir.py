@@ -235,10 +235,6 @@ def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
 
 
 def _named(path: str | os.PathLike[str]) -> JobDir:
-    if not os.fspath(path):
-        raise ConfigError(
-            "--job_log_dir is empty, as where a variable of the shell is not set. Name a directory."
-        )
     return JobDir(local_directory(path))
 
 
