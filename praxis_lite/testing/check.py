@@ -1,5 +1,6 @@
 """What a check compares a mesh with, what it computes once, and what it has found."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from praxis_lite.errors import ConfigError, require
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
+from praxis_lite.sharding.inputs import num_rows_of
 from praxis_lite.task import Task
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Certificate, Comparison
@@ -61,6 +63,9 @@ class Check:
     Attributes:
       found: the certificate, as far as it is made.
       batches: the first of the training data, cut to few rows.
+      whole: the first of them with all of its rows; None if none was cut off.
+      evaluated: the first of `batches`, and by what is said of it each batch of another form that
+        the job evaluates or trains on, with all of its rows.
       state: to train from, NumPy arrays of true shapes in float64.
       nudged: the same, its weights moved by rounding.
       own_shape: of the experiment's own mesh, or of what stands for it.
@@ -84,6 +89,7 @@ class Check:
         self._on_meshes: dict[Shape, OnMesh] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
         self._is_random: bool | None = None
+        self.whole: Batch | None = None
 
     def prepare(self, own_shape: Shape) -> None:
         """Makes the batches and the state to train from."""
@@ -93,8 +99,13 @@ class Check:
         partitioners = [self.plain_one.partitioner, self.on_mesh(own_shape).partitioner]
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
-            self.remark(f"Batches are cut to {self.num_rows} of their {pipeline.batch_size} rows.")
+            self.whole = self.known(batches[0])
+            self.remark(
+                f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
+                f"else of {self.num_rows}."
+            )
         self.batches = [self.known(data.with_rows(one, self.num_rows)) for one in batches]
+        self.evaluated = {"": self.batches[0], **self._own_sizes()}
         if self.couplings:
             self.remark(
                 f"{', '.join(self.couplings)}: no sums over rows. A batch in parts is held against "
@@ -102,8 +113,19 @@ class Check:
             )
         self.note("one device: initial weights")
         self.initial = jax.device_get(self.plain_one.init(self.seed))
-        self.state = first_state(self.initial, self.task, self.plain_one.layout)
+        self.state = first_state(self.initial, self.plain_one)
         self.nudged = nudged(self.state)
+
+    def _own_sizes(self) -> dict[str, Batch]:
+        """Returns the first batch of each form that the job evaluates, and the one to train on."""
+        whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
+        seen = [data.structs(one) for one in (self.batches[0], *whole.values())]
+        for name, pipeline in self.job.datasets.items():
+            if name != TRAIN and pipeline.element_spec() not in seen:
+                (batch,) = data.first_batches(pipeline, 1)
+                whole[f" of {name}"] = self.known(batch)
+                seen.append(data.structs(batch))
+        return whole
 
     def makes(self, part: str) -> bool:
         """Returns True if a part of `course.PARTS` is to be made."""
@@ -179,6 +201,23 @@ class Check:
                 self.remark(f"On one device {infinite[0]} is not finite, and compared as it is.")
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
+
+    def compare_whole_batch(self, one: OnMesh) -> list[Comparison]:
+        """Returns comparisons of a step of all rows of a batch, if batches were cut to fewer."""
+        if self.whole is None:
+            return []
+        reference = self.reference_of(one)
+        runs = (
+            (reference, self.state), (one, self.state), (reference, self.nudged)
+        )
+        wanted, found, moved = (
+            on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
+        )
+        what = f"all {num_rows_of(self.whole)} rows"
+        return [
+            dataclasses.replace(x, what=f"{x.what}, {what}")
+            for x in tolerances.by_kind(one.name, wanted, found, moved, 0)
+        ]
 
     def train_once(
         self, one: OnMesh, batch: Batch, *, nudged: bool = False

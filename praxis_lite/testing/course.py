@@ -14,7 +14,7 @@ from praxis_lite.testing.meshes import Shape, chosen_meshes, reduced
 from praxis_lite.testing.parts import data, own_mesh
 
 # What a check is made of, in its order.
-PARTS = ("data", "initial weights", "training", *own_mesh.PARTS)
+PARTS = ("data", "initial weights", *own_mesh.PARTS)
 FEW_STEPS = 3
 
 
@@ -61,6 +61,8 @@ def _check_mesh(check: Check, shape: Shape) -> None:
             first += check.compare_initial(one)
         if check.makes("training"):
             first += check.compare_training(one, 1)
+            if shape == check.own_shape:
+                first += check.compare_whole_batch(one)
     except REFUSALS as error:
         said = str(error.args[0]).splitlines()[0]
         if shape == check.own_shape:

@@ -171,6 +171,19 @@ class Points(Experiment):
         return fdl.Config(RunConfig, num_train_steps=3)
 
 
+class Points13(Points):
+    """The same of 13 rows a batch, which a check cuts; tests of 11 rows, and points to classify."""
+
+    def datasets(self):
+        return {
+            "train": fdl.Config(InMemory, points, batch_size=13, shuffle=True),
+            "test": fdl.Config(InMemory, points, batch_size=11, shuffle=False),
+        }
+
+    def decode_datasets(self):
+        return {"points": fdl.Config(InMemory, points, batch_size=9, shuffle=False)}
+
+
 class PointsByHand(Points):
     """The same with explicit collectives, in blocks that are gathered when they are read."""
 

@@ -37,8 +37,10 @@ def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
     params = _flat(check.state.mdl_vars["params"])
     trained = {name for unit in units for name in unit[1]}
     average = {name: x for name, x in params.items() if name in trained}
-    step = _step(learner, units, _flat(shapes))
-    with jax.enable_x64(True):
+    # An optimizer may run a shard_map of its own: the mesh is set as in a step.
+    in_context = jax.sharding.use_abstract_mesh(check.plain_one.mesh.abstract_mesh)
+    with in_context, jax.enable_x64(True):
+        step = _step(learner, units, _flat(shapes))
         slots = None
         for number, report in enumerate(reports):
             grads = {name: report[f"gradients/{name}"] for name in average}

@@ -13,7 +13,7 @@ from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
 from praxis_lite.testing.check import Check
-from praxis_lite.testing.parts import data, properties
+from praxis_lite.testing.parts import data, properties, rows
 from praxis_lite.testing.parts.as_trained import as_trained
 from praxis_lite.testing.parts.by_hand import update_by_hand
 from praxis_lite.testing.parts.resumed import resumed
@@ -37,19 +37,21 @@ def check(check: Check, one: OnMesh) -> None:
 
 def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """Metrics and outputs of each row; and that a batch's metrics are the means of its halves'."""
-    batch, plain, reference = check.batches[0], check.plain_one, check.reference_of(one)
+    plain, reference = check.plain_one, check.reference_of(one)
     mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
-    wanted, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
-    yield tolerances.in_float64(
-        one.name, "evaluation", wanted, one.evaluate(mdl_vars, batch), moved
-    )
-    if "weights" in batch and not check.couplings:
-        halves = [plain.evaluate(mdl_vars, half) for half in properties.halves(batch)]
-        metrics = {name: x for name, x in wanted.items() if name.startswith("metrics/")}
-        found = tolerances.in_float64(
-            plain.name, "metrics of halves", metrics, properties.sum_of_halves(*halves), moved
+    for of_what, batch in check.evaluated.items():
+        wanted, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
+        yield tolerances.in_float64(
+            one.name, f"evaluation{of_what}", wanted, one.evaluate(mdl_vars, batch), moved
         )
-        yield list(map(tolerances.with_epsilon, found))
+        if "weights" in batch and not check.couplings:
+            parts = [plain.evaluate(mdl_vars, half) for half in rows.halves(batch)]
+            metrics = {name: x for name, x in wanted.items() if name.startswith("metrics/")}
+            found = tolerances.in_float64(
+                plain.name, f"metrics of halves{of_what}", metrics, rows.sums(parts), moved
+            )
+            yield list(map(tolerances.with_epsilon, found))
+    yield from rows.in_evaluation(check, one)
 
 
 def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
@@ -58,10 +60,10 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     if "weights" not in batch:
         check.remark("Rows of filler: not checked, for batches have no weights.")
         return
-    num_filler = max(1, len(batch["weights"]) // 4)
+    num_filler = max(1, len(batch["weights"]) // 2)
     others = {name: x[::-1] if x.ndim else x for name, x in check.batches[-1].items()}
-    same = properties.with_filler(batch, num_filler, batch)
-    other = properties.with_filler(batch, num_filler, others)
+    same = rows.with_filler(batch, num_filler, batch)
+    other = rows.with_filler(batch, num_filler, others)
     wanted, _ = check.train_once(reference, same)
     moved, _ = check.train_once(reference, same, nudged=True)
     for kind, filled in (("the same", same), ("other", other)):
@@ -72,12 +74,13 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         yield _named(
             tolerances.by_kind(one.name, wanted, found, moved, 0), f"{kind} rows of filler"
         )
-    if not check.couplings and reference is check.plain_one:
+    if not check.couplings:
+        one, plain = (one if reference is check.plain_one else check.plain_one), check.plain_one
         fewer = data.with_rows(same, len(batch["weights"]) - num_filler)
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
-        wanted = check.tried(what, lambda: reference.evaluate(mdl_vars, fewer))
+        wanted = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
         if wanted is not None:
-            moved = reference.evaluate(check.nudged.mdl_vars, fewer)
+            moved = plain.evaluate(check.nudged.mdl_vars, fewer)
             found = one.evaluate(mdl_vars, other)
             yield tolerances.in_float64(one.name, what, wanted, found, moved)
 
@@ -130,6 +133,7 @@ def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             one.name, "decoding", reference.decode(mdl_vars, batch), one.decode(mdl_vars, batch),
             reference.decode(check.nudged.mdl_vars, batch),
         )
+    yield from rows.in_decoding(check, one)
 
 
 def two_ways(
@@ -165,7 +169,7 @@ def variant(
     other = check.tried(what, changed)
     if other is None:
         return
-    state = restacked(check.state, other.partitioner.task, other.layout)
+    state = restacked(check.state, other)
     if state is None:
         check.remark(f"{what}: not checked, for its weights have other names.")
         return
@@ -178,6 +182,7 @@ def variant(
 
 
 PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
+    "training": rows.in_training,
     "evaluation": evaluation,
     "update by hand": update_by_hand,
     "rows of filler": filler,

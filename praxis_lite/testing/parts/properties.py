@@ -37,43 +37,6 @@ def couplings(task: Task) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.ndarray]:
-    """Returns a batch whose last rows have no weight, and other contents."""
-    found = {}
-    for name, x in batch.items():
-        x = x.copy()
-        if x.ndim:
-            x[-num_filler:] = 0 if name == "weights" else contents[name][:num_filler]
-        found[name] = x
-    return found
-
-
-def halves(batch: Batch) -> list[dict[str, np.ndarray]]:
-    """Returns a batch twice, of which the one has weights in the rows where the other has none."""
-    num_rows = len(batch["weights"])
-    is_first = np.arange(num_rows) < num_rows // 2 + 1
-    shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)
-    return [
-        {**batch, "weights": batch["weights"] * mask.reshape(shape)}
-        for mask in (is_first, ~is_first)
-    ]
-
-
-def sum_of_halves(
-    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Returns the metrics of a batch, given those of its halves: means by weight."""
-    found = {}
-    for name in (one.removesuffix("/value") for one in first if one.endswith("/value")):
-        values = [one[f"{name}/value"] for one in (first, second)]
-        weights = [one[f"{name}/weight"] for one in (first, second)]
-        total = weights[0] + weights[1]
-        scaled = sum(np.where(w != 0, v * w, 0.0) for v, w in zip(values, weights, strict=True))
-        found[f"{name}/value"] = scaled / np.where(total == 0, 1.0, total)
-        found[f"{name}/weight"] = total
-    return found
-
-
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
     """Returns a function of (mdl_vars, inputs): logits of whole rows, and of a token at a time.
 
@@ -124,7 +87,7 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
     if getattr(model, "model_type", "causal") != "causal" or "labels" not in batch:
         return None
     num_rows, length = ids.shape
-    half, num_pairs = min(length // 2, 16), num_rows // 2
+    half, num_pairs = length // 2, num_rows // 2
     if not half or not num_pairs:
         return None
 

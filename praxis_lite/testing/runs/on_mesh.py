@@ -77,10 +77,14 @@ class OnMesh:
             reports.append(report(jax.device_get(outputs)))
         return reports, *self._cut(self.layout, placed)
 
-    def evaluate(self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0) -> Leaves:
-        """Returns the metrics and per-example outputs of a batch, as `train` names them."""
+    def evaluate(
+        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+    ) -> Leaves:
+        """Returns the metrics and outputs of each true row of a batch, as `train` names them."""
         layout = self.layout.select("mdl_vars")
-        step, key = self._program("eval_examples", inputs), self.partitioner.batch_key(seed, 0, 0)
+        settings = {"without_randomness": True} if without_randomness else {}
+        step = self._program("eval_examples", inputs, **settings)
+        key = self.partitioner.batch_key(seed, 0, 0)
         with jax.enable_x64(True):
             found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
         metrics, examples, is_true = jax.device_get(found)
@@ -88,10 +92,14 @@ class OnMesh:
             f"examples/{name}": x[np.asarray(is_true)] for name, x in examples.items()
         }
 
-    def decode(self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0) -> Leaves:
-        """Returns what the task decodes of a batch."""
+    def decode(
+        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+    ) -> Leaves:
+        """Returns the arrays that the task decodes of a batch."""
         layout = self.layout.select("mdl_vars")
-        step, key = self._program("decode", inputs), self.partitioner.batch_key(seed, 0, 0)
+        settings = {"without_randomness": True} if without_randomness else {}
+        step = self._program("decode", inputs, **settings)
+        key = self.partitioner.batch_key(seed, 0, 0)
         with jax.enable_x64(True):
             found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
         return leaves_of(jax.device_get(found))

@@ -8,23 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.partitioner import StateLayout, TrainState
-from praxis_lite.task import Task
-from praxis_lite.testing.runs.on_mesh import Leaves, leaves_of, names_of
+from praxis_lite.partitioner import TrainState
+from praxis_lite.testing.runs.on_mesh import Leaves, OnMesh, leaves_of, names_of
 from praxis_lite.testing.runs.wide_types import wide_dtype
 
 # Weights are moved by this, relatively, to see what rounding does: four units of float64.
 NUDGE = 2.0**-50
 
 
-def first_state(initial: TrainState, task: Task, layout: StateLayout) -> TrainState:
+def first_state(initial: TrainState, one: OnMesh) -> TrainState:
     """Returns the state to train from, in float64; no weight of it is all zeros.
 
     A weight of zeros would hide the gradients of others.
 
     Args:
       initial: NumPy arrays of true shapes.
-      layout: of one device.
+      one: the task on one device.
     """
     rng = np.random.default_rng(3)
 
@@ -35,18 +34,19 @@ def first_state(initial: TrainState, task: Task, layout: StateLayout) -> TrainSt
 
     mdl_vars = dict(initial.mdl_vars)
     mdl_vars["params"] = jax.tree.map(drawn, mdl_vars["params"])
-    return _with_fresh_slots(initial, mdl_vars, task, layout)
+    return _with_fresh_slots(initial, mdl_vars, one)
 
 
-def _with_fresh_slots(
-    initial: TrainState, mdl_vars: dict[str, Any], task: Task, layout: StateLayout
-) -> TrainState:
-    learner, groups = task.learner, layout.groups
+def _with_fresh_slots(initial: TrainState, mdl_vars: dict[str, Any], one: OnMesh) -> TrainState:
+    learner, layout = one.partitioner.task.learner, one.layout
     narrow = jax.tree.map(
         lambda x, like: np.asarray(x, like.dtype), mdl_vars["params"],
         layout.shapes.mdl_vars["params"],
     )
-    opt_states = jax.device_get(jax.jit(lambda params: learner.init(params, groups))(narrow))
+    # The mesh is set as in a step: an optimizer may run a shard_map of its own.
+    with jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh):
+        init = jax.jit(lambda params: learner.init(params, layout.groups))
+        opt_states = jax.device_get(init(narrow))
     return jax.tree.map(_wide, TrainState(initial.step, mdl_vars, opt_states))
 
 
@@ -64,12 +64,13 @@ def nudged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, mdl_vars=mdl_vars)
 
 
-def restacked(state: TrainState, task: Task, layout: StateLayout) -> TrainState | None:
+def restacked(state: TrainState, one: OnMesh) -> TrainState | None:
     """Returns a state for a task whose stacks are scanned where ours are in a row, or the reverse.
 
     Returns None if its weights have other names besides.
     """
-    params, shapes = state.mdl_vars["params"], layout.shapes.mdl_vars["params"]
+    layout, params = one.layout, state.mdl_vars["params"]
+    shapes = layout.shapes.mdl_vars["params"]
     if jax.tree.structure(params) == jax.tree.structure(shapes):
         return state
     names, treedef = names_of(shapes), jax.tree.structure(shapes)
@@ -81,7 +82,7 @@ def restacked(state: TrainState, task: Task, layout: StateLayout) -> TrainState 
     if len(converted) < len(names) or not same_variables:
         return None
     params = jax.tree.unflatten(treedef, [converted[name] for name in names])
-    return _with_fresh_slots(state, {**state.mdl_vars, "params": params}, task, layout)
+    return _with_fresh_slots(state, {**state.mdl_vars, "params": params}, one)
 
 
 def stacked_like(wanted: Mapping[str, Any], found: Leaves) -> Leaves:

@@ -10,6 +10,7 @@ from tests.testing.defects import (
     by_padding,
     by_part,
     by_precision,
+    by_row,
     by_saving,
     by_tracker,
 )
@@ -25,5 +26,6 @@ FAMILIES = {
     "experts": by_expert.DEFECTS,
     "saving and data": by_saving.DEFECTS,
     "precision and programs": by_precision.DEFECTS,
+    "rows and sizes": by_row.DEFECTS,
     "reported of others": by_tracker.DEFECTS,
 }
