@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from flax import traverse_util
 
+from praxis_lite.learner.whole_trees import updates_of
 from praxis_lite.testing import tolerances
 from praxis_lite.testing.certificate import Comparison
 from praxis_lite.testing.check import Check
@@ -44,7 +45,8 @@ def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
         slots = None
         for number, report in enumerate(reports):
             grads = {name: report[f"gradients/{name}"] for name in average}
-            params, slots, average = step(params, slots, average, grads, np.int32(number))
+            loss = report["metrics/loss/value"]
+            params, slots, average = step(params, slots, average, grads, np.int32(number), loss)
         params, average = jax.device_get((params, average))
     found = {f"mdl_vars/params/{name}": x for name, x in params.items()}
     if learner.ema_decay:
@@ -86,16 +88,19 @@ def _step(learner: "Learner", units: list, shapes: Mapping[str, Any]) -> Any:
         return grads
 
     def init(params: Flat) -> list[Any]:
-        return [unit[0].init(of(unit, params)) for unit in units]
+        return [unit[0].init(_nested(of(unit, params))) for unit in units]
 
-    def update(params: Flat, slots: Any, average: Flat, grads: Flat, number: jax.Array) -> tuple:
+    def update(
+        params: Flat, slots: Any, average: Flat, grads: Flat, number: jax.Array, loss: jax.Array
+    ) -> tuple:
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
         new, new_slots = dict(params), []
         for unit, slot in zip(units, slots, strict=True):
             weights = of(unit, params)
-            updates, slot = unit[0].update(clipped(of(unit, grads), norm), slot, weights)
+            own = _nested(clipped(of(unit, grads), norm))
+            updates, slot = updates_of(unit[0], own, slot, _nested(weights), loss)
             new_slots.append(slot)
-            for path, x in optax.apply_updates(weights, updates).items():
+            for path, x in optax.apply_updates(weights, _flat(updates)).items():
                 new[path] = x if unit[2] is None else new[path].at[unit[2]].set(x)
         decay = jnp.minimum(learner.ema_decay, (1.0 + number) / (10.0 + number))
         average = {k: decay * x + (1.0 - decay) * params[k] for k, x in average.items()}
@@ -108,7 +113,8 @@ def _step(learner: "Learner", units: list, shapes: Mapping[str, Any]) -> Any:
     slots = jax.eval_shape(init, params)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     first = jax.jit(in_float64(init, params))
-    later = jax.jit(in_float64(update, params, slots, average, grads, number))
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    later = jax.jit(in_float64(update, params, slots, average, grads, number, loss))
 
     def step(params: Flat, slots: Any, *others: Any) -> tuple:
         params = {k: np.asarray(x, wide_dtype(x.dtype)) for k, x in params.items()}
@@ -119,3 +125,7 @@ def _step(learner: "Learner", units: list, shapes: Mapping[str, Any]) -> Any:
 
 def _flat(tree: Any) -> Leaves:
     return traverse_util.flatten_dict(tree, sep="/")
+
+
+def _nested(leaves: Flat) -> dict[str, Any]:
+    return traverse_util.unflatten_dict(leaves, sep="/")

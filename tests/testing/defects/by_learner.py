@@ -15,7 +15,7 @@ BY_HAND = ("update by hand",)
 
 def _updates(change):
     """Returns what plants `change(updates, slots, weights)` behind the optimizers."""
-    def made(found, self, grads, norms, slots, weights, groups):
+    def made(found, self, grads, norms, slots, weights, groups, loss):
         return change(*found, weights)
 
     return after(UPDATES, made)
