@@ -169,11 +169,14 @@ def _unstacked(tree: PyTree, stack_ranks: Mapping[Path, int]) -> PyTree:
 
 
 def _unstacked_as(like: PyTree, stacked: PyTree) -> PyTree:
-    """Returns `stacked` with nodes of layers where `like` has them."""
-    return jax.tree.map(
-        lambda node, x: _layers_of(x, node.stack_shape) if isinstance(node, Layers) else x,
-        like, stacked, is_leaf=_is_layers,
-    )
+    """Returns `stacked` with nodes of layers, and random keys, where `like` has them."""
+
+    def opened(node: Any, x: Any) -> Any:
+        if isinstance(node, Layers):
+            return _layers_of(x, node.stack_shape)
+        return jax.random.wrap_key_data(x) if _is_key(node) else x
+
+    return jax.tree.map(opened, like, stacked, is_leaf=_is_layers)
 
 
 def _layers_of(tree: PyTree, stack_shape: tuple[int, ...]) -> Layers:
@@ -185,12 +188,20 @@ def _layers_of(tree: PyTree, stack_shape: tuple[int, ...]) -> Layers:
 
 def _stacked(tree: PyTree) -> PyTree:
     def closed(node: Any) -> Any:
-        return jax.tree.map(
-            lambda *layers: jnp.reshape(jnp.stack(layers), (*node.stack_shape, *layers[0].shape)),
-            *node.layers,
-        ) if isinstance(node, Layers) else node
+        if isinstance(node, Layers):
+            shape = node.stack_shape
+            return jax.tree.map(
+                lambda *layers: jnp.reshape(jnp.stack(layers), (*shape, *layers[0].shape)),
+                *node.layers,
+            )
+        # Numbers, which a checkpoint can hold, in place of a random key.
+        return jax.random.key_data(node) if _is_key(node) else node
 
     return jax.tree.map(closed, tree, is_leaf=_is_layers)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_layers(node: Any) -> bool:
