@@ -46,10 +46,11 @@ PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 
 @register
 class CausalLm(lm.PyDocs):
-    """The model of --set HF_DIR=DIRECTORY, or a tiny Llama, on text; its weights are new.
+    """The model of --set HF_DIR=DIRECTORY with its weights, or a new tiny Llama, on text.
 
-    `praxis_lite.interop.huggingface` reads the weights too. AdamW at a rate for fine-tuning. The
-    text has the tokens of the model's own tokenizer, if it has one, unless corpus.tokenizer is set.
+    For its shape alone, with new weights, add run.init_from_huggingface=None. AdamW at a rate for
+    fine-tuning. The text has the tokens of the model's own tokenizer, if it has one, unless
+    corpus.tokenizer is set.
     """
 
     HF_DIR: str | None = None
@@ -82,6 +83,7 @@ class CausalLm(lm.PyDocs):
     def run(self):
         run = super().run()
         run.num_train_steps = run.checkpoint_every_steps = run.eval_every_steps = 100
+        run.init_from_huggingface = self.HF_DIR
         return run
 
 

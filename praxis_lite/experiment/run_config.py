@@ -56,6 +56,8 @@ class RunConfig:
             random; of two rules that name a weight, the first wins.
         init_from_huggingface: a directory with a model of Hugging Face, which has all weights but
             those of adapters.
+        frozen_may_be_new: a new job may freeze weights that nothing has trained, such as random
+            features; without it that is an error, for adapters over noise learn nothing.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -88,6 +90,7 @@ class RunConfig:
         default_factory=dict
     )
     init_from_huggingface: str | None = None
+    frozen_may_be_new: bool = False
 
     def __post_init__(self) -> None:
         change = "Change it in the experiment's run(), or with --set."

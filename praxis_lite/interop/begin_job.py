@@ -11,6 +11,7 @@ import fiddle as fdl
 import jax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.checkpoints.init.init_from_checkpoint import completed
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.class_attributes import configured
@@ -123,7 +124,9 @@ def begin_job_with(
     simulate_devices(mesh_config.num_devices)
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(mesh_config))
     check_fits(partitioner.layout, partitioner.mesh, "train")
-    arrays = {f"mdl_vars/{path}": x for path, x in weights(partitioner, job).items()}
+    arrays = weights(partitioner, job)
+    check_frozen_base(partitioner.layout, arrays, may_be_new=job.run.frozen_may_be_new)
+    arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
     state = completed(partitioner, partitioner.key(job.run.seed), arrays)
     data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
     with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:

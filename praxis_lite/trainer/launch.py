@@ -11,9 +11,11 @@ import jax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.huggingface.pretrained import Pretrained, keep_description
+from praxis_lite.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.checkpoints.init.init_from_checkpoint import completed, init_from_checkpoints
 from praxis_lite.checkpoints.init.planning import plan_init
 from praxis_lite.checkpoints.save_checks import check_names
+from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
 from praxis_lite.errors import ConfigError, few
@@ -72,6 +74,10 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
     """
     run, files = job.run, job.files
     check_names(job.partitioner.layout)
+    if not step_dirs.committed_steps(files.checkpoints):
+        check_frozen_base(
+            job.partitioner.layout, _given(job), may_be_new=run.frozen_may_be_new
+        )
     config_json = dump_config(
         launched.config, launched.experiment, launched.settings, packages=launched.packages
     )
@@ -185,6 +191,17 @@ def _new_start(job: JobOnMesh) -> StartingPoint:
     print("initialising the state. See init_from_checkpoint.txt.", flush=True)
     state = init_from_checkpoints(partitioner, key, plan)
     return StartingPoint(int(state.step), state)
+
+
+def _given(job: JobOnMesh) -> set[str]:
+    """Returns the paths in mdl_vars of the weights that a new start does not draw."""
+    layout, run = job.partitioner.layout, job.run
+    if run.init_from_huggingface is not None:
+        return Pretrained(run.init_from_huggingface, layout.select("mdl_vars")).paths
+    if not run.init_from_checkpoint_rules:
+        return set()
+    plan = plan_init(layout, run.init_from_checkpoint_rules)
+    return {path.removeprefix("mdl_vars/") for path in plan.sources}
 
 
 def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:

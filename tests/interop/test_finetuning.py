@@ -168,7 +168,7 @@ def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(tmp_pa
     job, said = tmp_path / "job", f"HF_DIR={directory}"
     succeed(
         "--exp=huggingface.ChatLora", f"--job_log_dir={job}", "--set", said,
-        f"run.init_from_huggingface={directory}", "SEQ_LEN=600", "BATCH_SIZE=2",
+        "SEQ_LEN=600", "BATCH_SIZE=2", "task.model.max_positions=600",
         "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True",
     )
     with pytest.raises(SystemExit):

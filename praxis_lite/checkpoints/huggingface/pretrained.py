@@ -67,6 +67,11 @@ class Pretrained:
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
         ]
 
+    @property
+    def paths(self) -> set[str]:
+        """The paths of the weights that are read."""
+        return {part.path for part in (*self.parts, *self.of_reference)}
+
     def read(
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
     ) -> dict[str, jax.Array]:
