@@ -146,13 +146,13 @@ BAD_SETTINGS = {
         "task.model.num_heads=0", ["num_heads is 0"], ["wanted is a positive integer"]
     ),
     "a learning rate that is no number": (
-        "task.learner.learning_rate=nan", ["Learner.learning_rate is nan"], ["at most 1e+06"]
+        "task.learner.learning_rate=nan", ["Learner.learning_rate is nan"], ["from 0 to 1e+06"]
     ),
     "a learning rate without end": (
-        "task.learner.learning_rate=inf", ["Learner.learning_rate is inf"], ["at most 1e+06"]
+        "task.learner.learning_rate=inf", ["Learner.learning_rate is inf"], ["from 0 to 1e+06"]
     ),
     "a learning rate beyond all measure": (
-        "task.learner.learning_rate=1e30", ["Learner.learning_rate is 1e+30"], ["at most 1e+06"]
+        "task.learner.learning_rate=1e30", ["Learner.learning_rate is 1e+30"], ["from 0 to 1e+06"]
     ),
     "integers for activations": (
         "task.model.fprop_dtype=int8",

@@ -69,8 +69,9 @@ def checked_rate(setting: str, learning_rate: float | Schedule) -> float | Sched
     """
     if isinstance(learning_rate, int | float):
         require(
-            abs(learning_rate) <= MAX_LEARNING_RATE, setting, learning_rate,
-            f"a number of at most {MAX_LEARNING_RATE:g}, such as 1e-3",
+            0 <= learning_rate <= MAX_LEARNING_RATE, setting, learning_rate,
+            f"a number from 0 to {MAX_LEARNING_RATE:g}, such as 1e-3",
+            "At this one the loss would grow." if learning_rate < 0 else
             "A model learns nothing at this one.",
         )
     elif not isinstance(learning_rate, jax.Array | np.number):

@@ -11,6 +11,7 @@ import jax
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.batches import check_ids, checked_batches, non_finite_rows
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner.id_sizes import num_ids_of
 from praxis_lite.trainer.metrics import JsonLinesWriter, WeightedMean, WeightedScalars
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import records_of
@@ -52,8 +53,9 @@ class Evaluator:
         Raises:
           ConfigError: a batch has ids that the model has no row for.
         """
-        results, num_ids = {}, self.partitioner.task.num_ids()
+        results = {}
         for name, pipeline in self.pipelines.items():
+            num_ids = num_ids_of(self.partitioner.task, pipeline.element_spec())
             mean, pending, records = WeightedMean(), None, []
             num_rows = pipeline.batch_size
             rows = self.partitioner.process_rows(num_rows)

@@ -81,11 +81,15 @@ def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
     Called once all of the run is on disk. `num_skipped` steps in a row, up to the last, were
     skipped.
     """
+    where = (
+        f"look at {job.non_finite_txt}, which names the layer or the data"
+        if job.non_finite_txt.exists()
+        else "run with --set run.debug_nans=true, which names the layer or the data"
+    )
     advice = (
-        "Look at loss, grad_norm and learning_rate in metrics.jsonl, and run with --set "
-        "run.debug_nans=true, which names the layer or the data; lower the learning rate, clip the "
-        "gradient, mend the data, or take bfloat16 in place of float16. To go on from here, raise "
-        "run.num_train_steps."
+        f"Look at loss, grad_norm and learning_rate in metrics.jsonl, and {where}; lower the "
+        "learning rate, clip the gradient, mend the data, or take bfloat16 in place of float16. To "
+        "go on from here, raise run.num_train_steps."
     )
     if num_skipped:
         which = (

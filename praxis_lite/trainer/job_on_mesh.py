@@ -24,6 +24,7 @@ from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.partitioner.id_sizes import num_ids_of
 from praxis_lite.sharding import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.trainer.job_checks import (
@@ -118,7 +119,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 rows = partitioner.process_rows(pipeline.batch_size)
                 batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
                 first = next(batches)[1] if rows.start < rows.stop else {}
-                num_ids = job.task.num_ids()
+                num_ids = job.task.num_ids() if step == "decode" else num_ids_of(job.task, spec)
                 try:
                     check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
                 except ConfigError as error:

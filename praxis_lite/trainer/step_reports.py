@@ -62,6 +62,7 @@ class StepReports:
     ):
         self._run, self._weight_unit = job.run, job.partitioner.task.weight_unit
         self._board, self._progress, self._checkpoints = board, progress, checkpoints
+        self._non_finite_txt = job.files.non_finite_txt
         self._writer = JsonLinesWriter(job.files.metrics_jsonl, first_step)
         if processes.is_first() and (lost := self._writer.lost_steps):
             progress.note(
@@ -134,14 +135,16 @@ class StepReports:
 
     def _report_skipped(self, pending: PendingStep, line: Mapping[str, Any]) -> None:
         step, data = pending.step, ""
-        if found := non_finite_rows(pending.inputs, pending.first_row):
-            data = f"datasets.train: batch {pending.batch} (counted from 0) has {found}"
+        faults = [non_finite_rows(pending.inputs, pending.first_row), _without_weight(pending)]
+        if words := "; ".join(filter(None, faults)):
+            data = f"datasets.train: batch {pending.batch} (counted from 0) has {words}"
         self._progress.note(
             f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
             f"gradient too large ({line['num_skipped_steps']} skipped so far); weights and slots "
             "stay" + (f". {data}" if data else "")
         )
-        in_a_row, most = line["num_skipped_in_a_row"], self._run.max_skipped_steps_in_a_row
+        run, in_a_row = self._run, line["num_skipped_in_a_row"]
+        most = run.max_skipped_steps_in_a_row
         if most is None or in_a_row < most:
             return
         last_good = step - in_a_row
@@ -152,23 +155,39 @@ class StepReports:
             if kept
             else "There is no checkpoint from before"
         )
+        if data:
+            advice = f"{data}: mend the data"
+        elif run.debug_nans:
+            advice = f"run.debug_nans found where it was made: {self._non_finite_txt}"
+        else:
+            advice = (
+                "Look at grad_norm and learning_rate in metrics.jsonl; --set run.debug_nans=true "
+                "names the layer. Lower the learning rate, clip, or take bfloat16 in place of "
+                "float16"
+            )
         raise ConfigError(
             f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
             "gradient or learning rate was not finite, or their gradient too large; step "
-            f"{last_good} was the last good one. {checkpoint}. "
-            + (f"{data}: mend the data. " if data else "")
-            + "Look at grad_norm and learning_rate in metrics.jsonl, lower the learning rate, "
-            "clip, or take bfloat16 in place of float16; to go on skipping, raise "
+            f"{last_good} was the last good one. {checkpoint}. {advice}; to go on skipping, raise "
             "run.max_skipped_steps_in_a_row (None: no limit)."
         )
+
+
+def _without_weight(pending: PendingStep) -> str | None:
+    """Returns words if no row that this process has of a batch weighs anything, or None."""
+    weights = pending.inputs.get("weights") if isinstance(pending.inputs, Mapping) else None
+    if weights is None or not np.size(weights) or np.any(np.asarray(weights) != 0):
+        return None
+    return "only weights of 0, so there is nothing to learn and no mean to take"
 
 
 def _check_rates(line: Mapping[str, Any]) -> None:
     """Checks the rates that schedules gave; a step whose rate is not finite was skipped."""
     for name, value in line.items():
-        if name.startswith("learning_rate") and MAX_LEARNING_RATE < value < math.inf:
+        is_rate = name.startswith("learning_rate") and math.isfinite(value)
+        if is_rate and not 0 <= value <= MAX_LEARNING_RATE:
             raise ConfigError(
-                f"The {name} of step {line['step']} is {value:g}; wanted is at most "
+                f"The {name} of step {line['step']} is {value:g}; wanted is a rate from 0 to "
                 f"{MAX_LEARNING_RATE:g}. A model learns nothing at this one: mend the schedule."
             )
 

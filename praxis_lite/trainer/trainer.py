@@ -20,6 +20,7 @@ from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.job.processes.stopping import StopRequest
 from praxis_lite.job.processes.watchdog import SAVING, Watchdog
 from praxis_lite.partitioner import TrainState
+from praxis_lite.partitioner.id_sizes import num_ids_of
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.trainer.job_history import is_due, lacks_evaluation, watched_history
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -146,7 +147,8 @@ class _Loop:
             return trained
         self._saved_at = time.monotonic()
         key, num_rows = partitioner.key(run.seed), pipeline.batch_size
-        rows, num_ids = partitioner.process_rows(num_rows), partitioner.task.num_ids()
+        rows = partitioner.process_rows(num_rows)
+        num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
         batches = self.position.batches(pipeline, rows)
         step, stopped_by = self.first_step, None
         for step in range(self.first_step + 1, run.num_train_steps + 1):

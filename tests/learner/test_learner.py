@@ -679,3 +679,9 @@ def test_filler_rows_leave_the_weighted_mean_of_an_evaluation_as_it_is():
     assert mean.result()["loss"] == pytest.approx(xent.mean(), rel=1e-6)
     assert mean.result()["accuracy"] == pytest.approx((logits.argmax(-1) == labels).mean())
     assert mean.weights()["loss"] == 11
+
+
+@pytest.mark.parametrize("rate", [-1e-3, -0.0001, float("nan"), 1e7])
+def test_a_rate_that_nothing_is_learnt_at_is_refused(rate):
+    with pytest.raises(ConfigError, match=r"Learner.learning_rate is .*a number from 0 to 1e\+06"):
+        Learner(optax.sgd, rate)
