@@ -16,7 +16,7 @@ from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
 from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData
-from praxis_lite.inputs.text.conversations import about_python
+from praxis_lite.inputs.text.about_python import about_python
 from praxis_lite.inputs.tokenizers.loading import has_tokenizer
 from praxis_lite.layers import (
     SHARDING_PRESETS,
@@ -100,7 +100,7 @@ def trained_positions(directory: str) -> int | None:
 def questions(folder: str) -> Iterator[dict[str, Any]]:
     """Yields questions about Python, answered by its language reference."""
     for line in about_python():
-        yield {"messages": line.content["messages"]}
+        yield {"messages": line["messages"]}
 
 
 def lines_of(files, folder):

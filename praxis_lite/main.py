@@ -150,7 +150,7 @@ def _run_job(
         elif args.mode == "eval":
             launch.evaluate(on_mesh, args.step)
         elif is_conversation:
-            decode.chat(on_mesh, args.step, sys.stdin)
+            decode.chat(on_mesh, args.step, sys.stdin or ())
         else:
             decode.decode(on_mesh, args.step, prompts or None)
 

@@ -68,8 +68,12 @@ def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
         for name, one in node.items():
             yield from _sources(one, f"{path}.{name}")
     elif dataclasses.is_dataclass(node):
-        for one in dataclasses.fields(node):
-            yield from _sources(getattr(node, one.name, None), f"{path}.{one.name}")
+        names = [field.name for field in dataclasses.fields(node)]
+        for name in names:
+            yield from _sources(getattr(node, name, None), f"{path}.{name}")
+        documents = getattr(node, "documents", None)
+        if "skip" in names and "documents" not in names and documents is not None:
+            yield path, documents.source  # Made of the pipeline's own settings.
 
 
 def check_members(pipeline: InputPipeline, name: str) -> None:

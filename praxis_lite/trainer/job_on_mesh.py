@@ -80,6 +80,10 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )
     print(f"mesh ({axes}): {devices}", flush=True)
+    tokenizer = getattr(job.task, "tokenizer", None)
+    if mode in ("train", "decode") and (ends := getattr(tokenizer, "turn_end_ids", ())):
+        words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
+        print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
     partitioner = partitioner_on(job, mesh)
     if partitioner.compiler_options:
         words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())

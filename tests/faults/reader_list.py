@@ -319,9 +319,10 @@ def _template(folder: Path) -> None:
 def _read_template(folder: Path) -> None:
     from praxis_lite.inputs.text.conversations import tokens_of
     from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+    from praxis_lite.inputs.tokenizers.files import TokenizerFiles
 
     class Bytes(inputs.ByteTokenizer):
-        chat = ChatTemplate((folder / "chat_template.jinja").read_text(errors="replace"))
+        chat = ChatTemplate(TokenizerFiles(folder, "").chat_template or "")
 
     tokens_of(MESSAGES, Bytes(), "line 1")
 

@@ -167,7 +167,7 @@ def test_pairs_of_compressed_files_are_the_same(tmp_path):
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert pairs(packed).fingerprint() == pairs(plain).fingerprint()
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ConfigError, match="pairs.jsonl.gz cannot be read: Compressed file ended"):
+    with pytest.raises(ConfigError, match="pairs.jsonl.gz is cut off .*Compressed file ended"):
         pairs(packed).check()
 
 

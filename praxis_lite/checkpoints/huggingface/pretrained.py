@@ -19,7 +19,13 @@ from praxis_lite.checkpoints.huggingface.tensor_files import DESCRIBED, FLOATS, 
 from praxis_lite.checkpoints.huggingface.weights import parts
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
 from praxis_lite.errors import require_choice
-from praxis_lite.inputs.tokenizers.files import TOKENIZER_FILES
+from praxis_lite.inputs.tokenizers import load_tokenizer
+from praxis_lite.inputs.tokenizers.files import (
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    TokenizerFiles,
+    has_tokenizer,
+)
 from praxis_lite.job.job_dir import local_directory
 from praxis_lite.job.whole_files import new_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
@@ -110,6 +116,7 @@ class Pretrained:
             if jax.process_index() == 0:
                 (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
                 _copy(self.files.directory, target, TOKENIZER_FILES)
+                write_turn_ends(target)
 
     def write_adapters(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], layers: Layers,
@@ -131,6 +138,7 @@ class Pretrained:
             write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
             if jax.process_index() == 0:
                 _copy(self.files.directory, target, TOKENIZER_FILES)
+                write_turn_ends(target)
 
     def _leaves(self) -> list[Any]:
         leaves = self.layout.leaves()
@@ -162,6 +170,20 @@ def _new_directory(
     path = local_directory(directory)
     # Of several processes the first one writes.
     return new_directory(path, last) if jax.process_index() == 0 else contextlib.nullcontext(path)
+
+
+def write_turn_ends(directory: Path) -> None:
+    """Adds to generation_config.json the end of a turn, with which a chat was taught to end."""
+    if not has_tokenizer(directory):
+        return
+    tokenizer = load_tokenizer(directory)
+    ends = (*tokenizer.model_eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
+    if set(tokenizer.turn_end_ids) <= set(tokenizer.model_eos_ids or ends):
+        return
+    path = directory / GENERATION_CONFIG
+    fields = TokenizerFiles(directory, "").json(GENERATION_CONFIG)
+    fields = {**fields, "eos_token_id": list(tokenizer.eos_ids)}
+    path.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:

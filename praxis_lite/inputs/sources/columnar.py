@@ -281,8 +281,20 @@ def _value(scalar: Any) -> Any:
     kind = scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
-        return scalar.as_py()
+        return without_nulls(scalar.as_py()) if types.is_nested(kind) else scalar.as_py()
     if scalar.values.null_count and not types.is_floating(kind.value_type):
         return scalar.as_py()  # NumPy would make floats of integers, for the missing to be NaN.
     return scalar.values.to_numpy(zero_copy_only=False)
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a nested value of Arrow without the names that are null.
+
+    Of a struct every row has all names, and null stands where JSON would have none.
+    """
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return value
 

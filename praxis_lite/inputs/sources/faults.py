@@ -1,19 +1,21 @@
 """What may be wrong with an example, and the error that names its place."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, shown
 
 # By the names that a source's `skip` takes.
 FAULTS = {
     "truncated": "the end of a file is missing",
     "damaged": "a record is not what its checksum says, or an image cannot be read",
-    "not_utf8": "text is not UTF-8",
+    "not_utf8": "text is not UTF-8, or has half of a character",
     "not_json": "a line is no JSON object",
     "missing_key": "an example lacks the key that is asked for",
     "id_beyond_vocabulary": "an id is negative, or not below the vocabulary's size",
     "no_answer": "a conversation has nothing to learn",
+    "equal_answers": "the answers of a pair are the same",
 }
 
 
@@ -46,6 +48,15 @@ class BadExample(ConfigError):
         return BadExample, self._given
 
 
+@contextlib.contextmanager
+def none_skipped() -> Iterator[None]:
+    """Makes BadExample a plain ConfigError, where there is no `skip`."""
+    try:
+        yield
+    except BadExample as error:
+        raise ConfigError(error.without_skip) from None
+
+
 def applied(
     function: Callable[[Mapping[str, Any]], Any], example: Mapping[str, Any], where: str
 ) -> Any:
@@ -69,8 +80,12 @@ def applied(
 
 
 def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
-    """Returns the error for an example without a key."""
-    names = sorted(map(str, example))
+    """Returns the error for an example without a key, or with null there."""
+    names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
+    if key in example:
+        return BadExample(
+            "missing_key", where, f"has null as {key!r}", "Write it, or leave the example out."
+        )
     return BadExample(
         "missing_key", where, f"has no {key!r}; it has {names}",
         f"Name the key that holds it, or mend the data.{did_you_mean(key, names)}",

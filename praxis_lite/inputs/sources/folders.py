@@ -15,6 +15,7 @@ from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, So
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
 from praxis_lite.inputs.sources.files.paths import matching_files
+from praxis_lite.inputs.sources.files.texts import decoded
 
 
 class _Listed(NamedTuple):
@@ -138,13 +139,7 @@ class TextFiles(_FilePerExample):
     """
 
     def decoded(self, data: bytes, path: str) -> Example:
-        try:
-            return {"name": self.name_of(path), "text": data.decode()}
-        except UnicodeDecodeError as error:
-            raise BadExample(
-                "not_utf8", path, f"is not UTF-8: {error}",
-                "Write it in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1).",
-            ) from None
+        return {"name": self.name_of(path), "text": decoded(data, path, is_file=True)}
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,6 +1,5 @@
 """Files of JSON lines, plain or compressed."""
 
-import codecs
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +18,7 @@ from praxis_lite.errors import ConfigError, format_bytes, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
+from praxis_lite.inputs.sources.files.texts import decoded
 from praxis_lite.inputs.sources.record_files import (
     RecordCopy,
     RecordFile,
@@ -31,6 +31,8 @@ from praxis_lite.inputs.sources.record_files import (
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
 DAMAGED = (EOFError, OSError, zlib.error)
+# Lists and objects in each other: deeper ones would end whatever walks through them.
+MOST_NESTED = 200
 
 # Bytes of a line: a small file may unpack to one that fills all memory.
 _LONGEST = 1 << 26
@@ -127,23 +129,40 @@ def parsed(line: bytes, where: str) -> Example:
     Raises:
       BadExample: it is not UTF-8, no JSON, or no object; names `where`, "file:line".
     """
+    for end, start in COMPRESSED.items():
+        if line.startswith(start):
+            raise BadExample(
+                "not_utf8", where, "is not UTF-8: it begins as a compressed file does",
+                f"It is compressed: let its name end in {end}.",
+            )
+    # A byte order mark before a line RFC 8259 lets a reader ignore.
+    text = decoded(line, where)
     try:
-        # What some write before the first line, RFC 8259 lets a reader ignore.
-        found = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
-    except UnicodeDecodeError as error:
-        fix = "Write the file in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1)."
-        for end, start in COMPRESSED.items():
-            if line.startswith(start):
-                fix = f"It is compressed: let its name end in {end}."
-        raise BadExample("not_utf8", where, f"is not UTF-8: {error}", fix) from None
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
-    if not isinstance(found, dict):
-        said = shown(line.decode().strip())
+    if text.count("[") + text.count("{") > MOST_NESTED and _is_nested(found, MOST_NESTED):
         raise BadExample(
-            "not_json", where, f"is {said}; wanted is an object", 'Write {"text": ...}, say.'
+            "not_json", where, f"is nested more than {MOST_NESTED} deep", "Mend the line."
+        )
+    if not isinstance(found, dict):
+        raise BadExample(
+            "not_json", where, f"is {shown(text.strip())}; wanted is an object",
+            'Write {"text": ...}, say.',
         )
     return found
+
+
+def _is_nested(value: Any, most: int) -> bool:
+    """Returns True if lists and objects lie in each other more than so many deep."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level
+                 if isinstance(one, dict | list)]
+        if not inner:
+            return False
+        level = [one for values in inner for one in values]
+    return True
 
 
 def _is_compressed(path: str) -> bool:

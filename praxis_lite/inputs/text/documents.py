@@ -19,6 +19,7 @@ from praxis_lite.inputs.sources.file_index import Made
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.encoding import KEYS, encoded
+from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers import TokenIds, Tokenizer, as_tokenizer
 
 
@@ -33,8 +34,10 @@ class Documents:
     Args:
       source: of the examples.
       holds: what of an example is a document: "text"; "ids", tokenised by others; "messages", a
-        conversation, of which what the assistant says is learnt; or "completion", which is learnt,
-        after a "prompt", which is not.
+        conversation, of which what the assistant says is learnt; "completion", which is learnt,
+        after a "prompt", which is not; conversations as ShareGPT ("sharegpt": `conversations`) and
+        Alpaca ("alpaca": `instruction`, `input`, `output`) have them; or a "preference": `prompt`,
+        `chosen` and `rejected`, for PreferenceData.
       key: where an example has it. None: under the name of what it holds.
       tokenizer: or its directory; None: bytes, and for ids no tokenizer.
       transform: an importable function from an example to an example, before all else.
@@ -62,6 +65,11 @@ class Documents:
     def check(self) -> None:
         """Prepares all documents. Raises ConfigError for what is wrong with any of them."""
         require_choice("Documents.holds", self.holds, KEYS)
+        has_names = self.key is None or KEYS[self.holds] is not None
+        require(
+            has_names, "Documents.key", self.key, f"None: {self.holds} has names of its own",
+            "Give them by a transform.",
+        )
         percent = self.heldout_percent
         require(
             hasattr(percent, "__index__") and 0 <= percent <= 100, "Documents.heldout_percent",
@@ -78,7 +86,7 @@ class Documents:
         """What is kept of each part of the source."""
         self.source.check()
         recipe = {
-            "version": 1, "holds": self.holds, "key": self.key, "ahead": self.ahead,
+            "version": 2, "holds": self.holds, "key": self.key, "ahead": self.ahead,
             "tokenizer": self.tokenizer.fingerprint(),
             "chat": getattr(self.tokenizer.chat, "source", None),
             "transform": code_of(self.transform), "keep": code_of(self.keep),
@@ -88,13 +96,16 @@ class Documents:
 
     @functools.cached_property
     def left_out(self) -> dict[str, int]:
-        """How many examples are no document: by fault, "filtered" by `keep`, or "too_short"."""
+        """How many examples are no document, by name.
+
+        A fault; "filtered" by `keep`; "empty"; or "too_short", of a single id.
+        """
         return left_out(self.source, self.parts)
 
     def _made(self, part: Part) -> Made:
         """Returns what is kept of the examples of a part."""
         documents: list[Tokens] = []
-        rows, places, faults = [], [], collections.Counter()
+        chosen_lengths, rows, places, faults = [], [], [], collections.Counter()
         largest, largest_row = -1, -1
         for number, example in self.source.read(part.start, part.stop):
             try:
@@ -106,22 +117,29 @@ class Documents:
                     raise
                 faults[error.fault] += 1
                 continue
-            if found is None:
-                faults["filtered"] += 1
-            elif len(found.ids) < 2:  # Nothing to predict.
-                faults["too_short"] += 1
+            if isinstance(found, str):
+                faults[found] += 1
+                continue
+            if isinstance(found, Pair):
+                chosen_lengths.append(len(found.chosen.ids))
+                content = json.dumps(example, sort_keys=True, default=repr).encode()
+                place = int(hashlib.sha256(content).hexdigest(), 16) % 100
+                found = Tokens(*map(np.concatenate, zip(*found, strict=True)))
             else:
-                documents.append(found)
-                rows.append(number - part.start)
                 digest = hashlib.sha256(found.ids.tobytes() + found.is_answer.tobytes())
-                places.append(int.from_bytes(digest.digest()[:8], "little") % 100)
-                if (most := int(found.ids.max())) > largest:
-                    largest, largest_row = most, number - part.start
+                place = int.from_bytes(digest.digest()[:8], "little") % 100
+            documents.append(found)
+            rows.append(number - part.start)
+            places.append(place)
+            if (most := int(found.ids.max())) > largest:
+                largest, largest_row = most, number - part.start
         arrays = {
             "lengths": np.array([len(one.ids) for one in documents], np.int32),
             "rows": np.array(rows, np.int32),
             "places": np.array(places, np.uint8),
         }
+        if self.holds == "preference":
+            arrays["chosen_lengths"] = np.array(chosen_lengths, np.int32)
         if self.ahead:
             ids = np.concatenate([np.empty(0, np.int32), *(one.ids for one in documents)])
             arrays["ids"] = ids.astype(np.min_scalar_type(max(largest, 0)))
@@ -132,20 +150,23 @@ class Documents:
         values = {"left_out": dict(faults), "largest": largest, "largest_row": largest_row}
         return values, arrays
 
-    def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | None:
-        """Returns the tokens of an example, or None if it is not wanted."""
+    def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
+        """Returns the tokens of an example, or the name under which it is left out."""
         where = self.source.where(number)
         if self.transform is not None:
             example = applied(self.transform, example, where)
         if self.keep is not None and not applied(self.keep, example, where):
-            return None
-        key = self.key or KEYS[self.holds]
-        return encoded(self.holds, key, example, self.tokenizer, where)
+            return "filtered"
+        found = encoded(self.holds, self.key, example, self.tokenizer, where)
+        if found is None:
+            return "empty"
+        # Nothing to predict.
+        return "too_short" if isinstance(found, Tokens) and len(found.ids) < 2 else found
 
     @property
     def has_answers(self) -> bool:
         """True if only a part of a document is learnt."""
-        return self.holds in ("messages", "completion")
+        return self.holds not in ("text", "ids")
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -180,7 +201,7 @@ class Documents:
         if not self.ahead:
             row = there.part.start + int(there.arrays["rows"][within])
             found = self._of_example(self.source[row], row)
-            if found is None or len(found.ids) != there.arrays["lengths"][within]:
+            if isinstance(found, str) or len(found.ids) != there.arrays["lengths"][within]:
                 raise ConfigError(
                     f"{self.source.where(row)} gives another document than when its length was "
                     "counted. Let transform and keep depend on the example alone."
@@ -190,6 +211,21 @@ class Documents:
         ids = there.arrays["ids"][start:stop]
         answers = there.arrays.get("answers")
         return Tokens(ids, None if answers is None else answers[start:stop])
+
+    @functools.cached_property
+    def chosen_lengths(self) -> np.ndarray:
+        """int32[documents]: of preferences, how many ids of each are those of the chosen answer."""
+        return np.concatenate(
+            [np.empty(0, np.int32), *(p.arrays["chosen_lengths"] for p in self.parts)]
+        )
+
+    def pair(self, number: int) -> Pair:
+        """Returns the tokens of a preference."""
+        found, size = self[number], self.chosen_lengths[number]
+        return Pair(*(
+            Tokens(found.ids[part], found.is_answer[part])
+            for part in (slice(0, size), slice(size, None))
+        ))
 
     def where(self, number: int) -> str:
         """Returns where a document stands in the source: "file:line"."""

@@ -5,50 +5,76 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
-from praxis_lite.inputs.text.conversations import Tokens, checked_messages, tokens_of
+from praxis_lite.inputs.sources.files.texts import checked, decoded
+from praxis_lite.inputs.text.conversations import Tokens, tokens_of
+from praxis_lite.inputs.text.messages import ASSISTANT, conversation, is_empty, of_alpaca
+from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted
 from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
 
-# What an example may hold, and where, unless told otherwise.
-KEYS = {"text": "text", "ids": "ids", "messages": "messages", "completion": "completion"}
+# What an example may hold, and where, unless told otherwise; None: under several names of its own.
+KEYS = {
+    "text": "text", "ids": "ids", "messages": "messages", "completion": "completion",
+    "sharegpt": "conversations", "alpaca": None, "preference": None,
+}
 
 
 def encoded(
-    holds: str, key: str, example: Mapping[str, Any], tokenizer: Tokenizer, where: str
-) -> Tokens:
+    holds: str, key: str | None, example: Mapping[str, Any], tokenizer: Tokenizer, where: str
+) -> Tokens | Pair | None:
     """Returns the ids of an example, with what begins and ends a text, and which are to be learnt.
 
+    None of an empty one: it would teach to end at once.
+
     Args:
-      holds: a key of KEYS: "text"; "ids", which stay as they are; "messages", a conversation, of
-        which what the assistant says is learnt; "completion", of a "prompt", is learnt alone.
+      holds: a key of KEYS.
+      key: where the example has it; None: where it is by custom.
       where: for messages: "file:line".
 
     Raises:
       BadExample: the example lacks the key, holds something else there, or ids that are none.
     """
-    value = _value(example, key, where)
+    try:
+        if holds == "preference":
+            return pair_of(example, tokenizer, where)
+        if holds == "alpaca":
+            return _of_messages(of_alpaca(example, where), tokenizer, where)
+        key = key or _key(holds, example)
+        value = _value(example, key, where)
+        if holds in ("messages", "sharegpt"):
+            return _of_messages(conversation(value, where), tokenizer, where)
+    except RefusedConversation as error:
+        raise BadExample("no_answer", where, "is no conversation", str(error)) from None
     if holds == "ids":
         return _of_ids(value, key, tokenizer.vocab_size, where)
-    if holds == "messages":
-        try:
-            return tokens_of(checked_messages(_plain(value), where), tokenizer, where)
-        except BadExample:
-            raise
-        except ConfigError as error:
-            raise BadExample("no_answer", where, "is no conversation", str(error)) from None
     text = _text(value, key, where)
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     if holds == "completion":
-        before = tokenizer.encode_prompt(_text(_value(example, "prompt", where), "prompt", where))
-        after = np.array([*tokenizer.encode(text, False), *end], np.int32)
-        ids = np.concatenate([before, after])
-        return Tokens(ids, np.arange(len(ids)) >= len(before))
+        before = _text(_value(example, "prompt", where), "prompt", where)
+        return prompted(before, text, tokenizer) if text else None
+    ids = tokenizer.encode(text, False)
+    if not len(ids):
+        return None
+    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     ids = np.concatenate([
-        np.array(tokenizer.document_start, np.int32), tokenizer.encode(text, False),
-        np.array(end, np.int32),
+        np.array(tokenizer.document_start, np.int32), ids, np.array(end, np.int32),
     ])
     return Tokens(ids, np.ones(len(ids), bool))
+
+
+def _key(holds: str, example: Mapping[str, Any]) -> str:
+    # TRL takes `conversations` for messages, too.
+    if holds == "messages" and "messages" not in example and "conversations" in example:
+        return "conversations"
+    return KEYS[holds]
+
+
+def _of_messages(messages: list[Any], tokenizer: Tokenizer, where: str) -> Tokens | None:
+    answers = [one for one in messages if one["role"] == ASSISTANT]
+    if not messages or (answers and all(map(is_empty, answers))):
+        return None
+    return tokens_of(messages, tokenizer, where)
 
 
 def _value(example: Mapping[str, Any], key: str, where: str) -> Any:
@@ -58,39 +84,33 @@ def _value(example: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def _text(value: Any, key: str, where: str) -> str:
-    try:
-        text = value.decode() if isinstance(value, bytes) else value
-        if isinstance(text, str):
-            text.encode()  # JSON may have halves of characters.
-            return text
-    except UnicodeError as error:
-        raise BadExample(
-            "not_utf8", where, f"has a {key!r} that is not UTF-8: {error}",
-            "Write it in UTF-8.",
-        ) from None
+    if isinstance(value, bytes):
+        return decoded(value, where)
+    if isinstance(value, str):
+        return checked(value, where, repr(key))
     raise BadExample(
         "missing_key", where, f"has {shown(repr(value))} as {key!r}; wanted is a text",
         "Mend it, or set key to another.",
     )
 
 
-def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens:
-    ids = np.asarray(value)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens | None:
+    try:
+        ids = np.asarray(value)
+    except ValueError:  # Lists of several lengths.
+        ids = np.empty((0, 0))
+    if ids.shape == (0,):
+        return None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BadExample(
             "missing_key", where, f"has {shown(repr(value))} as {key!r}; wanted is a list of ids",
             "Mend it, or set key to another.",
         )
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
-    if ids.size and (ids.min() < 0 or ids.max() > most):
+    if ids.min() < 0 or ids.max() > most:
         wrong = ids[(ids < 0) | (ids > most)][0]
         raise BadExample(
             "id_beyond_vocabulary", where, f"has the id {wrong}; wanted are ids from 0 to {most}",
             "Tokenise it with the tokenizer of the model.",
         )
     return Tokens(ids.astype(np.int32), np.ones(len(ids), bool))
-
-
-def _plain(value: Any) -> Any:
-    """Returns messages as lists and dicts, whatever a file's format made of them."""
-    return list(value) if isinstance(value, np.ndarray | tuple) else value

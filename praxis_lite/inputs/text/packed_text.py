@@ -79,6 +79,11 @@ class PackedText(IndexedPipeline):
             self.packing or not self.split_documents, "PackedText.split_documents",
             self.split_documents, "False, as packing is",
         )
+        holds = getattr(self.documents, "holds", None)
+        require(
+            holds != "preference", "Documents.holds", holds, "one document of each example",
+            "PreferenceData makes batches of pairs.",
+        )
         self.documents.check()
         if not self.table.num_rows:
             left_out = self.documents.left_out

@@ -3,56 +3,50 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import platform
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.mixing.shuffle import examples_at
-from praxis_lite.inputs.text.conversations import (
-    Tokens,
-    checked_messages,
-    is_held_out,
-    read_lines,
-    tokens_of,
-)
+from praxis_lite.inputs.sources.base import Source
+from praxis_lite.inputs.sources.json_lines import JsonLines
+from praxis_lite.inputs.text.about_python import about_python
 from praxis_lite.inputs.text.corpus import SPLITS
+from praxis_lite.inputs.text.documents import Documents
+from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 
 if TYPE_CHECKING:
     import jax
 
 
-class Pair(NamedTuple):
-    """The prompt with the answer that is preferred, and with the other one."""
-
-    chosen: Tokens
-    rejected: Tokens
-
-
 @dataclasses.dataclass(eq=False)
 class PreferenceData(IndexedPipeline):
     """Pairs for `DpoTask`: `ids`, `labels`, `answers` [B, 2, T], `weights` [B]; chosen first.
 
-    Files are JSON lines as TRL reads them: {"prompt", "chosen", "rejected"}, each a text or a list
-    of messages; or "chosen" and "rejected" alone, whole conversations that begin alike. `answers`
-    is 1 for the labels of an answer, the end of its turn or of the text included.
+    Examples are pairs as TRL reads them: {"prompt", "chosen", "rejected"}, each a text or a list
+    of messages; or "chosen" and "rejected" that begin alike, with or without a text of the prompt
+    beside them. A pair with an empty answer is left out and counted. `answers` is 1 for the labels
+    of an answer, the end of its turn or of the text included.
 
     Args:
-        files: globs of files, separated by commas; None: questions about Python, answered by its
-            language reference.
+        files: globs of JSON lines, separated by commas; or a source of examples in any format;
+            None: questions about Python, answered by its language reference.
         split: 'train' or 'heldout'; heldout_percent of the lines, chosen by their content.
         tokenizer: with a chat template, if there are messages; or its directory.
         shuffle: True for endless batches, in another order each epoch; False for one pass.
+        skip: names of faults that are left out and counted, where `files` are globs; a source has
+            its own.
 
     Raises:
-        ConfigError: from `check`: a line is no pair, or is longer than seq_len + 1 tokens; names
-            file and line.
+        ConfigError: from `check`: an example is no pair, or is longer than seq_len + 1 tokens;
+            names file and line.
     """
 
-    files: str | None
+    files: str | Source | None
     split: str
     batch_size: int
     seq_len: int
@@ -61,6 +55,7 @@ class PreferenceData(IndexedPipeline):
     _: dataclasses.KW_ONLY
     shuffle: bool
     heldout_percent: int = 10
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self):
         self.tokenizer = as_tokenizer(self.tokenizer)
@@ -70,36 +65,66 @@ class PreferenceData(IndexedPipeline):
         self.require_at_least(1, "seq_len")
         self.require_at_least(0, "seed", "heldout_percent")
         require_choice("PreferenceData.split", self.split, SPLITS)
-        if not self.pairs:
+        require(
+            isinstance(self.files, str | Source | None), "PreferenceData.files", self.files,
+            "globs of files, a source of examples, or None",
+        )
+        require(
+            not (self.skip and isinstance(self.files, Source)), "PreferenceData.skip", self.skip,
+            "empty, for files is a source", "Set files.skip.",
+        )
+        self.documents.check()
+        if not len(self._numbers):
             raise ConfigError(
                 f"PreferenceData: the {self.split!r} split of {self.files or 'the reference'} has "
-                "no pair. Change heldout_percent, or give more of them."
+                f"no pair: {len(self.documents.lengths):,} pairs in all, left out "
+                f"{self.documents.left_out or 'none'}. Change heldout_percent, or give more of "
+                "them."
+            )
+        chosen = self.documents.chosen_lengths
+        longest = np.maximum(chosen, self.documents.lengths - chosen)[self._numbers]
+        if longest.max() > self.seq_len + 1:
+            place = int(np.argmax(longest > self.seq_len + 1))
+            raise ConfigError(
+                f"{self.documents.where(self._numbers[place])} has {longest[place]} tokens, more "
+                f"than seq_len + 1 = {self.seq_len + 1}. Raise seq_len, or leave the line out."
             )
 
     @functools.cached_property
+    def documents(self) -> Documents:
+        """The pairs of both splits."""
+        source = self.files
+        if source is None:
+            # Each Python has a reference of its own.
+            name = f"pairs-{platform.python_version()}.jsonl"
+            source = JsonLines(f"~/.cache/praxis_lite/questions/{name}", make=about_python)
+        elif isinstance(source, str):
+            source = JsonLines(source, skip=tuple(self.skip))
+        return Documents(
+            source, "preference", tokenizer=self.tokenizer, heldout_percent=self.heldout_percent
+        )
+
+    @functools.cached_property
+    def _numbers(self) -> np.ndarray:
+        """The numbers of the split's pairs among the documents."""
+        return self.documents.of_split(self.split)
+
+    @property
     def pairs(self) -> list[Pair]:
         """The tokens of the split's pairs, in the files' order."""
-        found = []
-        for content, where in read_lines(self.files):
-            if is_held_out(content, self.heldout_percent) == (self.split == "train"):
-                continue
-            pair = _pair(content, self.tokenizer, where)
-            longest = max(len(one.ids) for one in pair)
-            if longest > self.seq_len + 1:
-                raise ConfigError(
-                    f"{where} has {longest} tokens, more than seq_len + 1 = {self.seq_len + 1}. "
-                    "Raise seq_len, or leave the line out."
-                )
-            found.append(pair)
-        return found
+        return [self.documents.pair(number) for number in self._numbers]
 
     def largest_id(self) -> int:
-        """Returns the largest id of any batch."""
-        return max(int(one.ids.max()) for pair in self.pairs for one in pair)
+        """Returns the largest id of all pairs."""
+        return self.documents.largest_id()[0]
+
+    def place_of_largest_id(self) -> str:
+        """Returns where the largest id is first: "file:line"."""
+        return self.documents.largest_id()[1]
 
     @property
     def num_batches(self) -> int | None:
-        return None if self.shuffle else -(-len(self.pairs) // self.batch_size)
+        return None if self.shuffle else -(-len(self._numbers) // self.batch_size)
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         shape = (self.batch_size, 2, self.seq_len)
@@ -111,7 +136,7 @@ class PreferenceData(IndexedPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         chosen = examples_at(
-            len(self.pairs), first, count, seed=self.seed, shuffle=self.shuffle
+            len(self._numbers), first, count, seed=self.seed, shuffle=self.shuffle
         )
         shape = (count, 2, self.seq_len)
         batch = {
@@ -120,7 +145,8 @@ class PreferenceData(IndexedPipeline):
         }
         for row, number in enumerate(chosen):
             batch["weights"][row] = 1.0
-            for side, (ids, is_answer) in enumerate(self.pairs[number]):
+            pair = self.documents.pair(self._numbers[number])
+            for side, (ids, is_answer) in enumerate(pair):
                 place = row, side, slice(0, len(ids) - 1)
                 batch["ids"][place], batch["labels"][place] = ids[:-1], ids[1:]
                 batch["answers"][place] = is_answer[1:]
@@ -133,36 +159,10 @@ class PreferenceData(IndexedPipeline):
         digest = hashlib.sha256()
         for pair in self.pairs:
             for ids, is_answer in pair:
-                digest.update(ids.tobytes() + is_answer.tobytes())
+                digest.update(ids.astype(np.int32).tobytes() + is_answer.tobytes())
         return {**settings, "sha256": digest.hexdigest()}
 
-
-def _pair(content: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pair:
-    answers = [content.get("chosen"), content.get("rejected")]
-    prompt = content.get("prompt")
-    if isinstance(prompt, str) and all(isinstance(one, str) for one in answers):
-        return Pair(*(_of_texts(prompt, one, tokenizer) for one in answers))
-    if not all(isinstance(one, list) for one in answers):
-        raise ConfigError(
-            f"{where} has {sorted(content)}; wanted are prompt, chosen and rejected, all of them "
-            "texts or all of them lists of messages, or chosen and rejected conversations."
-        )
-    answers = [checked_messages(one, where) for one in answers]
-    if prompt is None:
-        count = next(
-            (i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b),
-            min(map(len, answers)),
-        )
-        prompt, answers = answers[0][:count], [one[count:] for one in answers]
-    messages = checked_messages(prompt, where)
-    return Pair(*(
-        tokens_of([*messages, *one], tokenizer, where, first=len(messages)) for one in answers
-    ))
-
-
-def _of_texts(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    before = tokenizer.encode_prompt(prompt)
-    after = np.array([*tokenizer.encode(answer, False), *end], np.int32)
-    is_answer = np.arange(len(before) + len(after)) >= len(before)
-    return Tokens(np.concatenate([before, after]), is_answer)
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the files anew.
+        names = {one.name for one in dataclasses.fields(self)}
+        return {name: value for name, value in vars(self).items() if name in names}

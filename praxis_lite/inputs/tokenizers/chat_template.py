@@ -10,10 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
 
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+MOST_FORMAT = 100  # Characters of a form of dates.
+
+
+class RefusedConversation(ConfigError):
+    """A template does not take a conversation, though it may take others."""
 
 
 class Answers(NamedTuple):
@@ -63,10 +68,16 @@ class ChatTemplate:
         """True if the template says with `{% generation %}` what the model writes."""
         return "generation" in self.source and self._marks
 
+    def render_data(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> str:
+        """Returns a text of training data: as `render`, on the same day whenever it is made."""
+        return self.render(messages, add_generation_prompt, **_OF_DATA)
+
     def answers(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Answers:
         """Returns a conversation's text and where in it are what `{% generation %}` encloses."""
         text, spans = "", []
-        for piece in self._rendered(messages, False, **variables).split(_BEGIN):
+        for piece in self._rendered(messages, False, **_OF_DATA, **variables).split(_BEGIN):
             inside, is_end, after = piece.partition(_END)
             if is_end:
                 spans.append((len(text), len(text) + len(inside)))
@@ -76,35 +87,43 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
     ) -> str:
-        import jinja2
+        from praxis_lite.inputs.tokenizers.template_sandbox import bounded
 
         given = {"tools": None, "documents": None} | self.variables | variables
+        template = self._template
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **given
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"The chat template refuses the conversation: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The chat template cannot read the conversation: {type(error).__name__}: {error}. "
-                'Each message is {"role": ..., "content": ...}.'
-            ) from error
+            with bounded([messages, given]):
+                text = template.render(
+                    messages=messages, add_generation_prompt=add_generation_prompt, **given
+                )
+            text.encode()
+            return text
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise RefusedConversation(_why(error)) from error
 
     @functools.cached_property
     def _template(self) -> Any:
-        import jinja2
+        return self._compiled("from_string")
 
+    def _compiled(self, how: str) -> Any:
+        """Returns the template as a method of the environment makes it."""
         try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"The chat template is no Jinja template: {error}") from error
+            return getattr(_environment(), how)(self.source)
+        except ConfigError:
+            raise
+        # Of one that is nested too deeply Python's own compiler raises nearly anything.
+        except Exception as error:
+            raise ConfigError(
+                f"The chat template is no Jinja template: {_said(error)}. Mend it, or take another."
+            ) from error
 
     @functools.cached_property
     def _marks(self) -> bool:
         from jinja2 import nodes
 
-        tree = _environment().parse(self.source)
+        tree = self._compiled("parse")
         return any(
             isinstance(one.call, nodes.Call) and getattr(one.call.node, "name", "") == _marked_name
             for one in tree.find_all(nodes.CallBlock)
@@ -112,13 +131,38 @@ class ChatTemplate:
 
 
 _marked_name = "_marked"
+# A template may ask for the day. Data made tomorrow have to be those of today: this is the day that
+# Llama 3.1's template writes where it is told none.
+_OF_DATA = {
+    "strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form[:MOST_FORMAT])
+}
+
+
+def _why(error: Exception) -> str:
+    """Returns the message for an error of a template that runs."""
+    import jinja2
+
+    if isinstance(error, jinja2.TemplateError):
+        return f"The chat template refuses the conversation: {_said(error)}"
+    return (
+        f"The chat template cannot read the conversation: {type(error).__name__}: {_said(error)}. "
+        'Each message is {"role": ..., "content": ...}.'
+    )
+
+
+def _said(error: Exception) -> str:
+    try:
+        return shown(str(error) or type(error).__name__, 300).rstrip(".")
+    except Exception:  # Texts of a stranger's making.
+        return type(error).__name__
 
 
 @functools.cache
 def _environment() -> Any:
     import jinja2
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from praxis_lite.inputs.tokenizers.template_sandbox import Sandbox
 
     class Generation(jinja2.ext.Extension):
         """Marks what is between `{% generation %}` and `{% endgeneration %}`."""
@@ -132,15 +176,16 @@ def _environment() -> Any:
             call = jinja2.nodes.Call(name, [], [], None, None, lineno=line)
             return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _refuse,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form[:MOST_FORMAT]),
         _marked_name: lambda caller: f"{_BEGIN}{caller()}{_END}",
     }
+    environment.bound_filters()
     return environment
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_lite.inputs.tokenizers.files import TOKENIZER_CONFIG, TokenizerFiles
-from praxis_lite.inputs.tokenizers.named_tokens import FLAGS, Token
-from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens
+from praxis_lite.inputs.tokenizers.special.named_tokens import FLAGS, Token
+from praxis_lite.inputs.tokenizers.special.special_tokens import SpecialTokens
+from praxis_lite.inputs.tokenizers.special.turn_ends import turn_end_ids
 
 
 class DirectoryTokenizer(Tokenizer):
@@ -83,6 +84,10 @@ class DirectoryTokenizer(Tokenizer):
     def chat(self) -> ChatTemplate | None:
         source = self._files.chat_template
         return None if source is None else ChatTemplate(source, self.special.texts)
+
+    @functools.cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        return turn_end_ids(self)
 
     @functools.cached_property
     def _sha256(self) -> str:

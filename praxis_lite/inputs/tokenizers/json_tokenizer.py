@@ -15,9 +15,9 @@ from praxis_lite.inputs.tokenizers.files import (
     TOKENIZER_JSON,
     TokenizerFiles,
 )
-from praxis_lite.inputs.tokenizers.named_tokens import FLAGS, Token
 from praxis_lite.inputs.tokenizers.rust_library import errors_of_rust, read_tokenizer
-from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens, Vocabulary, resolved
+from praxis_lite.inputs.tokenizers.special.named_tokens import FLAGS, Token
+from praxis_lite.inputs.tokenizers.special.special_tokens import SpecialTokens, Vocabulary, resolved
 
 _MOST = 2**32  # Ids are so many to the library; it leaves out those that stand for no token.
 

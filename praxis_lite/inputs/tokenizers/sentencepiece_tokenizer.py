@@ -20,9 +20,9 @@ from praxis_lite.inputs.tokenizers.files import (
     TokenizerFiles,
     read_file,
 )
-from praxis_lite.inputs.tokenizers.named_tokens import Token, checked_number, checked_switch
-from praxis_lite.inputs.tokenizers.special_tokens import SpecialTokens, Vocabulary, resolved
-from praxis_lite.inputs.tokenizers.tokenizer_classes import ENDED, class_of, is_renumbered
+from praxis_lite.inputs.tokenizers.special.named_tokens import Token, checked_number, checked_switch
+from praxis_lite.inputs.tokenizers.special.special_tokens import SpecialTokens, Vocabulary, resolved
+from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ENDED, class_of, is_renumbered
 
 # Sentinels of T5, of which published models have 100, and models of other kinds up to 1,000.
 MAX_EXTRA_IDS = 10_000

@@ -1,5 +1,6 @@
 """--mode=decode: a job's datasets of prompts, the prompts of a user, or a conversation."""
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         "Give the prompts with --prompt, or in a file with --prompts.",
     )
     task, said = job.partitioner.task, list[Message]()
+    if isinstance(lines, io.TextIOWrapper):
+        lines.reconfigure(errors="surrogateescape")  # Prompts are checked, and refused by name.
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
     step, mdl_vars = restored_weights(
         job.partitioner, job.files, step, job.run.decode_use_ema_states

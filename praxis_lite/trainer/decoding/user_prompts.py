@@ -1,7 +1,7 @@
 """Prompts that a user gives, as texts, conversations or token ids, and a batch of them."""
 
 import dataclasses
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,49 +11,66 @@ import numpy as np
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import InMemory
+from praxis_lite.inputs.sources.faults import none_skipped
+from praxis_lite.inputs.sources.files.plain import opened
+from praxis_lite.inputs.sources.files.texts import checked, decoded
+from praxis_lite.inputs.sources.json_lines import parsed
+from praxis_lite.inputs.text.messages import Message, conversation
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.task import Task
 from praxis_lite.trainer.job_checks import check_parts
 
-Message = Mapping[str, Any]  # With a "role" and a "content".
 Prompt = str | Sequence[int] | Sequence[Message]
 Prompts = str | Sequence[Prompt]
+
+# Where a line of a file has its prompt.
+PROMPT_KEYS = ("prompt", "messages", "conversations")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Returns the prompts of a file: lines, or of NAME.jsonl what stands under a key of each.
 
-    The key is "prompt", of a text, or "messages", of a conversation. Blank lines are left out.
+    The key is "prompt", of a text or of messages, or "messages" or "conversations". Blank lines
+    are left out.
 
     Raises:
       ConfigError: the file cannot be read, has no prompt, or a line of it is something else.
     """
+    name = f"--prompts={path}"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--prompts={path} cannot be read: {error}.") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise ConfigError(f"--prompts={path} has no prompt: every line is blank.")
-    if path.suffix != ".jsonl":
-        return [line for _, line in numbered]
-    return [_of_json(line, f"--prompts={path}, line {number}") for number, line in numbered]
+        # A pipe of the shell's own, <(command), is read; any other may have no end.
+        is_of_shell = str(path) == "/dev/stdin" or path.parent == Path("/dev/fd")
+        with path.open("rb") if is_of_shell else opened(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
+    with none_skipped():
+        if path.suffix == ".jsonl":
+            numbered = enumerate(data.split(b"\n"), 1)
+            prompts = [
+                _of_json(line, f"{name}, line {number}") for number, line in numbered
+                if line.strip()
+            ]
+        else:
+            # Not splitlines: U+2028 and the like stand within a text.
+            lines = re.split("\r\n|\r|\n", decoded(data, name, is_file=True))
+            prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{name} has no prompt: every line is blank.")
+    return prompts
 
 
-def _of_json(line: str, where: str) -> Prompt:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}.") from None
-    if isinstance(found, dict):
-        if isinstance(found.get("prompt"), str):
-            return found["prompt"]
-        if _is_conversation(found.get("messages")):
-            return found["messages"]
+def _of_json(line: bytes, where: str) -> Prompt:
+    found = parsed(line, where)
+    given = next((found[key] for key in PROMPT_KEYS if found.get(key) is not None), None)
+    if isinstance(given, str) and given is found.get("prompt"):
+        return checked(given, where, "prompt")
+    if _is_conversation(given):
+        return conversation(given, where)
     raise ConfigError(
-        f'{where} is {shown(line)}; wanted is {{"prompt": TEXT}}, or {{"messages": [{{"role": '
-        '"user", "content": TEXT}, ...]}.'
+        f'{where} is {shown(line.decode())}; wanted is {{"prompt": TEXT}}, or {{"messages": '
+        '[{"role": "user", "content": TEXT}, ...]}.'
     )
 
 
@@ -125,16 +142,17 @@ def title(prompt: Prompt, tokenizer: Any) -> str:
 
 
 def _is_conversation(found: Any) -> bool:
-    return isinstance(found, list) and bool(found) and all(
-        isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in found
-    )
+    is_list = isinstance(found, list | tuple) and len(found) > 0
+    return is_list and all(isinstance(one, Mapping) for one in found)
 
 
-def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None) -> np.ndarray:
-    if isinstance(prompt, str):
-        return tokenizer.encode_prompt(prompt)
-    if _is_conversation(prompt):
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> np.ndarray:
+    with none_skipped():
+        if isinstance(prompt, str):
+            return tokenizer.encode_prompt(checked(prompt, what, "prompt"))
+        if _is_conversation(prompt):
+            messages = conversation(prompt, what)
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     try:
         ids = np.asarray(prompt)
         kind = f"{ids.dtype}{list(ids.shape)}"

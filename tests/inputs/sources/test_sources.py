@@ -301,7 +301,7 @@ def test_folders_of_texts_and_images(tmp_path):
     (tmp_path / "b.txt").write_bytes("é".encode("latin-1"))
     texts = TextFiles(f"{tmp_path}/*.txt")
     assert texts[0] == {"name": "a.txt", "text": "é"}
-    with pytest.raises(BadExample, match="b.txt is not UTF-8.*iconv"):
+    with pytest.raises(BadExample, match="b.txt:1 is not UTF-8.*iconv"):
         texts[1]
 
 

@@ -19,7 +19,7 @@ from praxis_lite.inputs.tokenizers.files import (
     TokenizerFiles,
     wrong_field,
 )
-from praxis_lite.inputs.tokenizers.tokenizer_classes import ROLES, class_of, default_tokens
+from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ROLES, class_of, default_tokens
 
 # No vocabulary has as many.
 MAX_ID = 2**24 - 1

@@ -5,7 +5,12 @@ from collections.abc import Callable, Mapping
 
 from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.files import CONFIG, GENERATION_CONFIG, TokenizerFiles
-from praxis_lite.inputs.tokenizers.named_tokens import MAX_ID, NamedTokens, Token, checked_number
+from praxis_lite.inputs.tokenizers.special.named_tokens import (
+    MAX_ID,
+    NamedTokens,
+    Token,
+    checked_number,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""Pairs of answers in the forms in which TRL reads them, as tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from praxis_lite.errors import shown
+from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.files.texts import plain
+from praxis_lite.inputs.text.conversations import Tokens, tokens_of
+from praxis_lite.inputs.text.messages import ASSISTANT, USER, conversation, is_empty
+from praxis_lite.inputs.tokenizers import Tokenizer
+
+
+class Pair(NamedTuple):
+    """The prompt with the answer that is preferred, and with the other one."""
+
+    chosen: Tokens
+    rejected: Tokens
+
+
+def pair_of(example: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pair | None:
+    """Returns the pair of {"prompt", "chosen", "rejected"}, or None if an answer is empty.
+
+    Each is a text or a list of messages. Where there is no prompt, or a text beside whole
+    conversations, the prompt is what both answers begin with (TRL's `maybe_extract_prompt`);
+    a prompt of messages with which both begin stands there once.
+
+    Raises:
+      BadExample: it has another form, or the answers are equal.
+    """
+    prompt, *answers = (
+        plain(example.get(name), where) for name in ("prompt", "chosen", "rejected")
+    )
+    is_text = all(isinstance(one, str) for one in answers)
+    is_right = is_text or all(isinstance(one, list) and one for one in answers)
+    if not is_right or not isinstance(prompt, str | list | None):
+        names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
+        raise BadExample(
+            "missing_key", where,
+            f"has {names}; wanted are prompt, chosen and rejected, all of them texts or all of "
+            "them lists of messages, or chosen and rejected conversations",
+            "Mend it, or give such names by a transform of the source.",
+        )
+    if answers[0] == answers[1]:
+        raise BadExample(
+            "equal_answers", where, "has the same answer as chosen and as rejected, so that "
+            "neither is preferred", "Leave the pair out.",
+        )
+    if is_text and not isinstance(prompt, list):
+        return _of_texts(prompt, answers, tokenizer)
+    if is_text:
+        answers = [[{"role": ASSISTANT, "content": one}] for one in answers]
+    answers = [conversation(one, where) for one in answers]
+    before, answers = _split(prompt, answers, where)
+    if any(all(is_empty(one) for one in turns if one["role"] == ASSISTANT)
+           and any(one["role"] == ASSISTANT for one in turns) for turns in answers):
+        return None
+    return Pair(*(
+        tokens_of([*before, *one], tokenizer, where, first=len(before)) for one in answers
+    ))
+
+
+def _split(
+    prompt: Any, answers: Sequence[list[Any]], where: str
+) -> tuple[list[Any], list[list[Any]]]:
+    """Returns the messages of the prompt, and those of each answer."""
+    if isinstance(prompt, list) and prompt:
+        before = conversation(prompt, where)
+        if all(one[: len(before)] == before for one in answers):
+            answers = [one[len(before) :] for one in answers]
+    else:
+        count = _num_alike(*answers)
+        before, answers = answers[0][:count], [one[count:] for one in answers]
+        if not count and isinstance(prompt, str) and all(
+            one[0]["role"] == ASSISTANT for one in answers
+        ):
+            before = [{"role": USER, "content": prompt}]
+    if not before:
+        raise BadExample(
+            "missing_key", where,
+            "has a chosen and a rejected conversation that do not begin alike, and no prompt",
+            "Give the same messages before both answers, or as prompt.",
+        )
+    return before, answers
+
+
+def _num_alike(chosen: Any, rejected: Any) -> int:
+    """Returns how much two answers have in common at their beginning; at most all but the last."""
+    shorter = min(len(chosen), len(rejected))
+    both = enumerate(zip(chosen, rejected, strict=False))
+    return next((i for i, (a, b) in both if a != b), max(shorter - 1, 0))
+
+
+def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) -> Pair | None:
+    if prompt is None:
+        count = _num_alike(*answers)
+        # The blank before a word belongs to it, as in its token.
+        count -= count > 0 and answers[0][count - 1] == " "
+        prompt, answers = answers[0][:count], [one[count:] for one in answers]
+    if not all(answers):
+        return None
+    return Pair(*(prompted(prompt, one, tokenizer) for one in answers))
+
+
+def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
+    """Returns a prompt, and an answer with the end of the text, which alone are learnt."""
+    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    before = tokenizer.encode_prompt(prompt)
+    after = np.array([*tokenizer.encode(answer, False), *end], np.int32)
+    is_answer = np.arange(len(before) + len(after)) >= len(before)
+    return Tokens(np.concatenate([before, after]), is_answer)

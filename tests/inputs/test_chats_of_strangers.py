@@ -1,0 +1,194 @@
+"""Texts, conversations and templates as strangers write them: read right, or refused by place."""
+
+import json
+import resource
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.inputs import (
+    ByteTokenizer,
+    Documents,
+    JsonLines,
+    Parquet,
+    PreferenceData,
+    TextCorpus,
+    TextFiles,
+)
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
+from praxis_lite.trainer.decoding.user_prompts import read_prompts
+
+USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+OTHER = {"role": "assistant", "content": "z"}
+
+
+class Chat(ByteTokenizer):
+    chat = ChatTemplate(chatml("<", ">"))
+
+
+def documents(path, holds, skip=(), **settings):
+    made = Documents(JsonLines(str(path), skip=skip), holds, tokenizer=Chat(), **settings)
+    made.check()
+    return made
+
+
+def text_of(made, index=0):
+    return bytes(int(i) for i in made[index].ids if i < 256).decode()
+
+
+@pytest.mark.parametrize(
+    ("holds", "line"),
+    [
+        ("text", '{"text": "HALF"}'),
+        ("completion", '{"prompt": "HALF", "completion": "y"}'),
+        ("completion", '{"prompt": "y", "completion": "HALF"}'),
+        ("messages", json.dumps({"messages": [USER, ANSWER]}).replace('"y"', '"HALF"')),
+        ("messages", json.dumps({"messages": [USER, ANSWER]}).replace('"user"', '"HALF"')),
+        ("sharegpt", '{"conversations": [{"from": "human", "value": "HALF"}]}'),
+        ("alpaca", '{"instruction": "HALF", "input": "", "output": "y"}'),
+    ],
+)
+def test_half_a_character_is_refused_by_its_line_or_skipped(tmp_path, holds, line):
+    (tmp_path / "a.jsonl").write_text(line.replace("HALF", "hi \\ud83d") + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*not UTF-8.*half of a character"):
+        documents(tmp_path / "a.jsonl", holds)
+    left_out = documents(tmp_path / "a.jsonl", holds, ("not_utf8",)).left_out
+    assert left_out == {"not_utf8": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("né".encode("latin1"), "iconv -f LATIN1"), ("né".encode("utf-16"), "UTF-16"),
+        ("né".encode("utf-32"), "UTF-32"), (b"a\0b", "NUL"), (b"\xc0\xaf", "not UTF-8"),
+    ],
+)
+def test_other_encodings_are_refused_by_file_and_line_in_every_reader(tmp_path, data, words):
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    for read in (
+        lambda: TextCorpus(str(path), heldout_percent=0).documents("train"),
+        lambda: TextFiles(str(path))[0], lambda: read_prompts(path),
+    ):
+        with pytest.raises(ConfigError, match=rf"a\.txt.*{words}"):
+            read()
+
+
+def test_a_mark_of_utf_8_is_no_text_and_a_separator_ends_no_prompt(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\u2028two\x85three\r\nfour\n".encode())
+    assert read_prompts(tmp_path / "a.txt") == ["one\u2028two\x85three", "four"]
+    assert TextFiles(f"{tmp_path}/a.txt")[0]["text"].startswith("one")
+
+
+def test_nulls_of_arrow_are_absent_and_a_null_text_is_said_as_null(tmp_path):
+    rows = [
+        {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f"}]}]},
+        {"messages": [USER, ANSWER]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+
+    class Sees(ByteTokenizer):
+        chat = ChatTemplate(
+            "{% for m in messages %}{{ m.role + ':' }}{% if 'tool_calls' in m %}{{ 'CALL' }}"
+            "{% endif %}{{ m.content }}{{ '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+        )
+
+    texts = []
+    for source in (JsonLines(f"{tmp_path}/a.jsonl"), Parquet(f"{tmp_path}/a.parquet")):
+        made = Documents(source, "messages", tokenizer=Sees())
+        made.check()
+        texts.append([text_of(made, i) for i in range(2)])
+    assert texts[0] == texts[1] and "CALL" in texts[0][0] and "CALL" not in texts[0][1]
+    (tmp_path / "null.jsonl").write_text('{"text": null}\n')
+    with pytest.raises(ConfigError, match="has null as 'text'"):
+        documents(tmp_path / "null.jsonl", "text")
+
+
+@pytest.mark.parametrize(
+    ("holds", "empty", "full"),
+    [
+        ("text", {"text": ""}, {"text": "abc"}),
+        ("completion", {"prompt": "x", "completion": ""}, {"prompt": "x", "completion": "y"}),
+        ("messages", {"messages": []}, {"messages": [USER, ANSWER]}),
+        ("messages", {"messages": [USER, {**ANSWER, "content": ""}]}, {"messages": [USER, ANSWER]}),
+        ("ids", {"ids": []}, {"ids": [1, 2]}),
+    ],
+)
+def test_an_empty_document_is_none_and_is_counted(tmp_path, holds, empty, full):
+    lines = [json.dumps(empty)] * 3 + [json.dumps(full)] * 2
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    made = documents(tmp_path / "a.jsonl", holds)
+    assert len(made.lengths) == 2 and sum(made.left_out.values()) == 3
+
+
+def test_sharegpt_and_alpaca_are_conversations(tmp_path):
+    (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": [
+        {"from": "human", "value": "x"}, {"from": "gpt", "value": "y"},
+    ]}))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"instruction": "x", "input": "", "output": "y"}))
+    (tmp_path / "m.jsonl").write_text(json.dumps({"messages": [USER, ANSWER]}))
+    forms = [("s.jsonl", "sharegpt"), ("a.jsonl", "alpaca"), ("m.jsonl", "messages")]
+    made = [documents(tmp_path / name, holds)[0] for name, holds in forms]
+    for one in made[:2]:
+        np.testing.assert_array_equal(one.ids, made[2].ids)
+        np.testing.assert_array_equal(one.is_answer, made[2].is_answer)
+
+
+def pairs_of(path, line, **settings):
+    path.write_text(json.dumps(line) + "\n")
+    data = PreferenceData(
+        str(path), "train", 1, 200, Chat(), shuffle=False, heldout_percent=0, **settings
+    )
+    data.check()
+    return [[bytes(int(i) for i in one.ids if i < 256).decode() for one in p] for p in data.pairs]
+
+
+def test_preferences_are_read_as_trl_reads_them(tmp_path):
+    path = tmp_path / "p.jsonl"
+    expected = pairs_of(path, {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]})
+    assert expected[0][0].count("x") == 1
+    for prompt in ("x", None, [USER]):
+        line = {"prompt": prompt, "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+        assert pairs_of(path, line) == expected, prompt
+    assert pairs_of(
+        path, {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}
+    ) == expected
+    for same in ("y", [USER, ANSWER]):
+        with pytest.raises(ConfigError, match="p.jsonl.*the same answer as chosen and as rejected"):
+            pairs_of(path, {"prompt": "x", "chosen": same, "rejected": same})
+
+
+HOSTILE = [
+    "{% for i in range(10**9) %}{% endfor %}", "{{ 'x' * 10**9 }}", "{{ 2 ** 10**9 }}",
+    "{{ [0] * 10**9 }}", "{{ 'x'.center(10**9) }}", "{{ '%1000000000d' % 1 }}",
+    "{{ '{:>1000000000}'.format(1) }}", "{{ 'x' | center(10**9) }}", "{{ 'x' | indent(10**9) }}",
+    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "{{ ''.__class__.__mro__ }}",
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}x{% endfor %}"
+    "{% endfor %}{% endfor %}",
+    "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}", "{{ " + "-" * 50_000 + "1 }}",
+    "{% include 'x' %}", "{% import 'os' as os %}", "{{ 1 // 0 }}", "{{ raise_exception('no') }}",
+    "{{ messages[99].content }}", "{{ 'a' + 1 }}", "{{ range(0, 10**18) | list }}", "{% endfor %}",
+    "{% set n = namespace(s='xx') %}{% for i in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{{ messages | map('attribute', 'x') | join('y' * 10**8) }}", "{{ 'x' | wordwrap(1) * 10**7 }}",
+    "{{ strftime_now('%Y' * 10**7) }}", "{{ dict(a=1) | tojson(indent=10**8) }}", "{{ cycler }}",
+    "{{ 'ab' | replace('', 'x' * 10**5) | replace('', 'y' * 10**5) }}", "\ud800", "{{ '\\ud800' }}",
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_a_template_ends_soon_in_a_text_or_in_a_paragraph(source):
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        text = ChatTemplate(source).render([USER, ANSWER])
+        assert isinstance(text, str) and len(text) < 10**7
+    except ConfigError as error:
+        assert 0 < len(str(error)) < 1_000
+    assert time.process_time() - start < 1.0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 100_000  # KB.

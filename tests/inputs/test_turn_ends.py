@@ -1,0 +1,91 @@
+"""The token that a template writes behind an answer ends decoding; data have one day."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from praxis_lite.checkpoints.huggingface.pretrained import write_turn_ends
+from praxis_lite.inputs import ByteTokenizer
+from praxis_lite.inputs.text.conversations import tokens_of
+from praxis_lite.inputs.tokenizers import load_tokenizer
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Returns a directory of a tokenizer without a template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(["hi yes"], trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    ))
+    tokenizer.save(f"{folder}/tokenizer.json")
+    return folder
+
+
+def with_template(bare, folder, template, generation=None):
+    shutil.copytree(bare, folder)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "all_ends"),
+    [
+        (chatml("<|im_start|>", "<|im_end|>"), (3,), (1, 3)), (LLAMA2, (1,), (1,)),
+        (PLAIN, (), (1,)), ("{{ raise_exception('no') }}", (), (1,)),
+    ],
+)
+def test_the_token_behind_an_answer_ends_decoding(bare, tmp_path, template, ends, all_ends):
+    tokenizer = load_tokenizer(with_template(bare, tmp_path / "t", template))
+    assert tokenizer.turn_end_ids == ends
+    assert tokenizer.eos_ids == all_ends
+
+
+def test_it_is_exported_beside_what_generation_config_has(bare, tmp_path):
+    chat = chatml("<|im_start|>", "<|im_end|>")
+    folder = with_template(bare, tmp_path / "t", chat, {"eos_token_id": 1, "top_p": 0.5})
+    write_turn_ends(folder)
+    fields = json.loads((folder / "generation_config.json").read_text())
+    assert fields == {"eos_token_id": [1, 3], "top_p": 0.5}
+    before = (folder / "generation_config.json").read_bytes()
+    write_turn_ends(folder)
+    assert (folder / "generation_config.json").read_bytes() == before
+    plain = with_template(bare, tmp_path / "plain", PLAIN)
+    write_turn_ends(plain)
+    assert not (plain / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_data_of_a_template_that_asks_for_the_day_are_the_same_every_day(marks):
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
+    template = ChatTemplate(
+        "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{{ m['role'] + ':' }}"
+        "{% if m['role'] == 'assistant' %}" + begin + "{{ m['content'] + '\n' }}" + end +
+        "{% else %}{{ m['content'] + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+
+    class Bytes(ByteTokenizer):
+        chat = template
+
+    ids, is_answer = tokens_of(MESSAGES, Bytes(), "line 1")
+    text = bytes(ids.astype(np.uint8).tolist()).decode()
+    assert text.startswith("26 Jul 2024\nuser:hi\nassistant:yes")
+    assert bytes(ids[is_answer].astype(np.uint8).tolist()).decode().strip() == "yes"
