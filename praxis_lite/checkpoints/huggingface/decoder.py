@@ -5,14 +5,9 @@ from typing import Any
 import fiddle as fdl
 import jax.numpy as jnp
 
-from praxis_lite.checkpoints.huggingface.decoder_settings import (
-    FULL,
-    SLIDING,
-    DecoderSettings,
-    LayerKind,
-)
-from praxis_lite.checkpoints.huggingface.rotary import rotary
-from praxis_lite.errors import require, require_choice
+from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings, LayerKind
+from praxis_lite.checkpoints.huggingface.rotary import latent_scale, rotary
+from praxis_lite.errors import require_choice
 from praxis_lite.layers import (
     DotProductAttention,
     Embedding,
@@ -26,7 +21,6 @@ from praxis_lite.layers import (
     TransformerFeedForwardMoe,
     TransformerLm,
 )
-from praxis_lite.layers.embedding.rotary_scaling import yarn_factor
 
 # Their names of activations, by ours.
 ACTIVATIONS = {
@@ -43,13 +37,6 @@ NORMS = {
 def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
     """Returns the config of the model."""
     require_choice("config.json: activation", settings.activation, tuple(ACTIVATIONS))
-    if settings.layer_types is not None:
-        kinds = set(settings.layer_types) - {SLIDING, FULL}
-        require(
-            not kinds and len(settings.layer_types) == settings.num_layers,
-            "config.json: layer_types", settings.layer_types,
-            f"{SLIDING!r} or {FULL!r} for each of {settings.num_layers} layers",
-        )
     norm = NORMS[settings.norm](settings.epsilon)
     blocks = [_block(settings, norm, kind) for kind in settings.pattern]
     scales = {"scale_sqrt_depth": True} if settings.scale_embeddings else {}
@@ -113,11 +100,8 @@ def _latent(
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     given = {name: getattr(settings, name) for name in names}
     scale = (settings.qk_nope_head_dim + settings.qk_rope_head_dim) ** -0.5
-    scaling = settings.rope_scaling or {}
-    if scaling.get("mscale_all_dim"):
-        scale *= yarn_factor(scaling["factor"], scaling["mscale_all_dim"]) ** 2
     return fdl.Partial(
-        MultiHeadLatentAttention, **given, query_scale=scale,
+        MultiHeadLatentAttention, **given, query_scale=scale * latent_scale(settings, kind),
         # DeepSeek's norms of latents have an epsilon of their own.
         ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6), rotary_position_emb_tpl=rotary(settings, kind),
     )

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
-from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.checkpoints.huggingface.field_types import check_type
+from praxis_lite.checkpoints.huggingface.settings_fit import check_fit
+from praxis_lite.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.inputs.sources.files.plain import opened
 
+_MAX_BYTES = 16 << 20  # Of a config.json; published ones have a few thousand.
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
 _MERGED = ("settings", "unused", "only", *VALUES, "tensors")
 
@@ -32,6 +36,8 @@ class Family:
       tensors: by name in the checkpoint, what it is of our weights, see `weights.Part`.
       without_effect: fields that change nothing of what is computed.
       refused: by field, what is to be done, where it says anything.
+      types: by field, a name of `field_types.TYPES`.
+      harmless, harmless_prefixes: fields of fine-tunes that pass, and are named in a line.
       optional_prefix: of tensors' names, which some checkpoints lack.
       skipped: tensors that are no weights.
     """
@@ -46,6 +52,9 @@ class Family:
     tensors: Mapping[str, Any]
     without_effect: frozenset[str]
     refused: Mapping[str, str]
+    types: Mapping[str, str]
+    harmless: frozenset[str]
+    harmless_prefixes: tuple[str, ...]
     optional_prefix: str = ""
     skipped: tuple[str, ...] = ()
 
@@ -60,15 +69,21 @@ class Family:
             if field in self.refused and value:
                 raise ConfigError(f"config.json of {self.name} has {field}: {self.refused[field]}")
             if field not in known:
+                if value is None or self._is_harmless(field):
+                    continue
                 raise ConfigError(
-                    f"config.json of {self.name} has the field {field!r} = {value!r}, which is not "
-                    f"known here, and might change what is computed.{did_you_mean(field, known)} "
-                    "If it does not, take it out of config.json."
+                    f"config.json of {self.name} has the field {shown(field)!r} = "
+                    f"{shown(repr(value))}, which is not known here, and might change what is "
+                    f"computed.{did_you_mean(field[:80], known)} If it does not, take it out of "
+                    "config.json."
                 )
+            name = f"config.json of {self.name}: {field}"
+            if field in self.types and value is not None:
+                check_type(name, value, self.types[field])
             allowed = self.only.get(field)
             if allowed and value is not None:
                 require(
-                    value in allowed, f"config.json of {self.name}: {field}", value,
+                    any(type(value) is type(one) and value == one for one in allowed), name, value,
                     " or ".join(map(repr, allowed)), "Nothing else is understood here.",
                 )
         found = dict(self.defaults)
@@ -78,12 +93,25 @@ class Family:
                 found |= dict.fromkeys([names] if isinstance(names, str) else names, value)
         return {**found, **self.constants}
 
+    def _is_harmless(self, field: str) -> bool:
+        return field in self.harmless or field.startswith(self.harmless_prefixes)
+
     def not_followed(self, config: Mapping[str, Any]) -> list[str]:
         """Returns a line for each field of a config.json that asks for what is not done here."""
-        return [
+        lines = [
             f"config.json: {field} = {config[field]!r} is not followed: {why}"
             for field, why in self.unused.items() if config.get(field)
         ]
+        passed = [
+            field for field, value in config.items()
+            if value is not None and self._is_harmless(field)
+        ]
+        if passed:
+            lines.append(
+                f"config.json: {few(passed, 8)}: not read, for they say how text is drawn, or what "
+                "wrote the file"
+            )
+        return lines
 
     def decoder_settings(self, config: Mapping[str, Any]) -> DecoderSettings:
         """Returns the settings that a config.json amounts to.
@@ -97,8 +125,20 @@ class Family:
             if field.default is dataclasses.MISSING
         ]
         if missing := [name for name in required if name not in translated]:
-            raise ConfigError(f"config.json of {self.name} says nothing of {', '.join(missing)}.")
-        return DecoderSettings(**translated)
+            raise ConfigError(
+                f"config.json of {self.name} says nothing of "
+                f"{', '.join(map(self.field_of, missing))}."
+            )
+        settings = DecoderSettings(**translated)
+        check_fit(settings, self.field_of)
+        return settings
+
+    def field_of(self, setting: str) -> str:
+        """Returns the field of config.json that says a setting, or the setting's own name."""
+        for field, names in self.settings.items():
+            if setting in ([names] if isinstance(names, str) else names):
+                return field
+        return setting
 
 
 def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
@@ -131,14 +171,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     named = config.get("architectures")
     require(
-        isinstance(named, list) and len(named) == 1, "config.json: architectures", named,
+        isinstance(named, list) and len(named) == 1 and isinstance(named[0], str),
+        "config.json: architectures", named,
         "a list of one name, such as ['LlamaForCausalLM']",
     )
     known = families()
     if named[0] not in known:
         raise ConfigError(
-            f"config.json: the architecture {named[0]!r} is not known here; known are "
-            f"{', '.join(sorted(known))}.{did_you_mean(str(named[0]), known)}"
+            f"config.json: the architecture {shown(named[0])!r} is not known here; known are "
+            f"{', '.join(sorted(known))}.{did_you_mean(named[0][:80], known)}"
         )
     return known[named[0]]
 
@@ -151,14 +192,17 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text("utf-8"))
+        with opened(path) as file:
+            config = json.loads(file.read(_MAX_BYTES + 1).decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{directory} has no config.json. Name the directory of a model of Hugging Face, with "
             "config.json and model.safetensors in it."
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON: {shown(str(error), 300)}.") from None
     require(isinstance(config, dict), str(path), type(config).__name__, "an object of fields")
     return config
 
@@ -169,6 +213,8 @@ def _family(name: str) -> Family:
     return Family(
         name, tuple(table["architectures"]), **{part: table.get(part, {}) for part in _MERGED},
         without_effect=frozenset(common["without_effect"]), refused=common["refused"],
+        types=common["types"], harmless=frozenset(common["harmless"]["fields"]),
+        harmless_prefixes=tuple(common["harmless"]["prefixes"]),
         optional_prefix=table.get("optional_prefix", ""), skipped=tuple(table.get("skipped", ())),
     )
 

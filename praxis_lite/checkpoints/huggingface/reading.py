@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.checkpoints.huggingface.family import Family
 from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
 from praxis_lite.checkpoints.huggingface.weights import Part, tensor_shape
-from praxis_lite.errors import ConfigError, few
+from praxis_lite.errors import ConfigError, few, shown
 from praxis_lite.partitioner.train_state import LeafLayout
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -53,6 +54,12 @@ def stored(
                 f"{files.directory}: {names[name]} has the shape {found}; by config.json it is "
                 f"{wanted}. The files are of another model, or config.json was changed."
             )
+    for name in names.values():
+        if not jnp.issubdtype(files.dtype(name), jnp.floating):
+            raise ConfigError(
+                f"{files.directory}: {name} holds {files.dtype(name)}, which are no weights. A "
+                "quantized model is not read: let transformers write its weights in bfloat16."
+            )
     known = set(names.values())
     skipped = [re.escape(x).replace(r"\{layer\}", r"\d+") for x in family.skipped]
     skipped += [rf".*layers\.{number}\..*" for number in left_out]
@@ -61,9 +68,16 @@ def stored(
         x for x in files.file_of if x not in known and not (skipped and is_skipped(x))
         and not (x == HEAD and _is_embedding(files, names))
     ]
+    if HEAD in unknown:
+        raise ConfigError(
+            f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
+            f"but the checkpoint has a {HEAD} with other values, which would be lost. Set "
+            "tie_word_embeddings to false in config.json, if the head is the model's own."
+        )
     if unknown:
         raise ConfigError(
-            f"{files.directory}: the checkpoint has {few(sorted(unknown))}, which the table of "
+            f"{files.directory}: the checkpoint has "
+            f"{few([shown(name) for name in sorted(unknown)])}, which the table of "
             f"{family.name} does not know, and which would be lost."
         )
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.errors import ConfigError, require, shown
+from praxis_lite.inputs.sources.files.plain import opened
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # In a job's directory: what the files had that the job began with, without the tensors.
@@ -47,7 +48,7 @@ class TensorFiles:
         if index.exists():
             self.file_of = self._indexed(index)
         elif (directory / DESCRIBED).exists():
-            self._headers[DESCRIBED] = json.loads((directory / DESCRIBED).read_text("utf-8"))
+            self._headers[DESCRIBED] = _described(directory / DESCRIBED)
             self.file_of = dict.fromkeys(self._headers[DESCRIBED], DESCRIBED)
         elif (directory / SINGLE).exists():
             self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
@@ -69,8 +70,8 @@ class TensorFiles:
         kind = self._entry(name)["dtype"]
         if kind not in DTYPES:
             raise ConfigError(
-                f"{self.directory / self.file_of[name]}: {name} is of the type {kind}; known are "
-                f"{', '.join(DTYPES)}."
+                f"{self.directory / self.file_of[name]}: {shown(name)} is of the type "
+                f"{shown(str(kind))}; known are {', '.join(DTYPES)}."
             )
         return DTYPES[kind]
 
@@ -94,36 +95,68 @@ class TensorFiles:
     @functools.cache  # noqa: B019 - as long-lived as the files are used.
     def _data(self, file: str) -> np.ndarray:
         path = self.directory / file
-        with path.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
+        with opened(path) as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
         return np.memmap(path, np.uint8, mode="r", offset=8 + length)
 
     def _header(self, file: str) -> dict[str, Any]:
         if file not in self._headers:
             path = self.directory / file
             try:
-                with safe_open(path, framework="numpy"):
-                    pass  # It checks lengths, types and that tensors lie side by side.
-                with path.open("rb") as opened:
-                    (length,) = struct.unpack("<Q", opened.read(8))
-                    header = json.loads(opened.read(length))
-            except (OSError, ValueError, SafetensorError) as error:
-                raise ConfigError(f"{path} is no safetensors file: {error}.") from None
+                # Opened first: a pipe would be waited for.
+                with opened(path) as stream, safe_open(path, framework="numpy"):
+                    # The library checks lengths, types and that tensors lie side by side.
+                    (length,) = struct.unpack("<Q", stream.read(8))
+                    header = json.loads(stream.read(length))
+            except (
+                OSError, ValueError, RecursionError, struct.error, SafetensorError
+            ) as error:
+                words = shown(" ".join(str(error).split()), 300)
+                raise ConfigError(f"{path} is no safetensors file: {words}.") from None
             header.pop("__metadata__", None)
             self._headers[file] = header
         return self._headers[file]
 
     def _indexed(self, path: Path) -> Mapping[str, str]:
-        try:
-            file_of = json.loads(path.read_text("utf-8"))["weight_map"]
-            files = sorted(set(file_of.values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{path} is no index: wanted is an object with weight_map.") from None
-        for file in files:
+        content = _json_of(path)
+        file_of = content.get("weight_map") if isinstance(content, dict) else None
+        is_index = isinstance(file_of, dict) and all(isinstance(x, str) for x in file_of.values())
+        if not is_index:
+            raise ConfigError(
+                f"{path} is no index: wanted is an object with weight_map, the file of each tensor."
+            )
+        for file in sorted(set(file_of.values())):
+            is_name = 0 < len(file) < 256 and "\0" not in file and Path(file).name == file
             require(
-                Path(file).name == file and (self.directory / file).is_file(),
+                is_name and (self.directory / file).is_file(),
                 f"{path}: a file of weight_map", file, "the name of a file beside it",
             )
         missing = [name for name, file in file_of.items() if name not in self._header(file)]
-        require(not missing, f"{path}: weight_map", missing[:3], "tensors that their files have")
+        names = [shown(name) for name in missing[:3]]
+        require(not missing, f"{path}: weight_map", names, "tensors that their files have")
         return file_of
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        with opened(path) as file:
+            return json.loads(file.read().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON: {shown(str(error), 300)}.") from None
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Returns what `described` wrote."""
+    content = _json_of(path)
+    is_right = isinstance(content, dict) and all(
+        isinstance(entry, dict) and isinstance(entry.get("dtype"), str)
+        and isinstance(entry.get("shape"), list)
+        and all(type(dim) is int and dim >= 0 for dim in entry["shape"])
+        for entry in content.values()
+    )
+    if not is_right:
+        raise ConfigError(
+            f"{path} is not as praxis_lite wrote it: wanted are dtype and shape of each tensor. "
+            "Copy it again from the job that it is of."
+        )
+    return content
