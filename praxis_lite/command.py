@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,6 +105,8 @@ class Parser(argparse.ArgumentParser):
         ConfigError: from `parse_args`: an option's value is wrong, or there is no such option.
     """
 
+    former: Mapping[str, str] = {}  # Of others, by name without dashes: what to do instead.
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
 
@@ -116,6 +118,8 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, given: str) -> str:
         word, _, value = given.lstrip("-").partition("=")
+        if word in self.former:
+            return f"There is no option --{word}. {self.former[word]}"
         parsers = [self, *(
             one for action in self._actions if isinstance(action, argparse._SubParsersAction)
             for one in action.choices.values()

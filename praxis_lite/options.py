@@ -8,6 +8,16 @@ from praxis_lite.command import Parser
 from praxis_lite.errors import ConfigError
 from praxis_lite.job.processes.start import START_SECONDS
 
+# Options and modes of Pax, and what is there for them here.
+PAX_OPTIONS = {
+    "fdl_config": "--exp=NAME with --set path=value", "fdl_flags_override": "--set path=value",
+    "tfds_data_dir": "the path of a Tfds source", "eval_on_test": "a dataset of that name",
+    "job_log_dir_override": "--job_log_dir=DIR", "restore_checkpoint_step": "--step=N",
+    "exit_after_ondemand_checkpoint": "nothing: SIGTERM saves and ends",
+}
+PAX_MODES = {
+    "decode_once": "decode", "decode_batches": "decode", "eval_once": "eval", "infer": "decode",
+}
 MODES = ("train", "eval", "decode", "explain", "plan", "check", "summary")
 
 
@@ -23,7 +33,13 @@ def parser() -> argparse.ArgumentParser:
         help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
     found.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
-    found.add_argument("--mode", choices=MODES, default="train", help="default: train")
+    found.former = {
+        name: f"That is an option of Pax's; here it is {here}: docs/coming_from_pax.md."
+        for name, here in PAX_OPTIONS.items()
+    }
+    found.add_argument(
+        "--mode", choices=MODES, type=_mode, default="train", help="default: train"
+    )
     found.add_argument(
         "--step", metavar="N|best", type=_step,
         help="the checkpoint to evaluate or decode from; default: the newest",
@@ -103,6 +119,14 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--list", action="store_true", help="list the experiments and stop")
     return found
+
+
+def _mode(text: str) -> str:
+    if text in PAX_MODES:
+        raise argparse.ArgumentTypeError(
+            f"{text} is a mode of Pax's; here it is {PAX_MODES[text]}: docs/coming_from_pax.md"
+        )
+    return text
 
 
 def _step(word: str) -> int | str:

@@ -81,9 +81,21 @@ def _kind(annotation: Any) -> str:
     return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
+# Attributes of Pax's experiments, and what is there for them here.
+PAX_NAMES = {
+    "PERCORE_BATCH_SIZE": "BATCH_SIZE, of all devices together, or datasets.train.batch_size",
+    "CHECKPOINT_EVERY_N_STEPS": "run.checkpoint_every_steps",
+    "CHECKPOINT_MAX_TO_KEEP": "run.max_checkpoints_to_keep",
+    "SUMMARY_INTERVAL_STEPS": "run.log_every_steps",
+    "EVAL_INTERVAL_STEPS": "run.eval_every_steps",
+    "MAX_STEPS": "run.num_train_steps",
+    "ICI_MESH_SHAPE": "mesh.ici_mesh_shape", "DCN_MESH_SHAPE": "mesh.dcn_mesh_shape",
+}
+
+
 def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) -> str:
     """Returns what is said of a path that leads to no field, with those that may be meant."""
-    if hint := did_you_mean(path, attributes):
+    if path not in PAX_NAMES and (hint := did_you_mean(path, attributes)):
         return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
     fields = list(iterate_fields(config))
     near = _nearest(path, fields) or _beside(path, fields)
@@ -100,6 +112,11 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
             "training and --mode=explain; eval and decode take the job's as it is. "
             + (f"Set its fields: {few(beside, 5)}." if beside else
                "Set its fields, which config.txt in the job's directory lists.")
+        )
+    if path.isupper() and _last(path) in PAX_NAMES:
+        return (
+            f"--set {shown(path)}: that is Pax's. Here it is {PAX_NAMES[_last(path)]}: "
+            "docs/coming_from_pax.md."
         )
     if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):
         hint = (

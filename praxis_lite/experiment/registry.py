@@ -5,6 +5,7 @@ lists, and of no others. So a mistyped one is answered before jax is imported, a
 that holds the class runs.
 """
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -178,11 +179,17 @@ def _unknown(name: str, allowed: Sequence[str], known: Sequence[str]) -> str:
     # A class in the wrong module is nearer than its full name looks.
     by_class = [full for full in known if full.rpartition(".")[2] == name.rpartition(".")[2]]
     near = by_class or [full for full in known if short == full.rpartition(".")[2]]
+    if not near and "." not in short:  # Of one's own packages, whose full names look unlike.
+        classes = {full.rpartition(".")[2]: full for full in known if not _is_in(HOME, full)}
+        alike = difflib.get_close_matches(name.rpartition(".")[2], classes, cutoff=0.7)
+        near = [classes[one] for one in alike]
     hint = f" Did you mean {', '.join(near[:3])}?" if near else did_you_mean(short, known)
     if not hint and known:
         hint = f" There are {', '.join(known[:7])}{', ...' if len(known) > 7 else ''}."
     where = f"the package {HOME} was" if len(allowed) == 1 else f"{', '.join(allowed)} were"
     said = f"No experiment is called {shown(name)}: {where} searched.{hint}"
+    if name.startswith(("tasks.", "paxml.", "praxis.")):
+        return f"{said} That is a name of Pax's: docs/coming_from_pax.md says what it is here."
     is_module = any(one.startswith(f"{top}.") for one in known)
     if "." not in name or top in (*allowed, *sys.stdlib_module_names) or is_module:
         return f"{said} Packages of your own are searched with --packages=mypackage."

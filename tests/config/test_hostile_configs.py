@@ -170,7 +170,7 @@ if not guarded:
     import importlib
     from praxis_lite.config import node_form, nodes, text
 
-    def imported(module, name):
+    def imported(module, name, *, is_called=False):
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)

@@ -149,3 +149,21 @@ def test_the_words_of_paxs_experiments_and_functions_are_found():
         sync_gradients train_step_fsdp accumulate_gradients print_metrics infer_sharding"""
     given = " ".join(row[0] for row in rows())
     assert [word for word in words.split() if f"`{word}" not in given] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--exp=tasks.lm.params.c4.C4Spmd", "--job_log_dir=x"], "a name of Pax's"),
+        (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax's; here it is --exp=NAME"),
+        (["--mode=decode_once", "--job_log_dir=x"], "mode of Pax's; here it is decode"),
+        (["--exp=lm.Synthetic", "--job_log_dir=x", "--set", "PERCORE_BATCH_SIZE=4"],
+         "that is Pax's. Here it is BATCH_SIZE, of all devices together"),
+    ],
+)
+def test_names_of_pax_are_said_as_that(argv, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main.main(argv)
+    said = " ".join(capsys.readouterr().err.split())
+    assert stop.value.code == 2 and words in said and "docs/coming_from_pax.md" in said
