@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from praxis_lite.errors import printable
 from praxis_lite.job import processes
 from praxis_lite.job.processes.signals import say
 
@@ -122,7 +123,8 @@ class _Print(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # The output of other processes than the first is dropped, but not their warnings.
         is_heard = processes.is_first() or record.levelno < logging.WARNING
-        print(record.getMessage(), file=sys.stdout if is_heard else sys.stderr, flush=True)
+        # A name that is no UTF-8 has no bytes of its own on a terminal.
+        print(printable(record.getMessage()), file=sys.stdout if is_heard else sys.stderr, flush=True)
 
 
 def print_log() -> None:
