@@ -124,7 +124,8 @@ class _Print(logging.Handler):
         # The output of other processes than the first is dropped, but not their warnings.
         is_heard = processes.is_first() or record.levelno < logging.WARNING
         # A name that is no UTF-8 has no bytes of its own on a terminal.
-        print(printable(record.getMessage()), file=sys.stdout if is_heard else sys.stderr, flush=True)
+        words = printable(record.getMessage())
+        print(words, file=sys.stdout if is_heard else sys.stderr, flush=True)
 
 
 def print_log() -> None:
