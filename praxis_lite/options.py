@@ -3,6 +3,7 @@
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.command import Parser
 from praxis_lite.errors import ConfigError
@@ -32,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
         "--packages", metavar="NAME,...", type=_names, action="extend", default=[],
         help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
-    found.add_argument("--job_log_dir", metavar="DIR", help="where the job keeps its files")
+    found.add_argument(
+        "--job_log_dir", metavar="DIR", action=_Once, help="where the job keeps its files"
+    )
     found.former = {
         name: f"That is an option of Pax's; here it is {here}: docs/coming_from_pax.md."
         for name, here in PAX_OPTIONS.items()
@@ -119,6 +122,21 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--list", action="store_true", help="list the experiments and stop")
     return found
+
+
+class _Once(argparse.Action):
+    """Stores an option that may be given once: of two directories one would be forgotten."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None and before != values:
+            raise argparse.ArgumentError(
+                self, f"it is given twice, as {before} and as {values}; give it once"
+            )
+        setattr(namespace, self.dest, values)
 
 
 def _mode(text: str) -> str:

@@ -138,7 +138,7 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
 
 def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
     own = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(work.platform)
-    why_not = f"the {work.platform} has none of its own"
+    why_not = f"the usual one on a {work.platform}"
     if own is not None:
         why_not = _obstacle(own, needs, work)
         if why_not is None:

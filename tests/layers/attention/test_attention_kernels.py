@@ -210,7 +210,7 @@ def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Workl
 
 CHOICES = [
     # setting, needs, work, wanted kernel, words of the reason
-    ("auto", (), on(), "einsum", "the cpu has none of its own"),
+    ("auto", (), on(), "einsum", "the usual one on a cpu"),
     ("auto", ("window", "num_kv_heads"), on("gpu"), "cudnn", "gpu's own"),
     ("auto", (), on("gpu", jnp.float32), "einsum", "cudnn takes bfloat16 or float16, not float32"),
     ("auto", (), on("gpu", dim=20), "einsum", "multiple of 8 up to 128 dims, not 20"),
@@ -251,7 +251,7 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("auto", "einsum kernel: the cpu has none of its own"),
+        ("auto", "einsum kernel: the usual one on a cpu"),
         ("einsum", "einsum kernel: it is set"),
         ("dot_product", "dot_product kernel: it is set"),
         ("splash", "splash kernel: it is set"),
