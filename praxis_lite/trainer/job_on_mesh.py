@@ -37,7 +37,7 @@ from praxis_lite.trainer.job_checks import (
     flat,
     why_bytes,
 )
-from praxis_lite.trainer.memory import check_fits
+from praxis_lite.trainer.memory import check_batch_fits, check_fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             if mode != "explain" and isinstance(pipeline, IndexedPipeline):
                 # The first batch before anything compiles, the others before their steps.
                 rows = partitioner.process_rows(pipeline.batch_size)
+                share = max(0, rows.stop - rows.start) / pipeline.batch_size
+                check_batch_fits(spec, share, f"{root}.{name}")
                 batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
                 first = next(batches)[1] if rows.start < rows.stop else {}
                 num_ids = job.task.num_ids() if step == "decode" else num_ids_of(job.task, spec)

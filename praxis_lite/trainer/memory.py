@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 from jax.sharding import Mesh
@@ -57,6 +57,31 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             f"has {format_bytes(int(found))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
         )
     raise ConfigError(f"{said} --mode=explain needs no memory for it.")
+
+
+def check_batch_fits(
+    spec: Mapping[str, jax.ShapeDtypeStruct], share: float, name: str
+) -> None:
+    """Checks that the host can hold its rows of a batch, before any is made.
+
+    Args:
+      spec: of the whole batch.
+      share: of the rows that this process has.
+      name: of the dataset, "datasets.train".
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    leaves = jax.tree.leaves(dict(spec))
+    size = share * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    available = host_memory.available_bytes()
+    if size > available:
+        shapes = ", ".join(f"{key} {shape_text(leaf.shape)}" for key, leaf in spec.items())
+        raise ConfigError(
+            f"A batch of {name} takes {format_bytes(int(size))} on this host ({shapes}), and "
+            f"{format_bytes(int(available))} are available here. Make {name}.batch_size, or its "
+            "rows, smaller; Learner.gradient_accumulation_steps does not make the batch smaller."
+        )
 
 
 @contextlib.contextmanager

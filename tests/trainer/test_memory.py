@@ -11,7 +11,7 @@ from praxis_lite import ConfigError
 from praxis_lite.errors import OutOfMemory
 from praxis_lite.job.processes import host_memory
 from praxis_lite.partitioner import StateLayout, TrainState
-from praxis_lite.trainer.memory import check_fits, saying_what_is_large
+from praxis_lite.trainer.memory import check_batch_fits, check_fits, saying_what_is_large
 from tests.support.job_runs import home, launch
 from tests.support.line_jobs import LINE
 
@@ -147,3 +147,10 @@ def test_a_job_that_runs_out_of_memory_in_a_step_ends_with_a_paragraph(tmp_path,
     assert done.code == 2 and "Traceback" not in done.err, done
     assert "ran out of memory" in done.err and "mdl_vars/params/w [5] float32" in done.err
 
+
+
+def test_a_batch_that_no_host_holds_is_refused_before_a_row_is_made():
+    spec = {"ids": jax.ShapeDtypeStruct((10**9, 10**6), "int32")}
+    with pytest.raises(ConfigError, match=r"datasets\.train takes 3\.6 PiB .*batch_size"):
+        check_batch_fits(spec, 1.0, "datasets.train")
+    check_batch_fits({"ids": jax.ShapeDtypeStruct((7, 11), "int32")}, 1.0, "datasets.train")
