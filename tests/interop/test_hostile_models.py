@@ -123,11 +123,38 @@ def test_an_index_of_any_shape_is_refused(model, index):
     assert len(str(refused.value)) < 1_000
 
 
+def test_a_description_has_no_weights(model):
+    described = TensorFiles(model).described()
+    (model / "model.safetensors").unlink()
+    (model / "tensors.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="describes a model and has none of its weights"):
+        huggingface.load(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "setting", "value"),
+    [
+        ("mixtral", "rms_norm_eps", "epsilon", 1e-5), ("phi3", "rms_norm_eps", "epsilon", 1e-5),
+        ("olmo2", "rms_norm_eps", "epsilon", 1e-5), ("gpt_oss", "rms_norm_eps", "epsilon", 1e-5),
+        ("gpt_oss", "num_experts_per_tok", "num_experts_per_token", 4),
+        ("llama", "rms_norm_eps", "epsilon", 1e-6),
+    ],
+)
+def test_an_absent_field_is_as_transformers_has_it(family, field, setting, value):
+    config = config_of(family)
+    del config[field]
+    if "num_local_experts" in config:
+        config["num_local_experts"] = 8
+    assert getattr(family_of(config).decoder_settings(config), setting) == value
+
+
 @pytest.mark.parametrize(
     "content", [[], {"a": 1}, {"a": {}}, {"a": {"dtype": 1, "shape": []}}, {"a": {"shape": [1]}},
                 {"a": {"dtype": "F32", "shape": [-1]}}],
 )
 def test_a_description_of_any_shape_is_refused(model, content):
     (model / "tensors.json").write_text(json.dumps(content))
+    TensorFiles(model)  # Its own weights count first.
+    (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"tensors\.json is not as praxis_lite wrote it"):
         TensorFiles(model)

@@ -47,11 +47,11 @@ class TensorFiles:
         index = directory / INDEX
         if index.exists():
             self.file_of = self._indexed(index)
+        elif (directory / SINGLE).exists():
+            self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         elif (directory / DESCRIBED).exists():
             self._headers[DESCRIBED] = _described(directory / DESCRIBED)
             self.file_of = dict.fromkeys(self._headers[DESCRIBED], DESCRIBED)
-        elif (directory / SINGLE).exists():
-            self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         else:
             pickled = sorted(x.name for x in directory.glob("*.bin"))
             hint = (
@@ -78,6 +78,12 @@ class TensorFiles:
     def tensor(self, name: str) -> np.ndarray:
         """Returns a tensor as a view of its file: what is not used of it is not read."""
         file = self.file_of[name]
+        if file == DESCRIBED:
+            raise ConfigError(
+                f"{self.directory} describes a model and has none of its weights, as the folder of "
+                "a job does. Name the model's own directory; or export the job: python -m "
+                "praxis_lite.interop.huggingface export JOB DIR."
+            )
         start, stop = self._entry(name)["data_offsets"]
         data = self._data(file)[start:stop]
         return data.view(self.dtype(name)).reshape(self.shape(name))
