@@ -13,7 +13,7 @@ from praxis_lite.config.user_lines import explained
 from praxis_lite.errors import DISK_FULL, ConfigError, did_you_mean, not_written, printable
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal
-from praxis_lite.job.processes.standard_output import output_may_be_lost
+from praxis_lite.job.processes.standard_output import open_what_is_closed, output_may_be_lost
 
 
 def run(
@@ -35,6 +35,7 @@ def run(
         traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
       wraps: errors into lines of 100; else an error is one line, for scripts.
     """
+    open_what_is_closed()
     with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
         _put_users_packages_first()
         _run(command, traceback_txt, wraps)

@@ -12,7 +12,11 @@ from praxis_lite.experiment import registry
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
 from praxis_lite.job.processes.same_everywhere import check_same, versions
-from praxis_lite.job.processes.standard_output import print_log, without_lines_of_gloo
+from praxis_lite.job.processes.standard_output import (
+    open_what_is_closed,
+    print_log,
+    without_lines_of_gloo,
+)
 from praxis_lite.job.processes.start import start
 from praxis_lite.job.shared_job_dir import open_shared
 from praxis_lite.options import check_goes_with_mode, file_path, parser
@@ -29,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
     --mode=check found a difference.
     """
+    open_what_is_closed()
     try:
         args = parser().parse_args(argv)
     except ConfigError as error:

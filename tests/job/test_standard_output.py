@@ -87,3 +87,24 @@ print("after")
     lines = done.stdout.splitlines()
     assert sorted(lines) == ["after", "before", "of Python", "of another library"]
     assert lines[0] == "before" and lines[-1] == "after"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", "0<&-"])
+def test_a_stream_that_was_closed_is_nowhere_and_the_job_goes_on(tmp_path, closed):
+    import os
+    import subprocess
+    import sys
+
+    from tests.support.job_runs import CHECKOUT
+
+    command = (
+        f"{sys.executable} -m praxis_lite.main --exp=lm.Synthetic --job_log_dir={tmp_path}/job "
+        f"--set run.num_train_steps=2 mesh.ici_mesh_shape=1,1,1 {closed}"
+    )
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        ["bash", "-c", command], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert len((tmp_path / "job/metrics.jsonl").read_text().splitlines()) == 2

@@ -92,6 +92,24 @@ def without_lines_of_gloo() -> None:
                 sys.stdout.without_lines(b"[Gloo] Rank ")
 
 
+def open_what_is_closed() -> None:
+    """Puts /dev/null in the place of a standard stream that was closed, as by `1>&-`.
+
+    A file of the job would else get its number, and be written into by whoever prints.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
 @contextlib.contextmanager
 def output_may_be_lost(*, goes_on: bool) -> Iterator[None]:
     """Lets a program outlive its standard output and standard error.

@@ -66,7 +66,10 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         if not isinstance(line.get("step"), int | np.integer):
             raise ValueError(f"{self.path}: a line needs an integer 'step', got {dict(line)}")
         # One write per line: a reader sees at most one unfinished line, the last.
-        size = os.path.getsize(self.path)
+        try:
+            size = os.path.getsize(self.path)
+        except OSError as error:  # Its directory was renamed or deleted.
+            raise not_written(self.path, error) from error
         try:
             self._file.write(json_line(line))
             self._file.flush()
