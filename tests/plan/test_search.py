@@ -97,6 +97,7 @@ def test_a_mesh_of_other_axes_is_refused():
     assert "--search tries the sharding presets" in " ".join(done.err.split())
 
 
+@pytest.mark.slow
 def test_a_search_writes_an_experiment_that_runs(tmp_path):
     command = [sys.executable, "-m", "praxis_lite.main", "--mode=plan", "--topology=cpu:8"]
     run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
