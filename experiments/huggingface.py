@@ -11,7 +11,7 @@ import optax
 from praxis_lite import register
 from praxis_lite.checkpoints.huggingface.decoder import lm_config
 from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
-from praxis_lite.checkpoints.huggingface.family import read_config, settings_in
+from praxis_lite.checkpoints.huggingface.family import settings_in
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
@@ -66,7 +66,7 @@ class CausalLm(lm.PyDocs):
         settings = TINY if self.HF_DIR is None else settings_in(self.HF_DIR)
         model = lm_config(settings)
         if self.HF_DIR is not None and settings.max_seq_length is None:
-            model.max_positions = trained_positions(self.HF_DIR)
+            model.max_positions = trained_positions(settings)
         learner = fdl.Config(
             Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
             learning_rate=1e-4, clip_gradient_norm_to_value=1.0,
@@ -87,14 +87,12 @@ class CausalLm(lm.PyDocs):
         return run
 
 
-def trained_positions(directory: str) -> int | None:
+def trained_positions(settings: DecoderSettings) -> int | None:
     """Returns the number of positions that a rotary model was trained for, or None."""
-    config = read_config(Path(directory))
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = settings.rope_scaling or {}
     # Its angles follow the length of the text.
-    if isinstance(scaling, dict) and "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
-        return None
-    return config.get("max_position_embeddings")
+    is_dynamic = "dynamic" in (scaling.get("type"), scaling.get("rope_type"))
+    return None if is_dynamic else settings.max_positions
 
 
 def questions(folder: str) -> Iterator[dict[str, Any]]:

@@ -25,9 +25,11 @@ from praxis_lite.layers.embedding.positional_embeddings import (
     TrainablePositionalEmbedding,
 )
 from praxis_lite.layers.embedding.rotary_scaling import (
+    DynamicRotary,
     LinearScaledRotary,
     Llama3Rotary,
     LongRope,
+    ProportionalRotary,
     YarnRotary,
 )
 from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
@@ -90,6 +92,7 @@ __all__ = [
     "DepthwiseConv1D",
     "DotProductAttention",
     "Dropout",
+    "DynamicRotary",
     "Einsum",
     "Embedding",
     "FeedForward",
@@ -114,6 +117,7 @@ __all__ = [
     "Pooling",
     "Pooling1D",
     "PositionalEmbedding",
+    "ProportionalRotary",
     "QuantizationRule",
     "RelativeBias",
     "Repeat",

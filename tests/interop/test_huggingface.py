@@ -182,9 +182,9 @@ def copy_of(tmp_path, family="llama", **fields):
 @pytest.mark.parametrize("fields, said", [
     ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not known here; known are"),
     ({"archs": 1}, "the field 'archs' = 1, which is not known here"),
-    ({"pretraining_tp": 2}, "pretraining_tp is 2; wanted is 1"),
+    ({"head_dim": 16, "num_attention_heads": 4}, "has the shape"),
     ({"hidden_size": None}, "says nothing of hidden_size"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of the kind 'dynamic'; known are"),
+    ({"rope_scaling": {"rope_type": "static", "factor": 2.0}}, "of the kind 'static'; known are"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"is \['beta'\]"),
     ({"hidden_act": "mish"}, "activation is 'mish'; wanted is one of silu"),
     ({"intermediate_size": 108}, r"has the shape \(109, 48\); by config.json it is \(108, 48\)"),

@@ -1,5 +1,6 @@
 """Ids, positions and lengths that Python hands to a model of Hugging Face are looked at first."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.experiment import registry
+from praxis_lite.experiments.huggingface import TINY, trained_positions
 from praxis_lite.interop import huggingface
 from tests.support.goldens import GOLDENS
 
@@ -152,12 +154,10 @@ def test_a_job_trains_within_the_positions_of_its_model(rotary):
         task.check_inputs(spec(17), task.required_inputs, "datasets.train")
 
 
-def test_angles_that_follow_the_text_have_no_end(tmp_path):
-    from praxis_lite.experiments.huggingface import trained_positions
-
-    config = {"max_position_embeddings": 16, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert trained_positions(tmp_path) is None
-    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert trained_positions(tmp_path) == 16
+def test_angles_that_follow_the_text_have_no_end():
+    settings = dataclasses.replace(
+        TINY, max_positions=16, rope_scaling={"type": "dynamic", "factor": 2.0}
+    )
+    assert trained_positions(settings) is None
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert trained_positions(dataclasses.replace(settings, rope_scaling=linear)) == 16

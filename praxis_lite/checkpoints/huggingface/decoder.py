@@ -22,10 +22,13 @@ from praxis_lite.layers import (
     TransformerLm,
 )
 
-# Their names of activations, by ours.
+# Our names of activations, by theirs.
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_exact",
+    "gelu_python": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
+    "gelu_python_tanh": "gelu", "gelu_fast": "gelu", "gelu_accurate": "gelu",
+    "relu2": "squared_relu", "relu6": "relu6", "leaky_relu": "leaky_relu", "sigmoid": "sigmoid",
+    "tanh": "tanh", "linear": "identity",
 }
 NORMS = {
     "rms": lambda epsilon: fdl.Partial(RmsNorm, epsilon=epsilon),
@@ -40,7 +43,7 @@ def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
     norm = NORMS[settings.norm](settings.epsilon)
     blocks = [_block(settings, norm, kind) for kind in settings.pattern]
     scales = {"scale_sqrt_depth": True} if settings.scale_embeddings else {}
-    softmax = {"has_bias": False, "soft_cap_logits": settings.soft_cap_logits}
+    softmax = {"has_bias": False, "soft_cap_logits": settings.soft_cap_logits or 0.0}
     if settings.is_tied:
         embedding, softmax_tpl = None, fdl.Partial(SharedEmbeddingSoftmax, **softmax, **scales)
     else:
@@ -84,6 +87,8 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
         if settings.has_expert_bias:
             feed_forward_tpl.has_bias, feed_forward_tpl.score_func = True, settings.score_func
             feed_forward_tpl.swiglu_limit = settings.swiglu_limit
+            if settings.swiglu_alpha != DecoderSettings.swiglu_alpha:
+                feed_forward_tpl.swiglu_alpha = settings.swiglu_alpha
     own = {"is_parallel": True} if settings.is_parallel else {}
     for name in ("atten_dropout_prob", "residual_dropout_prob"):
         if getattr(settings, name):
@@ -100,6 +105,10 @@ def _latent(
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     given = {name: getattr(settings, name) for name in names}
     scale = (settings.qk_nope_head_dim + settings.qk_rope_head_dim) ** -0.5
+    if not settings.rotates_neighbours:
+        given["rotates_neighbours"] = False
+    if settings.has_latent_bias:
+        given["use_bias"] = True
     return fdl.Partial(
         MultiHeadLatentAttention, **given, query_scale=scale * latent_scale(settings, kind),
         # DeepSeek's norms of latents have an epsilon of their own.
@@ -110,7 +119,8 @@ def _latent(
 def _attention(
     settings: DecoderSettings, norm: Any, kind: LayerKind
 ) -> "fdl.Partial[DotProductAttention]":
-    scale = settings.query_scalar or settings.head_dims
+    scale = settings.query_scalar or settings.head_dims if settings.scales_queries else 1
+    scale *= kind.score_divisor**2
     qk_norm = {}
     if settings.qk_norm:
         qk_norm = {
@@ -123,8 +133,8 @@ def _attention(
         window=settings.window if kind.slides else None,
         use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
         # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
-        hidden_dim=round(scale * settings.num_heads), internal_enable_per_dim_scale=False,
-        atten_logit_cap=settings.atten_logit_cap, use_rotary_position_emb=has_rotary,
+        hidden_dim=scale * settings.num_heads, internal_enable_per_dim_scale=False,
+        atten_logit_cap=settings.atten_logit_cap or 0.0, use_rotary_position_emb=has_rotary,
         **({"attention_sinks": True} if settings.attention_sinks else {}),
         **({"rotary_position_emb_tpl": rotary(settings, kind)} if has_rotary else {}), **qk_norm,
     )

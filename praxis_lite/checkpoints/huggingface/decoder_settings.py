@@ -15,10 +15,12 @@ class LayerKind(NamedTuple):
     Attributes:
       slides: its attention has the window, and local rotary positions if there are any.
       has_experts: its feed-forward part is a mixture of experts.
+      score_divisor: of its scores, besides the scale that all layers share.
     """
 
     slides: bool
     has_experts: bool
+    score_divisor: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class DecoderSettings:
     """A decoder-only model in the words of `families/`.
 
     Attributes:
-      hidden_dims: None: 4 model_dims.
+      hidden_dims: 0 or None: 4 model_dims.
       num_kv_heads: None: num_heads.
       dim_per_head: None: model_dims / num_heads.
       activation: their name, see `decoder.ACTIVATIONS`.
@@ -36,10 +38,14 @@ class DecoderSettings:
         the feed-forward part.
       qk_norm: norm of queries and keys before they rotate: "", "head" or "all heads".
       query_scalar: queries are multiplied by its -0.5th power; None: dim_per_head.
+      scales_queries: whether they are multiplied at all; divides_by_layer: scores of layer i are
+        divided by i + 1.
+      atten_logit_cap, soft_cap_logits: 0 or None: none.
       window: a token sees itself and window - 1 before it, in the layers that slide.
       windows: which slide, of WINDOWS; layer_types says it of each layer instead.
       max_seq_length: of learned positions; None: positions are rotary.
-      rotary_share: the share of a head's dims that rotates.
+      rotary_share: the share of a head's dims that rotates; is_rotary_in_part: rope_scaling may
+        say it as well.
       rope_theta: local_rope_theta is that of layers that slide, which rope_scaling leaves as they
         are; None: they are as the others.
       rope_scaling: as in config.json.
@@ -51,20 +57,22 @@ class DecoderSettings:
       num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
         of TransformerFeedForwardMoe.
       attention_sinks: of DotProductAttention.
-      has_expert_bias, swiglu_limit: has_bias and swiglu_limit of TransformerFeedForwardMoe.
-      q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: of
-        MultiHeadLatentAttention, which takes attention's place if there is a kv_lora_rank.
+      has_expert_bias, swiglu_limit, swiglu_alpha: has_bias, swiglu_limit and swiglu_alpha of
+        TransformerFeedForwardMoe.
+      q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
+        rotates_neighbours: of MultiHeadLatentAttention, which takes attention's place if there is
+        a kv_lora_rank; has_latent_bias: its use_bias.
       num_prediction_layers: of multi-token prediction, which are left out.
       atten_dropout_prob, residual_dropout_prob: of Transformer, in training.
       max_positions: for which a model is published; over original_max_positions it is the factor
-        of longrope.
+        of longrope and yarn, and stands for original_max_positions where nothing is said of them.
     """
 
     vocab_size: int
     model_dims: int
     num_layers: int
     num_heads: int
-    hidden_dims: int | None = None
+    hidden_dims: int | None
     num_kv_heads: int | None = None
     dim_per_head: int | None = None
     activation: str = "silu"
@@ -78,9 +86,11 @@ class DecoderSettings:
     use_gated_activation: bool = False
     scale_embeddings: bool = False
     qk_norm: str = ""
-    query_scalar: float | None = None
-    atten_logit_cap: float = 0.0
-    soft_cap_logits: float = 0.0
+    query_scalar: int | None = None
+    scales_queries: bool = True
+    divides_by_layer: bool = False
+    atten_logit_cap: float | None = 0.0
+    soft_cap_logits: float | None = 0.0
     use_window: bool = True
     window: int | None = None
     windows: str = "all"
@@ -91,6 +101,7 @@ class DecoderSettings:
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
     rotary_share: float = 1.0
+    is_rotary_in_part: bool = False
     rope_scaling: Mapping[str, Any] | None = None
     original_max_positions: int | None = None
     num_experts: int | None = None
@@ -109,11 +120,14 @@ class DecoderSettings:
     attention_sinks: bool = False
     has_expert_bias: bool = False
     swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
+    rotates_neighbours: bool = True
+    has_latent_bias: bool = False
     num_prediction_layers: int = 0
     atten_dropout_prob: float = 0.0
     residual_dropout_prob: float = 0.0
@@ -146,4 +160,5 @@ class DecoderSettings:
             )[WINDOWS.index(self.windows)]
         is_sparse = (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
         is_sparse = is_sparse and layer >= self.first_dense_layers
-        return LayerKind(slides, self.num_experts is not None and is_sparse)
+        divisor = layer + 1 if self.divides_by_layer else 1
+        return LayerKind(slides, self.num_experts is not None and is_sparse, divisor)

@@ -18,7 +18,7 @@ from praxis_lite.inputs.sources.files.plain import opened
 
 _MAX_BYTES = 16 << 20  # Of a config.json; published ones have a few thousand.
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
-_MERGED = ("settings", "unused", "only", *VALUES, "tensors")
+_MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,16 @@ class Family:
       settings: by field of config.json, our setting or several, see `DecoderSettings`.
       unused: by field, why it is not followed: said to the user, unless the field asks nothing.
       only: by field, the values that are understood, all of which compute the same; any if empty.
+      reasons: by field of `only`, why the other values are refused.
+      read_as: by field, values that stand for another one.
       constants: our settings that the family fixes.
-      defaults: our settings where the config says nothing, or null.
+      defaults: our settings where config.json lacks the field: those of the family's class in
+        transformers, which has them there too.
       tensors: by name in the checkpoint, what it is of our weights, see `weights.Part`.
       without_effect: fields that change nothing of what is computed.
       refused: by field, what is to be done, where it says anything.
       types: by field, a name of `field_types.TYPES`.
+      null_is_none: fields whose null is a value; elsewhere null is as if the field were not there.
       harmless, harmless_prefixes: fields of fine-tunes that pass, and are named in a line.
       optional_prefix: of tensors' names, which some checkpoints lack.
       skipped: tensors that are no weights.
@@ -47,12 +51,15 @@ class Family:
     settings: Mapping[str, str | list[str]]
     unused: Mapping[str, str]
     only: Mapping[str, list[Any]]
+    reasons: Mapping[str, str]
+    read_as: Mapping[str, Mapping[str, str]]
     constants: Mapping[str, Any]
     defaults: Mapping[str, Any]
     tensors: Mapping[str, Any]
     without_effect: frozenset[str]
     refused: Mapping[str, str]
     types: Mapping[str, str]
+    null_is_none: frozenset[str]
     harmless: frozenset[str]
     harmless_prefixes: tuple[str, ...]
     optional_prefix: str = ""
@@ -62,7 +69,8 @@ class Family:
         """Returns our settings by name, given the fields of a config.json.
 
         Raises:
-          ConfigError: a field is not known, or has a value that is not understood.
+          ConfigError: a field is not known, has a value that is not understood, or contradicts
+            another one.
         """
         known = {*self.settings, *self.unused, *self.refused, *self.only, *self.without_effect}
         for field, value in config.items():
@@ -83,15 +91,30 @@ class Family:
             allowed = self.only.get(field)
             if allowed and value is not None:
                 require(
-                    any(type(value) is type(one) and value == one for one in allowed), name, value,
-                    " or ".join(map(repr, allowed)), "Nothing else is understood here.",
+                    any(type(value) is type(x) and value == x for x in allowed), name, value,
+                    " or ".join(map(repr, allowed)),
+                    self.reasons.get(field, "Nothing else is understood here."),
                 )
-        found = dict(self.defaults)
+        return {**self.defaults, **self._asked(config), **self.constants}
+
+    def _asked(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns our settings by name of which a config.json says something."""
+        asked, field_of = {}, {}
         for field, names in self.settings.items():
             value = config.get(field)
-            if value is not None:
-                found |= dict.fromkeys([names] if isinstance(names, str) else names, value)
-        return {**found, **self.constants}
+            if value is None and not (field in config and field in self.null_is_none):
+                continue
+            if isinstance(value, str):
+                value = self.read_as.get(field, {}).get(value, value)
+            for name in [names] if isinstance(names, str) else names:
+                if asked.setdefault(name, value) != value:
+                    raise ConfigError(
+                        f"config.json of {self.name}: {field_of[name]} is "
+                        f"{shown(repr(asked[name]))} and {field} is {shown(repr(value))}, but both "
+                        "are names of one setting. Take out the one that is wrong."
+                    )
+                field_of[name] = field
+        return asked
 
     def _is_harmless(self, field: str) -> bool:
         return field in self.harmless or field.startswith(self.harmless_prefixes)
@@ -213,9 +236,11 @@ def _family(name: str) -> Family:
     return Family(
         name, tuple(table["architectures"]), **{part: table.get(part, {}) for part in _MERGED},
         without_effect=frozenset(common["without_effect"]), refused=common["refused"],
-        types=common["types"], harmless=frozenset(common["harmless"]["fields"]),
+        types=common["types"], null_is_none=frozenset(common["null_is_none"]),
+        harmless=frozenset(common["harmless"]["fields"]),
         harmless_prefixes=tuple(common["harmless"]["prefixes"]),
-        optional_prefix=table.get("optional_prefix", ""), skipped=tuple(table.get("skipped", ())),
+        optional_prefix=table.get("optional_prefix", ""),
+        skipped=(*table.get("skipped", ()), *common["skipped"]),
     )
 
 
@@ -224,7 +249,9 @@ def _merged(name: str) -> dict[str, Any]:
     if "extends" not in table:
         return table
     base = _merged(table.pop("extends"))
-    merged = {}
+    merged, left_out = {}, table.pop("without_defaults", ())
+    for name in left_out:
+        del base["defaults"][name]
     for part in _MERGED:
         entries = {**base.get(part, {}), **table.get(part, {})}
         merged[part] = {key: x for key, x in entries.items() if x is not False or part in VALUES}

@@ -15,9 +15,11 @@ from praxis_lite.checkpoints.huggingface.decoder_settings import (
 from praxis_lite.checkpoints.huggingface.field_types import OR_NULL, check_type
 from praxis_lite.errors import ConfigError, require, shown
 from praxis_lite.layers import (
+    DynamicRotary,
     LinearScaledRotary,
     Llama3Rotary,
     LongRope,
+    ProportionalRotary,
     RotaryPositionalEmbedding,
     YarnRotary,
 )
@@ -30,6 +32,8 @@ _LENGTH = {"original_max_position_embeddings": "count or null"}
 KINDS: dict[str, dict[str, str]] = {
     "default": _LENGTH,
     "linear": {"factor": "number above 0", **_LENGTH},
+    "dynamic": {"factor": "number above 0", **_LENGTH},
+    "proportional": {"factor": "number above 0 or null", **_LENGTH},
     "llama3": {
         "factor": "number above 0", "low_freq_factor": "number above 0",
         "high_freq_factor": "number above 0", **_LENGTH,
@@ -61,22 +65,29 @@ def rotary(
     theta = given["rope_theta"]
     dims = settings.head_dims if settings.kv_lora_rank is None else settings.qk_rope_head_dim
     share = given["partial_rotary_factor"]
-    turning = int(dims * share)
+    is_whole = kind == "proportional" or share == 1.0  # The former leaves out pairs, not dims.
+    turning = dims if is_whole else int(dims * share)
     require(
         turning > 0 and turning % 2 == 0,
         "config.json: the dims of a head that rotate (head_dim, partial_rotary_factor)", turning,
         "an even number", "Halves of a head rotate together.",
     )
-    shared = {"max_timescale": theta} | ({} if share == 1.0 else {"rotary_dims": turning})
+    shared = {"max_timescale": theta} | ({} if is_whole else {"rotary_dims": turning})
     length, factor = _length(settings, given), given.get("factor")
     if kind == "default":
         return fdl.Partial(RotaryPositionalEmbedding, **shared)
     if kind == "linear":
         return fdl.Partial(LinearScaledRotary, factor=factor, **shared)
+    if kind == "proportional":
+        return fdl.Partial(ProportionalRotary, factor=factor or 1.0, share=share, **shared)
     require(
         length is not None, f"{WHERE} of the kind {kind!r}: original_max_position_embeddings",
         length, "an integer, or one in max_position_embeddings",
     )
+    if kind == "dynamic":
+        require(turning > 2, "config.json: the dims of a head that rotate", turning, "4 or more")
+        length = settings.max_positions or length
+        return fdl.Partial(DynamicRotary, factor=factor, original_max_positions=length, **shared)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         given = {name: given[name] for name in names}
@@ -134,11 +145,11 @@ def _scaling(settings: DecoderSettings, layer_kind: LayerKind) -> tuple[str, dic
         )
     return kind, {
         "rope_theta": theta, "partial_rotary_factor": settings.rotary_share,
-        **_checked(kind, scaling),
+        **_checked(kind, scaling, settings.is_rotary_in_part),
     }
 
 
-def _checked(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(kind: str, scaling: Mapping[str, Any], may_be_in_part: bool) -> dict[str, Any]:
     """Returns the fields that are not null, after their names and types are checked."""
     types = {**_SHARED, **KINDS[kind]}
     unknown = sorted(
@@ -152,6 +163,11 @@ def _checked(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
             check_type(f"{of_kind}: {name}", scaling[name], kind_of_value)
         elif not kind_of_value.endswith(OR_NULL) and name not in _SHARED:
             check_type(f"{of_kind}: {name}", None, kind_of_value)
+    share = scaling.get("partial_rotary_factor")
+    require(
+        may_be_in_part or share in (None, 1) or kind == "proportional",
+        f"{of_kind}: partial_rotary_factor", share, "1", "Whole heads rotate in this family.",
+    )
     return {name: scaling[name] for name in types if scaling.get(name) is not None}
 
 

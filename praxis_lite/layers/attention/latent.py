@@ -16,7 +16,7 @@ from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
-from praxis_lite.layers.linears import Linear
+from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.sharding import SplitDims, constrain
@@ -42,6 +42,7 @@ class MultiHeadLatentAttention(BaseLayer):
       kv_lora_rank: L.
       qk_nope_head_dim, qk_rope_head_dim, v_head_dim: K, R, V.
       query_scale: queries are multiplied by it; None: (K + R)^-0.5.
+      use_bias: biases of the two latents, before they are normalized, and of the outputs.
       rotates_neighbours: dims 2 i and 2 i + 1 rotate together, as DeepSeek has them; False: the
         first and the second half.
       ln_tpl: norms of the latents, called with (dims, rngs=).
@@ -69,6 +70,7 @@ class MultiHeadLatentAttention(BaseLayer):
         qk_rope_head_dim: int,
         v_head_dim: int,
         query_scale: float | None = None,
+        use_bias: bool = False,
         rotates_neighbours: bool = True,
         ln_tpl: Callable[..., Any] = RmsNorm,
         rotary_position_emb_tpl: Callable[..., Any] = RotaryPositionalEmbedding,
@@ -108,9 +110,11 @@ class MultiHeadLatentAttention(BaseLayer):
         self.query_up = into_heads(q_lora_rank, K + R, of_heads) if has_latent else None
         self.key_value_latent = into_latent(L + R)
         self.key_value_latent_norm = ln_tpl(L, rngs=rngs)
+        self.query_latent_bias = Bias(q_lora_rank, rngs=rngs) if use_bias and has_latent else None
+        self.key_value_latent_bias = Bias(L + R, rngs=rngs) if use_bias else None
         self.key_value = into_heads(L, K + V, of_heads)
         self.post = AttentionProjection(
-            input_dim, num_heads, V, is_output_projection=True, use_bias=False,
+            input_dim, num_heads, V, is_output_projection=True, use_bias=use_bias,
             weight_split_dims_mapping=split, rngs=rngs,
         )
         self.rotary_position_emb = rotary_position_emb_tpl(R)
@@ -153,7 +157,7 @@ class MultiHeadLatentAttention(BaseLayer):
         if positions is None:
             positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :]
         q_BTNK, q_BTNR = self._queries(inputs, positions)
-        latents = self.key_value_latent(inputs)
+        latents = _plus(self.key_value_latent(inputs), self.key_value_latent_bias)
         _, _, _, _, L = self.sizes
         new = {
             "latent": self.key_value_latent_norm(latents[..., :L]),
@@ -183,7 +187,8 @@ class MultiHeadLatentAttention(BaseLayer):
         if self.query is not None:
             q = self.query(inputs)
         else:
-            q = self.query_up(self.query_latent_norm(self.query_latent(inputs)))
+            latent = _plus(self.query_latent(inputs), self.query_latent_bias)
+            q = self.query_up(self.query_latent_norm(latent))
         _, K, *_ = self.sizes
         q = checkpoint_name(self._laid_out(q), "query_proj") * self.query_scale
         return q[..., :K], self._rotated(q[..., K:], positions)
@@ -243,6 +248,10 @@ class MultiHeadLatentAttention(BaseLayer):
         split = self.activation_split_dims_mapping
         split = None if split is None else (*tuple(split)[:2], None)
         return {name: constrain(x, split) for name, x in cache.items()}
+
+
+def _plus(x: jax.Array, bias: Bias | None) -> jax.Array:
+    return x if bias is None else bias(x)
 
 
 def _written(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:

@@ -36,6 +36,66 @@ class LinearScaledRotary(RotaryPositionalEmbedding):
         return super()._timescales() * self.factor
 
 
+class ProportionalRotary(RotaryPositionalEmbedding):
+    """RotaryPositionalEmbedding of whose pairs only the fastest turn, as if all did.
+
+    Where `rotary_dims` turns the first dims, each pair here has one dim in each half of the head.
+
+    Args:
+      factor: how many times slower every pair turns.
+      share: of the pairs that turn; the others stay as they are.
+    """
+
+    @takes_settings_of(RotaryPositionalEmbedding)
+    def __init__(
+        self, embedding_dims: int, *, factor: float = 1.0, share: float = 1.0, **settings: Any
+    ):
+        super().__init__(embedding_dims, **settings)
+        _check_factor(self, factor)
+        require(
+            0.0 < share <= 1.0, "ProportionalRotary.share", share,
+            "a number above 0 and at most 1",
+        )
+        self.factor, self.share = factor, share
+
+    def _timescales(self) -> jax.Array:
+        turns = jnp.arange(self.rotary_dims // 2) < int(self.share * self.rotary_dims // 2)
+        return jnp.where(turns, super()._timescales() * self.factor, jnp.inf)
+
+
+class DynamicRotary(RotaryPositionalEmbedding):
+    """RotaryPositionalEmbedding whose theta grows with texts beyond a length ("dynamic NTK").
+
+    A call takes the theta of its last position, so a text that is decoded beyond
+    `original_max_positions` has keys of several thetas, as in Hugging Face's models.
+
+    Args:
+      factor: how many times longer texts are to become.
+      original_max_positions: up to which theta stays as it is.
+    """
+
+    @takes_settings_of(RotaryPositionalEmbedding)
+    def __init__(
+        self, embedding_dims: int, *, factor: float, original_max_positions: int, **settings: Any
+    ):
+        super().__init__(embedding_dims, **settings)
+        _check_factor(self, factor)
+        require_positive(self, original_max_positions=original_max_positions)
+        require(
+            self.rotary_dims > 2, "DynamicRotary.rotary_dims", self.rotary_dims, "4 or more"
+        )
+        self.factor, self.original_max_positions = factor, original_max_positions
+
+    def _angles(self, positions_BT: jax.Array) -> jax.Array:
+        positions = positions_BT.astype(jnp.float32)
+        length = jnp.maximum(jnp.max(positions) + 1.0, self.original_max_positions)
+        grown = self.factor * length / self.original_max_positions - (self.factor - 1.0)
+        theta = self.max_timescale / self.min_timescale
+        theta *= grown ** (self.rotary_dims / (self.rotary_dims - 2))
+        fraction = jnp.arange(0, self.rotary_dims, 2, dtype=jnp.float32) / self.rotary_dims
+        return positions[:, :, None] / (self.min_timescale * theta**fraction)[None, None, :]
+
+
 class Llama3Rotary(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding of Llama 3.1: slow pairs are slowed, fast ones stay.
 

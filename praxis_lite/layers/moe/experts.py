@@ -28,10 +28,10 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
     return xavier
 
 
-def glu(activate: Function, limit: float | None) -> Glu:
+def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
     """Returns hidden activations times the activated gate, or themselves activated without one.
 
-    With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(1.702 gate), the hidden activations kept
+    With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), the hidden activations kept
     within +-limit, and the gate below it.
     """
 
@@ -41,7 +41,7 @@ def glu(activate: Function, limit: float | None) -> Glu:
         if limit is None:
             return hidden * activate(gate)
         gate = jnp.minimum(gate, limit)
-        return (jnp.clip(hidden, -limit, limit) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        return (jnp.clip(hidden, -limit, limit) + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
     return activated
 

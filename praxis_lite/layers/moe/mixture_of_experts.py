@@ -74,7 +74,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
       num_expert_groups, num_expert_groups_per_token, gates_scale: of "sigmoid", see
         `routing.experts_by_group`.
       has_bias: biases of experts and of the router.
-      swiglu_limit: of a gated activation, see `experts.glu`; None: none.
+      swiglu_limit, swiglu_alpha: of a gated activation, see `experts.glu`; a limit of None: none.
       num_shared_experts: experts that every token goes through besides, together one of so many
         times the hidden dims.
       second_expert_policy: of top2, in a training pass: "all"; "sampling": the second expert is
@@ -114,6 +114,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         expert_hidden_dims: int | None = None,
         has_bias: bool = False,
         swiglu_limit: float | None = None,
+        swiglu_alpha: float = 1.702,
         num_shared_experts: int = 0,
         moe_gating_embedding_level: str = "token",
         activation: str | ActivationFn = "relu",
@@ -175,6 +176,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         ) if num_shared_experts else None
 
         self.has_bias, self.swiglu_limit = has_bias, swiglu_limit
+        self.swiglu_alpha = swiglu_alpha
 
         def bias(*dims: int, split: tuple[DimSplit, ...]) -> nnx.Param | None:
             return self.weight(dims, split, init=zeros, rngs=rngs) if has_bias else None
@@ -257,7 +259,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
         weights = {name: getattr(self, name) for name in _OF_EXPERTS}
         shared = {
             "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
-            "activation": glu(activation_fn(self.activation, self), self.swiglu_limit),
+            "activation": glu(
+                activation_fn(self.activation, self), self.swiglu_limit, self.swiglu_alpha
+            ),
             "tokens_split": self.activation_split_dims_mapping,
             "weights_split": self.weight_split_dims_mapping,
         }

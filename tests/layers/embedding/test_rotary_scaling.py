@@ -7,9 +7,11 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.layers import (
+    DynamicRotary,
     LinearScaledRotary,
     Llama3Rotary,
     LongRope,
+    ProportionalRotary,
     RotaryPositionalEmbedding,
     YarnRotary,
 )
@@ -53,6 +55,19 @@ SHORT, LONG = np.linspace(1.0, 2.0, K // 2), np.linspace(3.0, 9.0, K // 2)
 CASES = {
     "plain": (RotaryPositionalEmbedding(K, max_timescale=THETA), PLAIN, 1.0),
     "linear": (LinearScaledRotary(K, factor=4.0, max_timescale=THETA), PLAIN / 4.0, 1.0),
+    # Three of seven pairs turn, as if all did.
+    "proportional": (
+        ProportionalRotary(K, factor=2.0, share=0.5, max_timescale=THETA),
+        np.where(np.arange(K // 2) < 3, PLAIN / 2.0, 0.0), 1.0,
+    ),
+    # The last position is 90: theta is that of 91 tokens.
+    "dynamic": (
+        DynamicRotary(K, factor=4.0, original_max_positions=64, max_timescale=THETA),
+        1.0 / (THETA * (4.0 * 91 / 64 - 3.0) ** (K / (K - 2))) ** (np.arange(0, K, 2) / K), 1.0,
+    ),
+    "dynamic, short": (
+        DynamicRotary(K, factor=4.0, original_max_positions=91, max_timescale=THETA), PLAIN, 1.0,
+    ),
     "llama3": (
         Llama3Rotary(K, max_timescale=THETA, original_max_positions=64),
         np.array([llama3(x) for x in PLAIN]), 1.0,
@@ -101,6 +116,8 @@ def test_a_part_of_the_head_turns_and_the_rest_stays():
         (lambda: YarnRotary(K, factor=2.0, original_max_positions=9, beta_slow=40.0),
          "beta_slow is 40.0; wanted is a number above 0 and below beta_fast, 32.0"),
         (lambda: LinearScaledRotary(K, factor=0.0), "LinearScaledRotary.factor is 0.0"),
+        (lambda: ProportionalRotary(K, share=1.5), "ProportionalRotary.share is 1.5"),
+        (lambda: DynamicRotary(2, factor=2.0, original_max_positions=9), "rotary_dims is 2"),
     ],
 )
 def test_wrong_settings_are_refused(make, said):
