@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.huggingface.decoder import lm_config
 from praxis_lite.checkpoints.huggingface.family import family_of, settings_in
+from praxis_lite.checkpoints.huggingface.pretrained import Pretrained
 from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
 from praxis_lite.interop import huggingface
 from tests.support.goldens import GOLDENS
@@ -132,23 +133,6 @@ def test_a_description_has_no_weights(model):
 
 
 @pytest.mark.parametrize(
-    ("family", "field", "setting", "value"),
-    [
-        ("mixtral", "rms_norm_eps", "epsilon", 1e-5), ("phi3", "rms_norm_eps", "epsilon", 1e-5),
-        ("olmo2", "rms_norm_eps", "epsilon", 1e-5), ("gpt_oss", "rms_norm_eps", "epsilon", 1e-5),
-        ("gpt_oss", "num_experts_per_tok", "num_experts_per_token", 4),
-        ("llama", "rms_norm_eps", "epsilon", 1e-6),
-    ],
-)
-def test_an_absent_field_is_as_transformers_has_it(family, field, setting, value):
-    config = config_of(family)
-    del config[field]
-    if "num_local_experts" in config:
-        config["num_local_experts"] = 8
-    assert getattr(family_of(config).decoder_settings(config), setting) == value
-
-
-@pytest.mark.parametrize(
     "content", [[], {"a": 1}, {"a": {}}, {"a": {"dtype": 1, "shape": []}}, {"a": {"shape": [1]}},
                 {"a": {"dtype": "F32", "shape": [-1]}}],
 )
@@ -158,3 +142,104 @@ def test_a_description_of_any_shape_is_refused(model, content):
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"tensors\.json is not as praxis_lite wrote it"):
         TensorFiles(model)
+
+
+def split(folder, listed, files=2):
+    """Writes the tensors into several files, and an index that lists those of which `listed`."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file_of = {name: f"part-{i % files}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in tensors if file_of[name] == file}, folder / file)
+    weight_map = {name: file for name, file in file_of.items() if listed(name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tensors, file_of
+
+
+def test_a_tensor_that_the_index_does_not_list_is_read_or_refused(model):
+    whole = TensorFiles(model)
+    expected = {name: whole.tensor(name).copy() for name in whole.file_of}
+    tensors, file_of = split(model, lambda name: "norm" not in name)
+    files = TensorFiles(model)
+    assert files.file_of == file_of
+    assert all((files.tensor(name) == x).all() for name, x in expected.items())
+    extra = {"model.layers.0.self_attn.gate.weight": np.ones((2, 2), np.float32)}
+    of_first = {name: x for name, x in tensors.items() if file_of[name] == "part-0.safetensors"}
+    save_file({**of_first, **extra}, model / "part-0.safetensors")
+    with pytest.raises(ConfigError, match="self_attn.gate.weight, which the table .* lost"):
+        huggingface.load(model)
+
+
+def test_a_tensor_in_two_files_and_two_models_in_a_directory_are_refused(model):
+    tensors, file_of = split(model, lambda name: True)
+    twice = next(name for name in tensors if file_of[name] == "part-1.safetensors")
+    of_first = {name: x for name, x in tensors.items() if file_of[name] == "part-0.safetensors"}
+    save_file({**of_first, twice: tensors[twice]}, model / "part-0.safetensors")
+    with pytest.raises(ConfigError, match="in part-0.safetensors and in part-1.safetensors"):
+        TensorFiles(model)
+    save_file(of_first, model / "part-0.safetensors")
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ConfigError, match="one of the two models is left over"):
+        TensorFiles(model)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_said_by_their_tensor(model, value):
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 4] = value
+    save_file(tensors, model / "model.safetensors")
+    lines = []
+    huggingface.load(model, note=lines.append)
+    (line,) = (line for line in lines if "WARNING" in line)
+    assert name in line and line.count("layers") == 1
+
+
+def test_frequencies_are_skipped_wherever_they_lie(model):
+    tensors = load_file(model / "model.safetensors")
+    for name in ("model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"):
+        tensors[name] = np.ones(6, np.float32)
+    save_file(tensors, model / "model.safetensors")
+    huggingface.load(model)
+
+
+def rewritten(folder, family, **fields):
+    """Copies a model of a family into a folder, with other fields; returns its tensors."""
+    (folder / "config.json").write_text(json.dumps({**config_of(family), **fields}))
+    shutil.copy(GOLDENS / "hf" / family / "model.safetensors", folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_head_of_a_tied_model_has_its_familys_name(model):
+    tensors = rewritten(model, "gpt_neox", tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="embed_out.weight with other values"):
+        huggingface.load(model)
+    tensors["embed_out.weight"] = tensors["gpt_neox.embed_in.weight"].copy()
+    save_file(tensors, model / "model.safetensors")
+    huggingface.load(model)
+    del tensors["embed_out.weight"]
+    save_file(tensors, model / "model.safetensors")
+    rewritten_config = {**config_of("gpt_neox"), "tie_word_embeddings": False}
+    (model / "config.json").write_text(json.dumps(rewritten_config))
+    with pytest.raises(ConfigError, match="no embed_out.weight.*tie_word_embeddings true"):
+        huggingface.load(model)
+
+
+@pytest.mark.parametrize("names", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
+def test_an_export_names_its_dtype_as_the_config_did(model, names, tmp_path):
+    config = {**config_of("llama"), **dict.fromkeys(names, "float32")}
+    for name in {"dtype", "torch_dtype"} - set(names):
+        config.pop(name, None)
+    (model / "config.json").write_text(json.dumps(config))
+    huggingface.load(model).export(tmp_path / "out", "bfloat16")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    actual = {name: written[name] for name in ("dtype", "torch_dtype") if name in written}
+    assert actual == dict.fromkeys(names or ["torch_dtype"], "bfloat16")
+
+
+def test_two_directories_of_different_models_are_said_as_that():
+    layout = huggingface.load(GOLDENS / "hf/llama").pretrained.layout
+    for family in ("qwen3", "gemma2", "gpt2", "mixtral"):
+        with pytest.raises(ConfigError, match="two different models if HF_DIR") as refused:
+            Pretrained(GOLDENS / "hf" / family, layout)
+        assert len(str(refused.value)) < 800

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from praxis_lite.checkpoints.huggingface.adapters import Layers, write_peft
 from praxis_lite.checkpoints.huggingface.family import family_of, read_config
 from praxis_lite.checkpoints.huggingface.reading import read_weights, stored
+from praxis_lite.checkpoints.huggingface.same_model import difference
 from praxis_lite.checkpoints.huggingface.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.checkpoints.huggingface.weights import parts
 from praxis_lite.checkpoints.huggingface.writing import MAX_FILE_BYTES, write_tensors
-from praxis_lite.errors import require_choice
+from praxis_lite.errors import ConfigError, require_choice
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.files import (
     GENERATION_CONFIG,
@@ -67,7 +68,11 @@ class Pretrained:
         settings = family.decoder_settings(self.config)
         num_layers = settings.num_layers
         left_out = range(num_layers, num_layers + settings.num_prediction_layers)
-        self.parts = stored(family, parts(family, settings, own), self.files, left_out)
+        try:
+            self.parts = stored(family, parts(family, settings, own), self.files, left_out)
+        except ConfigError as error:
+            message = difference(path, settings, own)
+            raise (error if message is None else ConfigError(message)) from None
         self.of_reference = [
             dataclasses.replace(part, path=path) for part in self.parts
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
@@ -108,7 +113,10 @@ class Pretrained:
         config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
         dtypes = {name: self.files.dtype(name) for name in names}
         if dtype is not None:
-            config["torch_dtype"], dtypes = dtype, dict.fromkeys(names, FLOATS[dtype])
+            # Its name in transformers 4, and in 5.
+            written = {"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}
+            config |= dict.fromkeys(written, dtype)
+            dtypes = dict.fromkeys(names, FLOATS[dtype])
         with _new_directory(directory, "config.json") as target:
             write_tensors(
                 target, self.parts, arrays, mesh, dtypes, max_file_bytes=max_file_bytes, note=note

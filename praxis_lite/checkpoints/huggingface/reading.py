@@ -19,7 +19,6 @@ from praxis_lite.errors import ConfigError, few, shown
 from praxis_lite.partitioner.train_state import LeafLayout
 
 SECONDS_BETWEEN_LINES = 5.0
-HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight")
 
 
 def stored(
@@ -39,9 +38,15 @@ def stored(
         if stored:
             names[part.tensor] = stored[0]
     missing = sorted({part.tensor for part in parts} - names.keys())
+    heads = {name for name, entry in family.tensors.items() if entry["to"] == "head"}
     if missing:
+        tied = (
+            " The head is the embedding in a model whose config.json has tie_word_embeddings true, "
+            "and here it is false." if heads & set(missing) else ""
+        )
         raise ConfigError(
             f"{files.directory}: the checkpoint has no {few(missing)}, which config.json asks for."
+            f"{tied}"
         )
     joined: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -61,18 +66,20 @@ def stored(
                 "quantized model is not read: let transformers write its weights in bfloat16."
             )
     known = set(names.values())
-    skipped = [re.escape(x).replace(r"\{layer\}", r"\d+") for x in family.skipped]
+    skipped = [
+        re.escape(x).replace(r"\{layer\}", r"\d+").replace(r"\{any\}", ".*") for x in family.skipped
+    ]
     skipped += [rf".*layers\.{number}\..*" for number in left_out]
     is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
     unknown = [
         x for x in files.file_of if x not in known and not (skipped and is_skipped(x))
-        and not (x == HEAD and _is_embedding(files, names))
+        and not (x in heads and _is_embedding(x, files, family, names))
     ]
-    if HEAD in unknown:
+    if heads & set(unknown):
         raise ConfigError(
             f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
-            f"but the checkpoint has a {HEAD} with other values, which would be lost. Set "
-            "tie_word_embeddings to false in config.json, if the head is the model's own."
+            f"but the checkpoint has a {few(sorted(heads))} with other values, which would be lost. "
+            "Set tie_word_embeddings to false in config.json, if the head is the model's own."
         )
     if unknown:
         raise ConfigError(
@@ -83,12 +90,14 @@ def stored(
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
 
 
-def _is_embedding(files: TensorFiles, names: Mapping[str, str]) -> bool:
+def _is_embedding(
+    name: str, files: TensorFiles, family: Family, names: Mapping[str, str]
+) -> bool:
     """Returns True if the head, which a tied model does not have, is the embedding once more."""
-    head = files.tensor(HEAD)
-    return any(
-        files.shape(name) == head.shape and np.array_equal(files.tensor(name), head)
-        for name in names.values() if name.endswith(EMBEDDINGS)
+    (embedding,) = (x for x, entry in family.tensors.items() if entry["to"] == "embedding")
+    shapes = files.shape(names[embedding]), files.shape(name)
+    return shapes[0] == shapes[1] and np.array_equal(
+        files.tensor(names[embedding]), files.tensor(name), equal_nan=True
     )
 
 
@@ -111,7 +120,7 @@ def read_weights(
     start = last = time.monotonic()
     arrays, done = {}, 0
     for leaf in leaves:
-        arrays[leaf.path] = _placed(leaf, mesh, of_weight[leaf.path], files)
+        arrays[leaf.path] = _placed(leaf, mesh, of_weight[leaf.path], files, note)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -122,7 +131,10 @@ def read_weights(
     return arrays
 
 
-def _placed(leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles) -> jax.Array:
+def _placed(
+    leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
+    note: Callable[[str], None],
+) -> jax.Array:
     """Returns one weight; each shard is on its devices before the next is read.
 
     `jax.make_array_from_callback` would hold the shards of all devices on the host at once.
@@ -135,6 +147,12 @@ def _placed(leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFi
     on_devices = []
     for bounds, devices in devices_of.items():
         shard = _shard(leaf, tuple(slice(*x) for x in bounds), parts, files)
+        if not _is_finite(shard):
+            names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
+            note(
+                f"WARNING: {files.directory} has NaN or infinite numbers in {few(sorted(names))}; "
+                "what is computed with them is NaN. Have the file made again."
+            )
         on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
     return jax.make_array_from_single_device_arrays(
         leaf.padded_shape, sharding, on_devices, dtype=leaf.dtype
@@ -155,3 +173,9 @@ def _shard(
         # What lies beyond the true shape is padding, and stays zero.
         shard[(*place, *map(slice, ours.shape))] = ours
     return shard
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    # The product reads a float32 array once, and makes none; it may overflow where no number does.
+    flat = array.reshape(-1)
+    return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())

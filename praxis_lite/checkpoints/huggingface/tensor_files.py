@@ -47,6 +47,11 @@ class TensorFiles:
         index = directory / INDEX
         if index.exists():
             self.file_of = self._indexed(index)
+            if (directory / SINGLE).exists() and SINGLE not in self.file_of.values():
+                raise ConfigError(
+                    f"{directory} has {SINGLE} and {INDEX}, which names other files: one of the "
+                    "two models is left over. Take it away; transformers would read the former."
+                )
         elif (directory / SINGLE).exists():
             self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         elif (directory / DESCRIBED).exists():
@@ -140,7 +145,15 @@ class TensorFiles:
         missing = [name for name, file in file_of.items() if name not in self._header(file)]
         names = [shown(name) for name in missing[:3]]
         require(not missing, f"{path}: weight_map", names, "tensors that their files have")
-        return file_of
+        # As transformers does: a tensor that the index does not list is the model's all the same.
+        whole = dict(file_of)
+        for file in sorted(set(file_of.values())):
+            for name in self._header(file):
+                require(
+                    whole.setdefault(name, file) == file, f"{path}: {shown(name)}",
+                    f"in {shown(file)} and in {shown(whole[name])}", "in one of its files",
+                )
+        return whole
 
 
 def _json_of(path: Path) -> Any:
