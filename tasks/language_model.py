@@ -15,7 +15,7 @@ from praxis_lite import Task
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
@@ -73,6 +73,8 @@ class LanguageModelTask(Task):
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that the model has a position for each token of a batch and its decoding."""
         super().check_inputs(inputs, required, what)
+        dtype = inputs["ids"].dtype
+        require(jnp.issubdtype(dtype, jnp.integer), f"{what}: the dtype of ids", dtype, "int32")
         model, length = self.model.abstract_module(), inputs["ids"].shape[-1]
         if required == self.required_decode_inputs:
             length = cache_length(self.decoder, length)

@@ -78,6 +78,28 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(unpad, tree, shapes, specs)
 
 
+def evenly(tree: PyTree) -> PyTree:
+    """Returns arrays of which XLA splits no dim unevenly, where they cross a program's boundary.
+
+    An argument or a result of which nothing is said lies there as XLA likes, and of four rows on
+    eight devices it makes what JAX has no name for (IndivisibleError). A dim that all devices of
+    the mesh together do not divide is whole on each; the others are XLA's to split.
+
+    Args:
+      tree: tracers, of a program on the mesh that is set; what is no array stays as it is.
+    """
+    size = jax.sharding.get_abstract_mesh().size
+
+    def even(x: Any) -> Any:
+        is_array = isinstance(x, jax.core.Tracer) and x.ndim > 0
+        if not is_array or not any(dim % size for dim in x.shape):
+            return x
+        spec = [None if dim % size else PartitionSpec.UNCONSTRAINED for dim in x.shape]
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+    return jax.tree.map(even, tree)
+
+
 def _annotate(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x

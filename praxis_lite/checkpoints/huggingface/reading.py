@@ -78,8 +78,8 @@ def stored(
     if heads & set(unknown):
         raise ConfigError(
             f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
-            f"but the checkpoint has a {few(sorted(heads))} with other values, which would be lost. "
-            "Set tie_word_embeddings to false in config.json, if the head is the model's own."
+            f"but the checkpoint has a {few(sorted(heads))} with other values, which would be lost."
+            " Set tie_word_embeddings to false in config.json, if the head is the model's own."
         )
     if unknown:
         raise ConfigError(

@@ -155,6 +155,6 @@ class PromptDecoder:
             task = self.partitioner.task
             self._batchings[num_rows, prompt_length] = ContinuousBatching(
                 task.decoder, task.module, num_rows, prompt_length,
-                wrap=self.partitioner.with_mdl_vars,
+                wrap=functools.partial(self.partitioner.with_mdl_vars, has_splits=True),
             )
         return self._batchings[num_rows, prompt_length]
