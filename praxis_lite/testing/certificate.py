@@ -75,6 +75,8 @@ class Certificate:
       meshes: by its name in words, devices along each axis.
       comparisons: in the order in which they were made.
       notes: what was left out or is not exact by nature, in sentences.
+      not_certified: the experiment's own sizes in whose place smaller ones were checked, such as
+        "model_dims 4096 (32 was checked)".
       first_difference: None if all are equal.
     """
 
@@ -82,6 +84,7 @@ class Certificate:
     meshes: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     comparisons: list[Comparison] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    not_certified: list[str] = dataclasses.field(default_factory=list)
     first_difference: FirstDifference | None = None
 
     @property
@@ -116,7 +119,9 @@ class Certificate:
     def summary(self) -> str:
         """Returns the last line: what was certified, or what differs first."""
         if self.certified:
-            return f"certified: {len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
+            done = f"{len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
+            sizes = ", ".join(self.not_certified)
+            return f"certified: {done}" + (f"; not certified: {sizes}" if sizes else "")
         return f"not certified: {self.first_difference}"
 
     def to_json(self) -> dict[str, Any]:
@@ -132,6 +137,7 @@ class Certificate:
             ],
             "meshes": [{"name": name, "shape": shape} for name, shape in self.meshes.items()],
             "notes": self.notes,
+            "not_certified": self.not_certified,
             "first_difference": None if first is None else _finite(dataclasses.asdict(first)),
         }
 

@@ -22,9 +22,10 @@ def check(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> No
     path = args.json and file_path(args, "--json", "certificate.json")
     steps = 20 if args.steps is None else args.steps
     require(steps > 0, "--steps", steps, "1 or more")
+    not_certified = []
     if args.shrink:
-        config, said = shrunk(config)
-        print("\n".join(said), flush=True)
+        config, not_certified = shrunk(config)
+        print(f"Shrunk; these sizes are not certified: {', '.join(not_certified)}.", flush=True)
     meshes = None
     if args.meshes is not None:
         meshes = parse_meshes(args.meshes, tuple(config.mesh.axis_names))
@@ -36,6 +37,7 @@ def check(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> No
             packages=allowed_packages(args.packages),
             print_text=lambda text: print(text, flush=True),
         )
+    certificate.not_certified = not_certified
     if path:
         path.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", "utf-8")
     _print(certificate)

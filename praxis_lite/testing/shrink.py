@@ -24,7 +24,7 @@ FACTORS = (2, 3, 4, 5, 7, 8)
 
 
 def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
-    """Returns a smaller config, and what was set to what, a line each.
+    """Returns a smaller config, and the sizes that are not checked, as `Certificate` names them.
 
     A dim keeps what divides it of 2, 3, 4, 5, 7 and 8, so that what was uneven on a mesh stays so;
     equal dims stay equal, and a dim of num_heads x dim_per_head stays that.
@@ -43,7 +43,7 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
                 new = min(value, layers) if name in LAYERS else _smaller(name, value)
                 if new != value:
                     setattr(one, name, new)
-                    said.append(f"shrunk: {name} {value} to {new}")
+                    said.append(f"{name} {value} ({new} was checked)")
     if not said:
         known = ", ".join(sorted(LAYERS | DIMS | IDS))
         raise ConfigError(

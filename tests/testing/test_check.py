@@ -78,7 +78,8 @@ SAMPLE = (
     "cache is written a place further on", "loss: a mean of means",
     "padding of the vocabulary leaks", "the learner decays weights twice",
     "micro-batches: a mean of means", "experts: balance of a device", "resumed: a batch too far",
-    "norms in bfloat16", "13 rows: a tenth more", "tracker: an auxiliary loss that is read as 0",
+    "norms in bfloat16", "13 rows: a tenth more", "unroll of NNX: a layer twice",
+    "tracker: an auxiliary loss that is read as 0",
 )
 
 

@@ -49,7 +49,7 @@ def test_a_smaller_model_divides_where_the_large_one_did():
         old, new = getattr(before, name), getattr(model, name)
         assert new < old
         assert [old % n == 0 for n in FACTORS] == [new % n == 0 for n in FACTORS]
-        assert f"shrunk: {name} {old} to {new}" in said
+        assert f"{name} {old} ({new} was checked)" in said
     assert (model.num_layers, model.num_heads) == (2, 5)
     assert small.datasets["train"].seq_len == 64
 

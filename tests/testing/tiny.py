@@ -1,10 +1,14 @@
 """Experiments so small that a check of them takes seconds, of sizes that no mesh divides."""
 
+import dataclasses
+from typing import Literal
+
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, Task
@@ -18,7 +22,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.learner import Learner
-from praxis_lite.models import FunctionModel
+from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.partitioner import ShardMapPartitioner
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.testing import collectives
@@ -220,6 +224,118 @@ class Norms(Points):
     def task(self):
         return fdl.Config(
             NormedTask, fdl.Partial(Normed), learner(),
+            inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class HowConfig:
+    """How a model of a user's own computes; another one makes the same numbers."""
+
+    remat: bool = True
+    attention_impl: Literal["fast", "slow"] = "fast"
+    unroll: int = 1
+    width: int = 5
+
+
+def hidden_of(x, w, remat, unroll):
+    """Returns the hidden features of two layers, scanned."""
+    layer = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+    layer = jax.checkpoint(layer) if remat else layer
+    return jax.lax.scan(layer, x, w, unroll=unroll)[0]
+
+
+class LinenPoints(nn.Module):
+    """Logits [B, 3] of points [B, 6], with settings of how it computes."""
+
+    use_remat: bool = True
+    scan_layers: bool = False
+    unroll: int = 1
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("hidden", nn.initializers.normal(0.3), (2, 6, 6))
+        if self.scan_layers:
+            x = hidden_of(x, w, self.use_remat, self.unroll)
+        else:
+            for layer in w:
+                x = jnp.tanh(x @ layer)
+        return nn.Dense(3, name="last")(x)
+
+
+class NnxPoints(nnx.Module):
+    """The same, with its settings in an object."""
+
+    def __init__(self, config: HowConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.hidden = nnx.Param(jax.random.normal(rngs.params(), (2, 6, 6)))
+        self.last = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = hidden_of(x, self.hidden[...], self.config.remat, self.config.unroll)
+        return self.last(_projected(x, self.config.attention_impl))
+
+
+def _projected(x, attention_impl):
+    return x if attention_impl == "fast" else x.T.T
+
+
+class CalledTask(PointsTask):
+    """PointsTask of a model that is called."""
+
+    def logits(self, model, inputs, key):
+        """Returns logits [B, 3] of points [B, 6]."""
+        return model(inputs["inputs"])
+
+
+def called(model):
+    """Returns the config of a CalledTask."""
+    return fdl.Config(
+        CalledTask, model, learner(),
+        inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
+    )
+
+
+class OfLinen(Points13):
+    """A Linen model with settings of how it computes."""
+
+    def task(self):
+        example = jnp.zeros((1, 6))
+        return called(fdl.Config(LinenModel, fdl.Config(LinenPoints), example))
+
+
+class OfNnx(Points13):
+    """An NNX model whose settings of how it computes lie in a dataclass."""
+
+    def task(self):
+        return called(fdl.Partial(NnxPoints, HowConfig()))
+
+
+class FunctionsTask(PointsTask):
+    """PointsTask of functions with settings of how they compute."""
+
+    def __init__(self, *args, how=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.how = how
+
+    def logits(self, model, inputs, key):
+        """Returns logits [B, 3] of points [B, 6]."""
+        x = hidden_of(inputs["inputs"], model["hidden"], self.how["remat"], self.how["unroll"])
+        return x @ model["last"]
+
+
+def init_functions(key):
+    """Returns the weights of a FunctionsTask."""
+    return {"hidden": jax.random.normal(key, (2, 6, 6)), "last": jax.random.normal(key, (6, 3))}
+
+
+class OfFunctions(Points13):
+    """A model of functions whose settings of how they compute lie in a dict of its task."""
+
+    def task(self):
+        return fdl.Config(
+            FunctionsTask, fdl.Config(FunctionModel, init_functions), learner(),
+            how={"remat": True, "unroll": 1},
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
 

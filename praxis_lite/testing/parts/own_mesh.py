@@ -17,6 +17,7 @@ from praxis_lite.testing.parts import data, properties, rows
 from praxis_lite.testing.parts.as_trained import as_trained
 from praxis_lite.testing.parts.by_hand import update_by_hand
 from praxis_lite.testing.parts.resumed import resumed
+from praxis_lite.testing.parts.switched import settings_switched
 from praxis_lite.testing.runs import variants
 from praxis_lite.testing.runs.on_mesh import OnMesh, reporting
 from praxis_lite.testing.runs.parts import micro_batches_in_turn
@@ -144,6 +145,9 @@ def two_ways(
     function = None if check.couplings else property_of(check.task, batch)
     if function is None:
         return
+    length = batch["ids"].shape[1]
+    if property_of is properties.token_by_token and length > properties.MOST_TOKENS:
+        check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
     found = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
     if found is None:
         return
@@ -198,6 +202,7 @@ PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
             ("remat switched", variants.remat_switched), ("unrolled", variants.unrolled),
         )
     },
+    "settings switched": settings_switched,
     "as trained": as_trained,
     "resumed": resumed,
 }

@@ -13,7 +13,7 @@ from praxis_lite.layers.base_layer import rebuilt
 from praxis_lite.task import Task
 
 Batch = Mapping[str, np.ndarray]
-NUM_TOKENS = 12  # Decoded one by one.
+MOST_TOKENS = 256  # Decoded one by one.
 STATISTICS = "batch statistics"
 
 
@@ -57,7 +57,7 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
     def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         model = task.module(mdl_vars)
-        ids = inputs["ids"][:, :NUM_TOKENS]
+        ids = inputs["ids"][:, :MOST_TOKENS]
         num_rows, length = ids.shape
 
         def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:

@@ -43,7 +43,7 @@ def low_precision_settings(config: "fdl.Config") -> list[str]:
     found = []
     for value, path in daglish.iterate(config.task):
         if isinstance(value, fdl.Buildable):
-            for name, one in _settings(value).items():
+            for name, one in settings_of(value).items():
                 if _is_low(one):
                     found.append(f"{daglish.path_str(path)}.{name}".lstrip("."))
     return found
@@ -63,16 +63,17 @@ def buildables(config: Any) -> Iterator[fdl.Buildable]:
             yield value
 
 
-def _settings(buildable: fdl.Buildable) -> dict[str, Any]:
+def settings_of(buildable: fdl.Buildable) -> dict[str, Any]:
     """Returns the settings of a Config, set or by default."""
-    parameters = _parameters(fdl.get_callable(buildable))
+    parameters = parameters_of(fdl.get_callable(buildable))
     return {
         name: getattr(buildable, name) for name, one in parameters.items()
         if one.default is not inspect.Parameter.empty or name in fdl.ordered_arguments(buildable)
     }
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Returns a function's parameters that have names, by them; none if it does not say them."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -93,14 +94,14 @@ def _with_settings(
     """
     config, num_changed = copy.deepcopy(config), 0
     for one in list(buildables(config.task)):
-        for name, value in _settings(one).items():
+        for name, value in settings_of(one).items():
             if callable(value) and not isinstance(value, fdl.Buildable) and having <= set(
-                _parameters(value)
+                parameters_of(value)
             ):
                 setattr(one, name, fdl.Partial(value))
     for one in buildables(config.task):
-        if having <= set(_parameters(fdl.get_callable(one))):
-            for name, value in _settings(one).items():
+        if having <= set(parameters_of(fdl.get_callable(one))):
+            for name, value in settings_of(one).items():
                 new = other(name, value)
                 if new is not value:
                     setattr(one, name, new)

@@ -12,6 +12,7 @@ from tests.testing.defects import (
     by_precision,
     by_row,
     by_saving,
+    by_setting,
     by_tracker,
 )
 
@@ -27,5 +28,6 @@ FAMILIES = {
     "saving and data": by_saving.DEFECTS,
     "precision and programs": by_precision.DEFECTS,
     "rows and sizes": by_row.DEFECTS,
+    "settings of how": by_setting.DEFECTS,
     "reported of others": by_tracker.DEFECTS,
 }
