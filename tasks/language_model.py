@@ -16,7 +16,7 @@ from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
 from praxis_lite.errors import ConfigError, require
-from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
+from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 from praxis_lite.learner import Learner
 from praxis_lite.task import WeightedScalars
@@ -67,7 +67,7 @@ class LanguageModelTask(Task):
         super().__init__(
             model, learner, inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype
         )
-        self.tokenizer = as_tokenizer(tokenizer)
+        self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
@@ -81,6 +81,11 @@ class LanguageModelTask(Task):
         is_causal = getattr(model, "model_type", "causal") == "causal"
         if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
             jax.eval_shape(lambda: model.init_cache(1, length))
+
+    def _token_unit(self, model: nnx.Module) -> str:
+        # Bytes are the default; ids beyond them are of other tokens, which nobody has named.
+        num_ids = 0 if self._is_named else getattr(model, "vocab_size", 0)
+        return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
 
     def num_ids(self) -> dict[str, int]:
         """Returns the model's `vocab_size`, for ids and labels, and its number of positions."""
@@ -102,7 +107,7 @@ class LanguageModelTask(Task):
         num_tokens = outputs["total_weight"]
         metrics = {
             "loss": outputs["total_loss"],
-            f"bits_per_{self.tokenizer.token_unit}": outputs["avg_xent"] / math.log(2.0),
+            f"bits_per_{self._token_unit(model)}": outputs["avg_xent"] / math.log(2.0),
             "accuracy": outputs["accuracy"],
         }
         if isinstance(model, nnx.Module):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import inspect
+import re
 import sys
 import types
 import typing
@@ -99,7 +100,9 @@ def type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
     text = str(annotation).replace("NoneType", "None")
-    return text.replace("typing.", "").replace("collections.abc.", "")
+    text = text.replace("typing.", "").replace("collections.abc.", "")
+    # A module of a package's own: optax._src.base.GradientTransformation is optax's.
+    return re.sub(r"\._\w+\.(?:\w+\.)*", ".", text)
 
 
 def is_plain(annotation: Any) -> bool:

@@ -11,7 +11,13 @@ import jax
 from praxis_lite.errors import format_bytes
 from praxis_lite.explain import hlo
 from praxis_lite.explain.explain_page import ExplainedStep, page
-from praxis_lite.explain.layout_table import layout_table, layout_warnings, leaf_table, split_text
+from praxis_lite.explain.layout_table import (
+    layout_table,
+    layout_warnings,
+    leaf_table,
+    padding_notes,
+    split_text,
+)
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.partitioner import Partitioner, StateLayout
@@ -45,7 +51,7 @@ def explain(
     """
     layout = partitioner.layout
     print_text(layout_table(layout))
-    for note in layout.notes:
+    for note in (*layout.notes, *padding_notes(layout)):
         print_text(f"note: {note}")
     warnings = layout_warnings(layout)
     for warning in warnings:

@@ -49,15 +49,12 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
 
 
 def layout_warnings(layout: StateLayout) -> list[str]:
-    """Returns a sentence for the large replicated arrays, and one per wasteful padding."""
+    """Returns a sentence for each large replicated array, and one per large wasteful padding."""
     num_devices = math.prod(layout.axis_sizes.values())
-    replicated, wasteful = [], collections.defaultdict(list)
-    for leaf in layout.leaves():
-        if num_devices > 1 and leaf.num_shards == 1 and leaf.bytes_per_device >= LARGE_BYTES:
-            replicated.append(leaf)
-        for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
-            if padded and 1 - true / padded > WASTEFUL_PADDING:
-                wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
+    replicated = [
+        leaf for leaf in layout.leaves()
+        if num_devices > 1 and leaf.num_shards == 1 and leaf.bytes_per_device >= LARGE_BYTES
+    ]
     warnings = [
         f"{leaf.path} {shape_text(leaf.shape)} is replicated: "
         f"{format_bytes(leaf.bytes_per_device)} on each of {num_devices} devices. "
@@ -68,13 +65,33 @@ def layout_warnings(layout: StateLayout) -> list[str]:
         )
         for leaf in replicated
     ]
+    return warnings + [
+        f"{text} Change the size, the mesh, or the mapping."
+        for text, num_bytes in _wasteful(layout) if num_bytes >= LARGE_BYTES
+    ]
+
+
+def padding_notes(layout: StateLayout) -> list[str]:
+    """Returns a sentence per wasteful padding that is too small to be warned of."""
+    return [text for text, num_bytes in _wasteful(layout) if num_bytes < LARGE_BYTES]
+
+
+def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
+    """Returns for each dim that is padded by much a sentence, and its padding's bytes a device."""
+    wasteful = collections.defaultdict(list)
+    for leaf in layout.leaves():
+        for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
+            if padded and 1 - true / padded > WASTEFUL_PADDING:
+                wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
+    found = []
     for (dim, true, padded, axes), leaves in wasteful.items():
-        warnings.append(
+        share = 1 - true / padded
+        found.append((
             f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
-            f"split over {axes}: {1 - true / padded:.0%} of it is padding. Change the size, the "
-            "mesh, or the mapping."
-        )
-    return warnings
+            f"split over {axes}: {share:.0%} of it is padding.",
+            share * sum(leaf.bytes_per_device for leaf in leaves),
+        ))
+    return found
 
 
 def _others(leaves: Sequence[LeafLayout]) -> str:

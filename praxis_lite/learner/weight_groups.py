@@ -132,7 +132,7 @@ class WeightGroups:
         return whole + [
             f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
             f"{sum(size for _, size in weights):,} parameters: "
-            f"{few([path for path, _ in weights], 5)}"
+            f"{few([path for path, _ in weights], 2)}"
             for label, weights in members.items()
         ]
 

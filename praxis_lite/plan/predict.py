@@ -216,11 +216,6 @@ def timed(
             "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
             "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
         )
-    else:
-        notes.append(
-            "simulated devices: seconds follow from nominal figures of a CPU core, not from this "
-            "machine's"
-        )
     if found.unknown_kernels:
         names = ", ".join(sorted(found.unknown_kernels)[:3])
         notes.append(f"kernels that the plan knows nothing of count as no time: {names}")

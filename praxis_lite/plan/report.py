@@ -27,10 +27,16 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
     ]
     if plan.step_seconds is not None:
         flops = max(plan.flops_per_device, 1)
+        # Simulated devices share the cores that there are: a speed of one would mean nothing.
+        speed = (
+            ", if each simulated device were a nominal core of its own"
+            if plan.topology.startswith("cpu") else
+            f" ({seconds_text(plan.step_seconds_low)} to {seconds_text(plan.step_seconds_high)}), "
+            f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
+            f"HFU {plan.hfu:.1%}"
+        )
         found += [
-            ("step", f"{seconds_text(plan.step_seconds)} ({seconds_text(plan.step_seconds_low)} to "
-             f"{seconds_text(plan.step_seconds_high)}), {plan.tokens_per_second:,.0f} {plan.unit} "
-             f"per second and device, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}"),
+            ("step", f"{seconds_text(plan.step_seconds)}{speed}"),
             ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
              f"{seconds_text(plan.memory_seconds)} in other work, "
              f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "

@@ -20,7 +20,7 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.text import config_difference, config_lines, dump_config, load_config_file
 from praxis_lite.errors import ConfigError, few
 from praxis_lite.experiment.recorded_job import keep_tokenizers
-from praxis_lite.explain.layout_table import layout_table, layout_warnings
+from praxis_lite.explain.layout_table import layout_table, layout_warnings, padding_notes
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
@@ -248,7 +248,7 @@ def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     for line in layout.groups.report():
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
-    for note in layout.notes:
+    for note in (*layout.notes, *padding_notes(layout)):
         print(f"note: {note}")
     for warning in layout_warnings(layout):
         print(f"WARNING: {warning}")

@@ -18,6 +18,7 @@ from praxis_lite.explain.layout_table import (
     layout_table,
     layout_warnings,
     leaf_table,
+    padding_notes,
 )
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base_layer import stacked
@@ -246,18 +247,23 @@ def test_a_wasteful_dim_counts_the_weights_that_share_it_and_their_slots_apart()
     others = {name: struct for name in "abc"}
     shapes = {"mdl_vars": others, "opt_states": {"mu": others, "ema": {}}}
     specs = jax.tree.map(lambda _: spec, shapes)
-    (warning,) = layout_warnings(StateLayout(shapes, specs, {"data": 8}))
-    assert warning.startswith(
+    (note,) = padding_notes(StateLayout(shapes, specs, {"data": 8}))
+    assert note.startswith(
         "mdl_vars/a: dim 0 (and that of 2 other weights and of 3 optimizer slots) is padded from"
     )
-    (warning,) = layout_warnings(layout_of((35,), PartitionSpec("data"), data=8))
-    assert warning.startswith("mdl_vars/w: dim 0 is padded")
+    (note,) = padding_notes(layout_of((35,), PartitionSpec("data"), data=8))
+    assert note.startswith("mdl_vars/w: dim 0 is padded")
 
 
 @pytest.mark.parametrize(("dim", "is_waste"), [(37, False), (36, False), (35, True), (8, False)])
 def test_a_dim_that_wastes_more_than_a_tenth_is_warned_of(dim, is_waste):
     # Over 8: 37 -> 40 wastes 7.5%, 36 -> 40 exactly 10%, 35 -> 40 12.5%.
-    warnings = layout_warnings(layout_of((3, dim), PartitionSpec(None, "data"), data=8))
+    # 2^19 rows of 5 floats a device, of which an eighth is padding, are 1.25 MiB of it.
+    large = layout_of((2**19, dim), PartitionSpec(None, "data"), data=8)
+    small = layout_of((3, dim), PartitionSpec(None, "data"), data=8)
+    assert len(padding_notes(small)) == is_waste and not layout_warnings(small)
+    assert not padding_notes(large)
+    warnings = layout_warnings(large)
     if not is_waste:
         assert warnings == []
         return

@@ -11,7 +11,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.decode import Sample
-from praxis_lite.inputs.tokenizers.plain import TokenIds
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
 from praxis_lite.layers import AuxLoss, BaseLayer, Summary
 from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
@@ -57,6 +57,14 @@ def test_loss_bits_and_accuracy_are_means_over_weighted_tokens():
 
 def test_bits_are_named_after_what_a_token_is():
     assert "bits_per_token" in metrics_of(BATCH, tokenizer=TokenIds())
+    # Ids beyond the bytes, of which nobody said what they are.
+    model = lambda ids, key: (jnp.asarray(LOGITS), None)  # noqa: E731
+    for vocab_size, tokenizer, unit in (
+        (257, None, "byte"), (300, None, "token"), (300, ByteTokenizer(), "byte")
+    ):
+        model.vocab_size = vocab_size
+        metrics = task(tokenizer=tokenizer).compute_loss(model, BATCH, None)
+        assert f"bits_per_{unit}" in metrics
 
 
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
