@@ -8,7 +8,6 @@ from pathlib import Path
 
 from praxis_lite.sharding import simulate_devices
 
-
 # How `Defect.missed` begins, in capitals.
 MISSED = ("| NOT CAUGHT", "| AXIS ", "| LAYER ")
 
