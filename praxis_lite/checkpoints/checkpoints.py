@@ -158,7 +158,7 @@ class Checkpoints:
         *,
         is_last: bool = False,
     ) -> None:
-        """SaveQueue `state` in the background; it may be donated as soon as this returns.
+        """Saves `state` in the background; it may be donated once this returns.
 
         Orbax takes everything to the host before it returns. On CPU that is a view of the array's
         own buffer, and XLA gives a step that donates a buffer with a view on it another one. A step

@@ -53,7 +53,7 @@ class ContinuousBatching:
       num_rows: R.
       prompt_length: P.
       wrap: makes of `function(mdl_vars, ...)` one that jit compiles: the partitioner's
-        `with_mdl_vars`, which knows how mdl_vars are stored and the mesh.
+        `with_mdl_vars`, which knows how mdl_vars are stored and the mesh, with `has_splits`.
 
     Attributes:
       num_steps: model steps that the latest stream has made, each of them for all rows.

@@ -237,9 +237,8 @@ def test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divid
 def test_continuous_batching_on_a_mesh_gives_what_one_device_gives():
     decoder = dataclasses.replace(OTHERS["sample"], num_cache_slots=4)
     partitioner, mdl_vars = partitioner_and_vars((1, 2, 3), decoder)
-    batching = ContinuousBatching(
-        decoder, partitioner.task.model.module, 4, P, wrap=partitioner.with_mdl_vars
-    )
+    wrap = functools.partial(partitioner.with_mdl_vars, has_splits=True)
+    batching = ContinuousBatching(decoder, partitioner.task.model.module, 4, P, wrap=wrap)
     keys = sample_keys(row_keys(len(LENGTHS)), decoder.num_samples)
     rows = [(b, s) for b in np.flatnonzero(LENGTHS) for s in range(decoder.num_samples)]
     prompts = [Prompt(PROMPTS[b], LENGTHS[b], keys[3 * b + s]) for b, s in rows]

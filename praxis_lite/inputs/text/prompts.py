@@ -83,7 +83,7 @@ class TextPrompts(IndexedPipeline):
 
     @property
     def _width(self) -> int:
-        """Tokens of the longest prompt that there may be of bytes, or that there is of others."""
+        """Width of the prompt array: `max_prompt_bytes + 1` of bytes, else the longest prompt's."""
         if self.tokenizer.token_unit == "byte":
             return self.max_prompt_bytes + 1
         return max(map(len, self._prompts))
