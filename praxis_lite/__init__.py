@@ -1,4 +1,4 @@
-"""praxis_lite: models written for one device, run on any mesh.
+"""praxis_lite: models written for a single device, run on any mesh.
 
 The names below are loaded on first use, so that `import praxis_lite` and the errors of a mistyped
 command cost no import of jax.

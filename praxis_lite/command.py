@@ -51,7 +51,7 @@ def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
 
 
 def print_error(words: object, *, wraps: bool = True) -> None:
-    """Prints a paragraph to standard error, in lines of 100 letters or in one."""
+    """Prints a paragraph to standard error, in lines of 100 letters or in a single line."""
     text = printable(f"error: {words}")
     if wraps:
         text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

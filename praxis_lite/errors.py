@@ -51,7 +51,7 @@ def require(
 
 
 def require_choice(setting: str, found: object, choices: Collection[str]) -> None:
-    """Checks a setting that is one of several names.
+    """Checks a setting that is a name among several.
 
     Raises:
       ConfigError: it is none of them; names them all, and the nearest.
@@ -78,7 +78,7 @@ def few(words: Sequence[str], most: int = 3, separator: str = ", ") -> str:
 
 
 def shown(text: str, limit: int = 80) -> str:
-    """Returns `text` for a message: shortened, and without what a terminal would obey."""
+    """Returns `text` for a message: shortened, and without control characters of a terminal."""
     if len(text) > limit:
         text = f"{text[: limit - 3]}..."
     return printable(text)

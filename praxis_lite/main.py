@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; exits 2, with one paragraph, for what the user can mend.
+    """Runs the command line; exits 2, with a paragraph, for errors that the user can mend.
 
     It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
     --mode=check found a difference.
@@ -204,7 +204,7 @@ def _job_of_experiment(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobD
 
 
 def _recorded_job(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobDir]":
-    """Returns what a trained job's config.json holds, --set applied, and its directory."""
+    """Returns a trained job's recorded config, --set applied, and its directory."""
     path = _job_log_dir(args)
     job_dir = open_shared(path, lambda: open_for_reading(path))
 

@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Once(argparse.Action):
-    """Stores an option that may be given once: of two directories one would be forgotten."""
+    """Stores an option that may be given once: of two directories the first would be forgotten."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,

@@ -26,7 +26,7 @@ LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
 
 
 class Task(abc.ABC):
-    """What a subclass computes as if there were one device.
+    """The computation of a subclass, written as if for a single device.
 
     Args:
       model: a `Model`; or called with `rngs`, it returns an NNX module.
@@ -140,7 +140,7 @@ class Task(abc.ABC):
     def compute_eval_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> LossOutputs:
-        """Returns what an evaluation reports of a batch: `compute_loss` without a key.
+        """Returns the report of an evaluation of a batch: `compute_loss` without a key.
 
         Override it where an evaluation draws random numbers, such as a diffusion's time steps.
 
@@ -157,7 +157,7 @@ class Task(abc.ABC):
         inputs: Mapping[str, jax.Array],
         key: jax.Array | None,
     ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
-        """Returns what a method above does, once it is what a step needs, as two dicts.
+        """Returns the result of a method above in the form a step needs, as two dicts.
 
         Returns:
           metrics, name -> (value, weight); per-example outputs, name -> [B, ...].
@@ -202,7 +202,7 @@ class Task(abc.ABC):
         return {}
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Checks that a batch has what the task reads.
+        """Checks that a batch has the leaves that the task reads.
 
         Raises:
           ConfigError: a key is missing; names it, what there is, and the dataset.

@@ -19,7 +19,7 @@ from praxis_lite.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status; prints the answer, or on standard error what stands against one."""
+    """Returns the exit status; prints the answer, or the reason of a failure on standard error."""
     status = status_of(lambda: _run(argv), goes_on=False)
     # Of `| head`, which has seen enough.
     return 0 if status == 128 + signal.SIGPIPE else status

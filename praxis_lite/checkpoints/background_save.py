@@ -1,4 +1,4 @@
-"""One save: the state taken to the host at once, all else in a thread of its own.
+"""A single save: the state taken to the host at once, all else in a thread of its own.
 
 Orbax writes `N.saving`; then all arrays are looked for in it, every file is digested and made
 sure to be on disk, the manifest and the commit are written, and the folder gets its number. What
@@ -121,7 +121,7 @@ class BackgroundSave:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     def _clear(self) -> None:
-        """Removes what a save of this step wrote so far."""
+        """Removes the files that a save of this step wrote so far."""
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)
@@ -157,7 +157,7 @@ class _Meeting:
 
 
 def why(error: BaseException) -> str:
-    """Returns what failed in a few words: the system's, and where, if that is known."""
+    """Returns the reason of a failure in a few words: the system's, and the place, if known."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (_place(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")

@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gives back.
+    """The result of a restore.
 
     Attributes:
       step: of the checkpoint.
@@ -57,7 +57,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one job; a context that waits for the save in flight on its way out.
+    """The checkpoints of a job; a context that waits for the save in flight on its way out.
 
     A step is used only after all its files were compared with its manifest (`VerifiedSteps`). A
     job that saves renames a damaged step to `N.damaged`, one that only reads skips it; either uses
@@ -129,7 +129,7 @@ class Checkpoints:
         return from_first(self._name, self._steps.newest)
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that have a commit, in order, without the one in flight."""
+        """Returns the committed steps in order, without a step in flight."""
         return self._steps.committed()
 
     def best_step(self) -> int | None:
@@ -137,11 +137,11 @@ class Checkpoints:
         return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns what was saved beside the newest state: the position of the training data."""
+        """Returns the position of the training data that was saved beside the newest state."""
         return self._chosen(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the unpadded shapes of what a checkpoint has, by path; reads no array.
+        """Returns the unpadded shapes of a checkpoint's arrays, by path; reads no array.
 
         Paths are "mdl_vars/params/softmax/...", "opt_states/slots/...".
         """

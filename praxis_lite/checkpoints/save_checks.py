@@ -1,4 +1,4 @@
-"""What is checked of a state before it is saved: its names, and that its numbers are finite."""
+"""Checks of a state before it is saved: its names, and that its numbers are finite."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ from praxis_lite.partitioner import StateLayout, TrainState
 
 
 def check_names(layout: StateLayout) -> None:
-    """Checks that no two leaves have one name in a checkpoint.
+    """Checks that no two leaves have the same name in a checkpoint.
 
     Orbax joins names by "." and writes two leaves of one name over each other without a word; we
     join them by "/".

@@ -1,4 +1,4 @@
-"""The saves of a job: one at a time, and what happens when one fails."""
+"""The saves of a job: a single save at a time, and the response when a save fails."""
 
 import itertools
 import time
@@ -48,21 +48,21 @@ class SaveQueue:
             self.begin(state, manifest)
 
     def is_saving(self) -> bool:
-        """Returns True while one is in flight; from any thread."""
+        """Returns True while a save is in flight; from any thread."""
         save = self._in_flight
         return save is not None and not save.is_done()
 
     def raise_if_failed(self) -> None:
-        """Settles what is done."""
+        """Settles the finished saves."""
         if self._in_flight is not None and self._in_flight.is_done():
             self.settle()
 
     def retry_is_due(self) -> bool:
-        """Returns True if one that failed is to be tried again now."""
+        """Returns True if a failed save is to be tried again now."""
         return processes.count() == 1 and time.monotonic() >= self._retry_at
 
     def settle(self, retries: int | None = None) -> bool:
-        """Waits for the save in flight, if there is one; returns False if it failed.
+        """Waits for the save in flight, if any; returns False if it failed.
 
         Raises:
           FailedSave: more than `retries` in a row have failed; by default those of the settings.
@@ -88,7 +88,7 @@ class SaveQueue:
         return False
 
     def _delete_old(self, step: int) -> None:
-        """Deletes what need not stay, now that there is a newer step; the first process only."""
+        """Deletes steps that need not stay, after a newer step; the first process only."""
         self._steps.forget(step)
         try:
             self._steps.delete_all_but(self._settings.kept)

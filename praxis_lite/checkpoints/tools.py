@@ -1,4 +1,4 @@
-"""What `python -m praxis_lite.checkpoints` says of a directory of steps, and of one of them."""
+"""`python -m praxis_lite.checkpoints`: reports on a directory of steps, and on a single step."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ def told(arrays: Mapping[str, StoredArray], progress: Progress) -> Iterator[Stor
 
 @dataclasses.dataclass(frozen=True)
 class ListedStep:
-    """One folder of a directory of steps.
+    """A folder of a directory of steps.
 
     Attributes:
       name: of the folder: "300", "300.damaged", "400.saving".
@@ -105,7 +105,7 @@ def manifest_of(step_dir: Path) -> dict[str, Any]:
 
 
 def list_steps(directory: Path, progress: Progress = no_progress) -> list[ListedStep]:
-    """Returns all steps of a directory, and what is left of others; reads every file of a step."""
+    """Returns all steps of a directory, and the leftovers of others; reads every file of a step."""
     steps = [str(step) for step in step_dirs.numbered_steps(directory)]
     listed = []
     for count, name in enumerate(steps):
@@ -120,7 +120,7 @@ def list_steps(directory: Path, progress: Progress = no_progress) -> list[Listed
 
 
 def what_is_wrong(step_dir: Path) -> list[str]:
-    """Returns what is wrong with a step's files, a line each; no array is decoded."""
+    """Returns the errors of a step's files, a line each; no array is decoded."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
     except ConfigError as error:
@@ -128,7 +128,7 @@ def what_is_wrong(step_dir: Path) -> list[str]:
 
 
 def what_is_wrong_within(step_dir: Path, progress: Progress = no_progress) -> list[str]:
-    """Returns what is wrong with a step, having decoded every array and looked at its padding."""
+    """Returns the errors of a step, having decoded every array and looked at its padding."""
     if wrong := what_is_wrong(step_dir):
         return wrong
     try:
@@ -144,7 +144,7 @@ def what_is_wrong_within(step_dir: Path, progress: Progress = no_progress) -> li
 
 
 def description(step_dir: Path) -> list[str]:
-    """Returns what a step is, in lines: where it comes from, and each of its arrays."""
+    """Returns the description of a step in lines: where it comes from, and each of its arrays."""
     manifest = manifest_of(step_dir)
     check_leaves(step_dir, manifest)
     listed = _listed(step_dir, "")
@@ -172,7 +172,7 @@ def description(step_dir: Path) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows as lines, their columns aligned, without what a terminal would obey."""
+    """Returns the rows as lines, their columns aligned, without a terminal's control characters."""
     rows = [[printable(x) for x in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""A config becomes objects; what a constructor refuses is reported with the config's path."""
+"""A config becomes objects; a constructor's refusal is reported with the config's path."""
 
 import re
 import traceback
@@ -15,7 +15,7 @@ _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <
 
 
 def build(config: fdl.Config) -> Any:
-    """Returns what `fdl.build` does.
+    """Returns the object that `fdl.build` makes.
 
     Raises:
         ConfigError: a class or function of an installed package refuses its arguments, or a class

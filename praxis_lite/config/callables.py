@@ -36,7 +36,7 @@ def text_of_value(value: Any, annotation: Any) -> str | None:
 
 
 def shown_value(value: Any, annotation: Any) -> str:
-    """Returns the text for a message: that of `--set`, or what the value is."""
+    """Returns the text for a message: that of `--set`, or a description of the value."""
     text = text_of_value(value, annotation)
     return describe(value) if text is None else text
 

@@ -1,4 +1,4 @@
-"""What a config may name, decided here alone: by the words, and again by what they turn out to be.
+"""The names that a config may use, decided here alone: by their words, and again by the objects.
 
 A job's directory may come from anyone, and `module:name` in its config.json becomes an import and
 then a call: so only what is meant to be configured stands here, and none of it writes, connects,
@@ -171,7 +171,7 @@ def refused_call(where: str, module: str, name: str) -> str:
 
 
 def _is_of_a_class(module: str, name: str, value: Any) -> bool:
-    """Returns True for a member of an enum, a class in a class and a function that makes one."""
+    """Returns True for a member of an enum, a class in a class and a maker of the class."""
     *owners, last = name.split(".")
     owner = functools.reduce(getattr, owners, sys.modules[module])
     member = inspect.getattr_static(owner, last, None)

@@ -1,4 +1,4 @@
-"""What the names in a config.json of an earlier version are called today."""
+"""Today's names of the names in a config.json of an earlier version."""
 
 from collections.abc import Collection
 
@@ -51,7 +51,7 @@ _RENAMED = {
 def name_today(
     module: str, name: str, config_format: int, packages: Collection[str]
 ) -> tuple[str, str]:
-    """Returns the (module, name) of today for what a config.json names.
+    """Returns today's (module, name) of a name in a config.json.
 
     Args:
         module: `praxis_lite.layers.attentions` or `tasks.loss`, as the file has it.

@@ -1,4 +1,4 @@
-"""JSON from a file that anyone may have written: of limited size, and with one reading only."""
+"""JSON from a file that anyone may have written: of limited size, and with a single reading."""
 
 import json
 import os
@@ -12,7 +12,7 @@ MAX_BYTES = 16 * 2**20
 
 
 def parse_json(text: str) -> Any:
-    """Returns what the text means.
+    """Returns the value of the text.
 
     Raises:
         ValueError: it is not JSON, has a key twice, NaN, an infinity, a number too large for
@@ -27,7 +27,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Returns what a file of at most `MAX_BYTES` means.
+    """Returns the value in a file of at most `MAX_BYTES`.
 
     Raises:
         ConfigError: it cannot be read, is too large, or is not JSON.

@@ -1,4 +1,4 @@
-"""What a name in a config leads to, and by which name a function or class is written."""
+"""The object that a name in a config leads to, and the name that an object is written by."""
 
 import enum
 import importlib
@@ -66,7 +66,7 @@ def imported(module: str, name: str, *, is_called: bool = False) -> Any:
 
 
 def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> Any:
-    """Returns what a name behind `--set` means, or None if a config may not name it.
+    """Returns the object that a name behind `--set` means, or None if a config may not name it.
 
     Args:
         text: a full name, `optax.lion`; or a bare one, `lion`, which is looked up in the modules

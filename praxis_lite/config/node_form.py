@@ -46,7 +46,7 @@ def check(
 
 
 def children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
-    """Yields the nodes directly below one, each with a name for messages."""
+    """Yields the nodes directly below a node, each with a name for messages."""
     if kind == "dict":
         for key, value in node[kind]:
             yield "key", key
@@ -58,7 +58,7 @@ def children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def damaged(path: str, reason: str) -> ConfigError:
-    """Returns what is said of a config.json that praxis_lite does not write."""
+    """Returns the message of a config.json that praxis_lite does not write."""
     return ConfigError(
         f"config.json is damaged, or praxis_lite did not write it: {shown(path, 300)}: {reason}. "
         "Restore the file or start a new job."

@@ -45,7 +45,7 @@ def write(value: Any, packages: Collection[str]) -> Any:
 
 
 def read(node: Any, names: Mapping[str, tuple[str, str]]) -> Any:
-    """Returns what a JSON value means; `names` is what `check` returned of it, and is imported."""
+    """Returns the value of a JSON node; `names` is the result of `check` on it, and is imported."""
     return _Reader(names).read(node, "config")
 
 

@@ -1,4 +1,4 @@
-"""What is said of a `--set` that cannot be applied: what was wanted, and what may be meant."""
+"""Messages of a `--set` that cannot be applied: the value wanted, and the likely meaning."""
 
 import contextlib
 import difflib
@@ -51,7 +51,7 @@ def check_form(setting: str, following: Sequence[str]) -> None:
 
 
 def wanted_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bool) -> str:
-    """Returns what a field takes in place of `text`."""
+    """Returns the values that a field takes in place of `text`."""
     wanted, parts = str(wrong), union_parts(annotation)
     plain = [type_name(part) for part in parts if is_plain(part)]
     others = [_kind(part) for part in parts if not is_plain(part)]
@@ -94,7 +94,7 @@ PAX_NAMES = {
 
 
 def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) -> str:
-    """Returns what is said of a path that leads to no field, with those that may be meant."""
+    """Returns the message of a path that leads to no field, with the likely paths."""
     if path not in PAX_NAMES and (hint := did_you_mean(path, attributes)):
         return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
     fields = list(iterate_fields(config))

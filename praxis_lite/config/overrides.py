@@ -1,4 +1,4 @@
-"""`--set path=value`: one field of any config, checked before anything is built."""
+"""`--set path=value`: a field of any config, checked before anything is built."""
 
 import functools
 import re
@@ -108,7 +108,7 @@ def _apply(
 
 
 class _Step(NamedTuple):
-    """One key of a path: what it was looked up in, and what stands there."""
+    """A key of a path: the object it was looked up in, and the value there."""
 
     parent: Any
     key: str | int

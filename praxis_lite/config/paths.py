@@ -27,7 +27,7 @@ MADE_BY_CLASS = Unknown("<made by the class>")
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a config.
+    """A field of a config.
 
     Attributes:
         path: from the root, as `--set` takes it.
@@ -102,7 +102,7 @@ def join(path: str, key: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Returns what a value without a literal is, in angle brackets, the same in every process."""
+    """Returns a value without a literal in angle brackets, the same in every process."""
     if isinstance(value, Unknown):
         return value.text
     if isinstance(value, fdl.Buildable):
@@ -161,7 +161,7 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
-    """Returns annotations by parameter, by position for positional ones; `**` for `**kwargs`."""
+    """Returns annotations by parameter, or by position where it has no name; `**` for `**kwargs`."""
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
     types = {}
@@ -180,7 +180,7 @@ def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
 
 
 def _resolved_annotations(function: Any) -> dict[str, Any]:
-    """Returns the annotations of a callable by parameter, `UNKNOWN` where one cannot be had."""
+    """Returns the annotations of a callable by parameter, `UNKNOWN` where there is none."""
     # Not typing.get_type_hints, which gives up all for one name imported under TYPE_CHECKING.
     if isinstance(function, type):
         owner = next(base for base in function.__mro__ if "__init__" in vars(base))
@@ -213,7 +213,7 @@ def _evaluate(hint: Any, owner: Any) -> Any:
 
 
 def _item_type(annotation: Any, key: Any) -> Any:
-    """Returns the annotation of one item, given the container's."""
+    """Returns the annotation of an item, given the container's."""
     for part in union_parts(annotation):
         origin, args = typing.get_origin(part), typing.get_args(part)
         if isinstance(key, int) and origin is tuple and args:

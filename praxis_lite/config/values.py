@@ -106,7 +106,7 @@ def type_name(annotation: Any) -> str:
 
 
 def is_plain(annotation: Any) -> bool:
-    """Returns True if text can mean a value of the type, False if only code makes one."""
+    """Returns True if text can mean a value of the type, False if only code makes such a value."""
     kind = typing.get_origin(annotation) or annotation
     if not isinstance(kind, type):
         return True
@@ -150,7 +150,7 @@ def _read(text: str) -> Any:
 
 
 def _fit(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
-    """Returns `read` as `wanted`; `text` is what it was read from, None inside a container."""
+    """Returns `read` as `wanted`; `text` is its source, None inside a container."""
     if wanted in (UNKNOWN, Any, object) or isinstance(wanted, typing.TypeVar):
         return _plain(read)
     if wanted is None or wanted is types.NoneType:

@@ -56,7 +56,7 @@ class BeamSearch(Decoder):
         return self.beam_size
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns what `__call__` does. Nothing is drawn: keys and temperature do nothing.
+        """Returns the result of `__call__`. Nothing is drawn: keys and temperature do nothing.
 
         Also, of the hypotheses that went on to the last step, done bool [B, K], those that have an
         end of text, and hyp_ids int32 [B, K], the places that they had a step before.

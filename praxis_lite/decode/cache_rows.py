@@ -11,7 +11,7 @@ PyTree = Any
 
 
 def batch_dims(init_cache: Callable[[int, int], PyTree]) -> PyTree:
-    """Returns the batch dim of each leaf of a cache; -1 for one that all rows share.
+    """Returns the batch dim of each leaf of a cache; -1 for a leaf that all rows share.
 
     Found by asking for caches of two batch sizes: a scanned stack has its layers first, a
     recurrent state no time, and no layer has to say so.
@@ -55,7 +55,7 @@ def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
 
 
 def put_row(cache: PyTree, dims: PyTree, new: PyTree, row: jax.Array) -> PyTree:
-    """Returns the cache with the one row of `new` at `row`, and what all rows share from `new`."""
+    """Returns the cache with the row of `new` at `row`, and shared leaves from `new`."""
 
     def put(x: jax.Array, one: jax.Array, dim: int) -> jax.Array:
         if dim < 0:

@@ -21,7 +21,7 @@ Program = Callable[..., Any]
 
 
 class Prompt(NamedTuple):
-    """What waits for a row. What is None is the decoder's."""
+    """A prompt that waits for a row. A field of None is the decoder's."""
 
     ids: np.ndarray  # int32 [P], padded on the right.
     length: int  # Without padding.
@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What came since the last time, of one prompt."""
+    """New tokens of a prompt since the last time."""
 
     index: int  # Of the prompt, in the order in which they were taken.
     ids: np.ndarray  # int32 [n]; n may be 0 at the end.
@@ -163,7 +163,7 @@ class ContinuousBatching:
         self, mdl_vars: PyTree, state: DecodeState, num_steps: int, until_one_ends: bool,
         taken: set[int],
     ) -> tuple[DecodeState, dict[str, np.ndarray]]:
-        """Returns the state after `loop.advance`, and what the host looks at; donates the state.
+        """Returns the state after `loop.advance`, and the host's report; donates the state.
 
         Args:
           taken: the rows to go on with.

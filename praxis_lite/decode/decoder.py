@@ -143,7 +143,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns what `__call__` does."""
+        """Returns the result of `__call__`."""
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         require(holds, f"{type(self).__name__}.{name}", getattr(self, name), wanted)

@@ -117,7 +117,7 @@ def advance(
 
 
 def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
-    """Returns the state with one more token in each row that is not done."""
+    """Returns the state with another token in each row that is not done."""
     index, goes_on = jnp.arange(state.done.shape[0]), ~state.done
     new_ids = jnp.where(goes_on, decoder.choose(decoder.penalized(state), state), 0)
     logprobs = jax.nn.log_softmax(state.logits, axis=-1)[index, new_ids]
@@ -152,7 +152,7 @@ def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
 def ends_in(
     sequences: Sequence[Sequence[int]], output_ids: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Returns bool [R]: True if the first `lengths` of a row's ids end in one of `sequences`."""
+    """Returns bool [R]: True if the first `lengths` of a row's ids end in any of `sequences`."""
     found = jnp.zeros(lengths.shape, bool)
     for sequence in sequences:
         last = lengths[:, None] + jnp.arange(-len(sequence), 0)[None, :]

@@ -1,4 +1,4 @@
-"""Decoded outputs as Pax gives them: prompt and continuation in one row, 1.0 where unused."""
+"""Decoded outputs in Pax's form: prompt and continuation in a row, 1.0 where unused."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The prompt's way into the cache: one forward pass, or a token at a time."""
+"""The prompt's way into the cache: a single forward pass, or a token at a time."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from praxis_lite.sharding.varying import varying_alike
 
 
 class Prefix(NamedTuple):
-    """What a model knows after its prompts."""
+    """A model's state after its prompts."""
 
     logits: jax.Array  # float32 [B, V], of the token after each prompt.
     cache: Any  # With room for the new tokens.
@@ -30,7 +30,7 @@ def cache_length(decoder: Decoder, prompt_length: int) -> int:
 
 
 def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
-    """Returns what the model knows after the prompts.
+    """Returns the model's state after the prompts.
 
     What padding leaves in an attention's cache is overwritten before anything attends to it,
     since a row's new tokens go to the positions right after its prompt; a recurrent layer skips

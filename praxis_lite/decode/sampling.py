@@ -1,4 +1,4 @@
-"""Decoding token by token: greedy, or drawn from the likely ones."""
+"""Decoding token by token: greedy, or drawn from the likely tokens."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ class Greedy(Decoder):
         return logits
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns what `__call__` does: a sample per hypothesis, whose score sums its log-probs."""
+        """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs."""
         prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
         state, prefix_logprobs = start(self, model, prompts)
         state, _ = advance(self, model, state, self.max_decode_steps)
@@ -152,7 +152,7 @@ class Sample(Greedy):
         return chosen_R1[:, 0].astype(jnp.int32)
 
     def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the candidates' logits [R, C], -inf for one that cannot be drawn, and their ids.
+        """Returns the candidates' logits [R, C], -inf where none can be drawn, and their ids.
 
         The ids are None if the candidates are all V in their own order.
         """

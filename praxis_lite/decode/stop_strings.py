@@ -29,7 +29,7 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
-    """Returns the text before the first stop string, and True if there was one."""
+    """Returns the text before the first stop string, and True if there was any."""
     places = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
     return (text[: min(places)], True) if places else (text, False)
 

@@ -53,7 +53,7 @@ _EXAMPLES = {
 
 
 class Experiment:
-    """One thing to run: subclass it, say `@register`, launch it by name.
+    """A thing to run: subclass it, say `@register`, launch it by name.
 
     Every method returns configs (`fdl.Config`), never built objects. A variant subclasses an
     experiment, overrides one method and edits what `super()` gave.

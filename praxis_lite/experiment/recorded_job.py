@@ -27,7 +27,7 @@ _TOKENIZER = re.compile(r"(.*[.\]])?tokenizer(\.path)?")
 
 
 def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
-    """Returns what a job's config.json holds, its tokenizers those that the job keeps.
+    """Returns the config in a job's config.json, its tokenizers those that the job keeps.
 
     Raises:
       ConfigError: as `load_config_file`.

@@ -132,7 +132,7 @@ def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Binding]":
-    """Returns what each full name means; those that mean nothing are left out."""
+    """Returns the object of each full name; names without an object are left out."""
     found = {}
     for full in names:
         is_allowed = any(_is_in(package, full) for package in allowed)

@@ -1,4 +1,4 @@
-"""The settings that an error is about: what it names is looked for in the config."""
+"""The settings that an error is about: the names in it are looked for in the config."""
 
 import contextlib
 import fnmatch

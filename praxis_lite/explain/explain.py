@@ -1,4 +1,4 @@
-"""What a job would do, without doing it: the layout, and each compiled step's collectives."""
+"""A job's layout and each compiled step's collectives, without running it."""
 
 import dataclasses
 import time
@@ -81,7 +81,7 @@ def explained_step(
     partitioner: Partitioner, step: str, name: str, element_spec: dict,
     compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
-    """Returns what a compiled step holds and sends, of batches of the dataset `name`."""
+    """Returns the memory and traffic of a compiled step, of batches of the dataset `name`."""
     return ExplainedStep(
         step=step,
         dataset=name,

@@ -1,4 +1,4 @@
-"""What a compiled program does on one device, read from its text: collectives, matmuls, memory.
+"""A compiled program on a device, read from its text: collectives, matmuls, memory.
 
 XLA's `cost_analysis()` counts a loop's body once, so a scanned model looks like one layer. Here an
 instruction counts as often as its loops run it. `compiled` is a `jax.stages.Compiled` or its
@@ -39,7 +39,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled program.
+    """A collective instruction of a compiled program.
 
     Attributes:
       kind: one of `KINDS`.
@@ -78,7 +78,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class MemoryPerDevice:
-    """Bytes on one device, as XLA plans them.
+    """Bytes on a device, as XLA plans them.
 
     `aliased` outputs lie in donated arguments; `peak` is all that a run allocates: arguments +
     outputs - aliased + temp.
@@ -151,7 +151,7 @@ def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Returns the collectives in groups of one kind and one layer, by kind, most bytes first."""
+    """Returns the collectives in groups of a kind and a layer, by kind, most bytes first."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for one in collectives:
         groups.setdefault((one.kind, one.layer), []).append(one)
@@ -162,7 +162,7 @@ def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def collectives_table(collectives: Iterable[Collective]) -> str:
-    """Returns a line of text per kind, and below it one per layer of that kind.
+    """Returns a line of text per kind, and below it a line per layer of that kind.
 
     '>=', '<=' (both: '~') mark what is only a bound.
     """
@@ -228,7 +228,7 @@ def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice | None
 
 
 def flops(compiled: "jax.stages.Compiled | str") -> int:
-    """Returns the matmul flops of a run on one device: 2 x multiplications in dots, convolutions.
+    """Returns the matmul flops of a run on a device: 2 x multiplications in dots, convolutions.
 
     Branches count as taken, a loop of unknown trip count as one pass (see `unknown_loops`). Not
     counted: elementwise work, dots that XLA made a multiply and a sum, other custom calls.

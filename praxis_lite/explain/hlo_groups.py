@@ -63,7 +63,7 @@ def _groups_of_mesh(mesh: str, among: str) -> np.ndarray:
 
 
 def devices_in_group(attributes: str, program: Program) -> int | None:
-    """Returns how many devices one group of a collective has, or None if it has no groups."""
+    """Returns the number of devices in a group of a collective, or None if it has no groups."""
     if "source_target_pairs=" in attributes:
         return None
     groups = device_groups(attributes, program)

@@ -25,7 +25,7 @@ PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + o
 
 
 def layers_of(program: Program, site: Site) -> dict[str, int]:
-    """Returns which layers an instruction's result comes from, with the bytes of each one's part.
+    """Returns the layers an instruction's result comes from, with the bytes of each layer's part.
 
     There are several if XLA merged instructions. An unknown layer is ''.
     """
@@ -52,7 +52,7 @@ def layers_of(program: Program, site: Site) -> dict[str, int]:
 
 
 def nearest_layer(program: Program, site: Site) -> str:
-    """Returns the layer of what uses a gathered array, or of what is reduced; '' if none is near.
+    """Returns the layer that uses a gathered array, or that is reduced; '' if none is near.
 
     For collectives without a name: XLA drops it where a program runs on several slices.
     """
@@ -135,7 +135,7 @@ def argument_path(op_name: str) -> str:
 
 
 def together(bytes_of: Mapping[str, int]) -> str:
-    """Returns one text for the layers of a merged operation: 'several in encoder'.
+    """Returns a text for the layers of a merged operation: 'several in encoder'.
 
     It is 'several (encoder, decoder)', with up to three names, if they have no path in common. A
     layer with less than a hundredth of the bytes, such as a norm's scalar, is left out.

@@ -1,4 +1,4 @@
-"""The text of a compiled program, parsed: its instructions, and how often each one runs."""
+"""The text of a compiled program, parsed: its instructions, and how often each runs."""
 
 import math
 import re
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Array(NamedTuple):
-    """The element type and dims of one array in a shape."""
+    """The element type and dims of an array in a shape."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -24,7 +24,7 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a computation."""
+    """A line of a computation."""
 
     name: str
     shape: str
@@ -68,7 +68,7 @@ def _parse(text: str) -> Program:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields lines; an attribute of Pallas (kernel_metadata) stands on several, here on one."""
+    """Yields lines; an attribute of Pallas (kernel_metadata) on several lines is joined."""
     parts: list[str] = []
     for line in text.splitlines():
         depth = sum(part.count("{") - part.count("}") for part in parts)
@@ -128,7 +128,7 @@ def braced(text: str, key: str) -> str:
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Returns the arrays of a shape: one, or the elements of a tuple."""
+    """Returns the arrays of a shape: itself, or the elements of a tuple."""
     return [
         Array(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
         for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
@@ -142,7 +142,7 @@ def op_name_of(instruction: Instruction) -> str:
 
 
 class Site(NamedTuple):
-    """An instruction where it runs, and how often in one run of the program."""
+    """An instruction where it runs, and how often in a run of the program."""
 
     instruction: Instruction
     computation: _Computation
@@ -160,7 +160,7 @@ def executed(program: Program) -> Iterator[Site]:
 
 
 def _walk(program: Program, like: Site) -> Iterator[Site]:
-    """Yields what a computation reaches; `like` is a site in it."""
+    """Yields the sites that a computation reaches; `like` is a site in it."""
     for one in like.computation.values():
         site = like._replace(instruction=one)
         yield site
@@ -172,7 +172,7 @@ def _walk(program: Program, like: Site) -> Iterator[Site]:
 
 
 def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
-    """Returns the attributes that name what a site calls, with the fields of `Site` that change."""
+    """Returns the attributes that name a site's calls, with the fields of `Site` that change."""
     opcode = site.instruction.opcode
     if opcode == "while":
         trips = trip_count(program, site.computation, site.instruction)

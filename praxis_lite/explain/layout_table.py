@@ -15,7 +15,7 @@ LONG_DECISION = 30
 
 
 def layout_table(layout: StateLayout) -> str:
-    """Returns the table of a state's leaves, then what a device holds in all."""
+    """Returns the table of a state's leaves, then a device's bytes in all."""
     return "\n".join([leaf_table(layout.leaves()), "", _totals(layout)])
 
 
@@ -49,7 +49,7 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
 
 
 def layout_warnings(layout: StateLayout) -> list[str]:
-    """Returns a sentence for each large replicated array, and one per large wasteful padding."""
+    """Returns a sentence for each large replicated array, and for each large wasteful padding."""
     num_devices = math.prod(layout.axis_sizes.values())
     replicated = [
         leaf for leaf in layout.leaves()
@@ -121,7 +121,7 @@ _EMA = "averaged weights (EMA)"
 
 
 def kind_of(leaf: LeafLayout) -> str:
-    """Returns what a leaf of a state is: a key of `bytes_per_device`."""
+    """Returns the kind of a state's leaf: a key of `bytes_per_device`."""
     if leaf.path.startswith("mdl_vars/"):
         return "weights"
     return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"

@@ -14,7 +14,7 @@ from praxis_lite.inputs.processes.stream_digest import stream_digest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2, and a paragraph, for what the user can mend."""
+    """Returns the exit status: 2, and a paragraph, for errors that the user can mend."""
     return status_of(lambda: _run(argv), goes_on=False)
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline of batches promises: any rows of any batch by its index."""
+"""The promise of a pipeline of batches: any rows of any batch by its index."""
 
 import abc
 import functools
@@ -33,7 +33,7 @@ class InputPipeline(abc.ABC):
     @property
     @abc.abstractmethod
     def num_batches(self) -> int | None:
-        """The batches in one pass, or None for a pipeline without end (training)."""
+        """The batches in a pass, or None for a pipeline without end (training)."""
 
     def check(self) -> None:
         """Reads what must be read; raises ConfigError for what would fail later."""
@@ -148,7 +148,7 @@ def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
 def difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Returns what differs between a batch and the same made again, or None."""
+    """Returns the difference between a batch and the same made again, or None."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return None  # The user's mistake, which is reported where batches are read.
     for name, leaf in first.items():
@@ -180,7 +180,7 @@ def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
 
 
 def described(value: Any) -> Any:
-    """Returns a function with its arguments, or one argument, as JSON alike in every process."""
+    """Returns a function with its arguments, or an argument, as JSON alike in every process."""
     if isinstance(value, functools.partial):
         arguments = {str(n): described(one) for n, one in enumerate(value.args)}
         arguments |= {name: described(one) for name, one in value.keywords.items()}
@@ -198,6 +198,6 @@ def described(value: Any) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Returns the full name of a function, or of what a functools.partial calls."""
+    """Returns the full name of a function, or of the function that a functools.partial calls."""
     found = described(function)
     return found["function"] if isinstance(found, dict) else str(found)

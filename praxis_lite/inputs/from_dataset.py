@@ -186,7 +186,7 @@ class FromDataset(InputPipeline):
 
     @functools.cached_property
     def _dataset(self) -> Any:
-        """A dataset to examine: a second pass over one is shuffled in another way."""
+        """A dataset to examine: its second pass is shuffled in another way."""
         return self._made()
 
     @property
@@ -216,7 +216,7 @@ class FromDataset(InputPipeline):
         return None if found == self._tf.data.INFINITE_CARDINALITY else found
 
     def _counted(self) -> int:
-        """Returns the number of elements of one pass, after reading them all."""
+        """Returns the number of elements of a pass, after reading them all."""
         _log.info("counting the elements of %s, once through: %s", self._name, _INSTEAD)
         found, said_at = 0, time.monotonic()
         for _ in self._read(iter(self._dataset)):

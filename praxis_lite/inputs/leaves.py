@@ -9,7 +9,7 @@ from praxis_lite.errors import ConfigError
 
 
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns `leaves` with `weights`: if absent, ones per label, or per row without labels."""
+    """Returns `leaves` with `weights`: if absent, 1.0 per label, or per row without labels."""
     if "weights" in leaves:
         return dict(leaves)
     shape = leaves["labels"].shape if "labels" in leaves else next(iter(leaves.values())).shape[:1]
@@ -17,7 +17,7 @@ def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
-    """Returns the leaf `name` with 64-bit numbers as 32-bit ones, as JAX would make them.
+    """Returns the leaf `name` with 64-bit numbers as 32-bit, as JAX would make them.
 
     Raises:
         ConfigError: it holds no numbers, or integers too large; names the pipeline `owner`.

@@ -91,7 +91,7 @@ class TextWindows(IndexedPipeline):
         return int(self.stream.max())
 
     def baselines(self) -> dict[str, float]:
-        """Returns what gzip needs, and what bits per token are times to be bits per byte."""
+        """Returns gzip's bits per byte, and the factor from bits per token to bits per byte."""
         gzip = {"gzip_bits_per_byte": self.corpus.gzip_bits_per_byte(self.split)}
         if self.tokenizer.token_unit == "byte":
             return gzip

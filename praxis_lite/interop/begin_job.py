@@ -84,7 +84,7 @@ def _marked(job_dir: JobDir) -> Iterator[None]:
 
 
 def _clear(job_dir: JobDir) -> None:
-    """Removes what a job that has not begun has in its directory, as far as that is possible."""
+    """Removes the files of a job that has not begun from its directory, as far as possible."""
     for folder in (job_dir.huggingface, job_dir.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
     if not job_dir.config_json.exists():
@@ -99,7 +99,7 @@ def begin_job_with(
     settings: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> JobDir:
-    """Returns the job; it is as one whose step 0 was saved, to be trained or evaluated.
+    """Returns the job as if its step 0 was saved, to be trained or evaluated.
 
     The optimizer's slots are new, made from the weights, and the training data starts at its first
     batch.
@@ -141,7 +141,7 @@ def begin_job_with(
 def how_to_go_on(
     job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> str:
-    """Returns what is printed of a job that was begun: the command that trains it."""
+    """Returns the words printed of a job that was begun: the command that trains it."""
     words = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
     words += [f"--packages={','.join(packages)}"] if packages else []
     words += ["--set", *settings] if settings else []

@@ -1,4 +1,4 @@
-"""Weights from an Orbax checkpoint of `nnx.state(model)`, as Flax's guide saves one.
+"""Weights from an Orbax checkpoint of `nnx.state(model)`, in the form that Flax's guide saves.
 
 A job begins with them by `run.init_from_checkpoint_rules`, which takes such a folder too.
 """

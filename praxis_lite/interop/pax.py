@@ -26,7 +26,7 @@ Name = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """One of our variables: its path with the collection in front, and what it is in Pax."""
+    """A variable of ours: its path with the collection in front, and its counterpart in Pax."""
 
     path: str
     spec: WeightSpec
@@ -154,7 +154,7 @@ def _first_name(path: str) -> str:
 
 
 class _PaxLayers:
-    """What a Pax checkpoint has for each layer of each of our variables."""
+    """A Pax checkpoint's arrays for each layer of each of our variables."""
 
     def __init__(self, leaves: list[_Leaf], found: dict[str, Any]):
         self.leaves, self.found = leaves, found

@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PaxCheckpoint(Mapping[str, np.ndarray]):
-    """The variables of one step by path, "params/lm/softmax/..."; reading one reads its file.
+    """The variables of a step by path, "params/lm/softmax/..."; reading a variable reads its file.
 
     Arrays come without their padding where the checkpoint says their shapes (version 1.1 and
     later), and with it otherwise. Nothing that is stored is trusted: all of it is checked before

@@ -1,4 +1,4 @@
-"""Which layer of which stack a variable's path means, in Pax's model and in ours.
+"""The layer and the stack that a variable's path means, in Pax's model and in ours.
 
 A stack of layers has many forms: unrolled (`x_layers_0`, `x_layers_1`, ...), scanned
 (`repeat/sub/x_layers_0`, arrays [repeats, ...]), pipelined (`pipeline/body/x_layers_0`, [stages,

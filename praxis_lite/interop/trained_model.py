@@ -1,4 +1,4 @@
-"""A job's trained model, in Python: its weights, what it predicts, continues and scores."""
+"""A job's trained model, in Python: its weights, predictions, continuations and scores."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def load(
     settings: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "TrainedModel":
-    """Returns the model that a job has trained, with the weights of one of its checkpoints.
+    """Returns the model that a job has trained, with the weights of a checkpoint of it.
 
     The checkpoint is verified before it is read, and nothing is written into the directory.
 
@@ -82,7 +82,7 @@ def load(
 
 
 class TrainedModel:
-    """The weights of one checkpoint of a job on a mesh, and what the job's task does with them.
+    """The weights of a job's checkpoint on a mesh, and the calls of the job's task.
 
     Each method compiles when it is called for the first time with arrays of some shapes.
 
@@ -125,7 +125,7 @@ class TrainedModel:
         }
 
     def predict(self, *arrays: Any, **named: Any) -> Any:
-        """Returns what the model's call with these arguments returns, as NumPy arrays.
+        """Returns the result of the model's call with these arguments, as NumPy arrays.
 
         `predict(images)` is the model's own call `model(images)` in evaluation: no dropout. A
         model of plain functions has no call; `predict(batch)` is then the task's
@@ -180,7 +180,7 @@ class TrainedModel:
         seed: int | None = None,
         **settings: Any,
     ) -> list[Record]:
-        """Returns what the task decodes, as --mode=decode writes it: a record per row.
+        """Returns the task's decoded outputs, as --mode=decode writes them: a record per row.
 
         Args:
           data: a decode dataset of the job by name, or any pipeline with what the task decodes.

@@ -25,7 +25,7 @@ def _below(name: str) -> property:
 
 @dataclasses.dataclass(frozen=True)
 class JobDir:
-    """The files of one job, below `path`. Naming them touches no disk.
+    """The files of a job, below `path`. Naming them touches no disk.
 
     Attributes:
       config_json: the config from which the job is rebuilt; it makes the directory a job's.
@@ -66,7 +66,7 @@ class JobDir:
     beginning = _below(".beginning")
 
     def decode_jsonl(self, dataset: str, step: int) -> Path:
-        """Returns the file of what the checkpoint of `step` made of one dataset's prompts."""
+        """Returns the file of a dataset's prompts as decoded by the checkpoint of `step`."""
         return self.path / "decode" / dataset / f"{step}.jsonl"
 
     def eval_jsonl(self, dataset: str, step: int) -> Path:
@@ -138,7 +138,7 @@ def _absolute(path: str) -> Path:
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
-    """Returns the job's directory, new and empty or one that `experiment` (module.Class) began.
+    """Returns the job's directory, new and empty or begun by `experiment` (module.Class).
 
     It is made if it is absent. Raises ConfigError if it is an address or a file, cannot be made or
     written, or holds something else than this experiment's job.

@@ -1,4 +1,4 @@
-"""One training at a time in a job's directory: two would delete each other's checkpoints."""
+"""A single training at a time in a job's directory: two would delete each other's checkpoints."""
 
 import contextlib
 import errno

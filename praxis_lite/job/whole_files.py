@@ -1,4 +1,4 @@
-"""Files that a reader sees whole: the old one, or the new one, whenever the process is killed."""
+"""Files that a reader sees whole: the old or the new file, whenever the process is killed."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What does a model compute? Maths as of one device; weights and activations say how they split.
+"""What does a model compute? Maths as of a single device; layers say how their arrays split.
 
 Begin with `base_layer` and `linears`. Never sees a device, padding, a task or an optimizer.
 """

@@ -1,4 +1,4 @@
-"""The base of all layers: what it declares of a weight, and how its split travels with it."""
+"""The base of all layers: declarations of weights, and splits that travel with them."""
 
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -82,7 +82,7 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns by path what a pass left in the variables of `kind`: [layers] in a stack."""
+    """Returns by path a pass's values in the variables of `kind`: [layers] in a stack."""
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.iter_graph(module)
@@ -91,7 +91,7 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
 
 
 def aux_loss(module: nnx.Module) -> jax.Array | None:
-    """Returns the sum of what a pass left in the AuxLoss variables, or None if there are none."""
+    """Returns the sum of a pass's AuxLoss variables, or None if it left none."""
     losses = intermediates(module, AuxLoss).values()
     return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
 

@@ -1,4 +1,4 @@
-"""What the constructors and methods of layers take, and the scopes that name what they compute."""
+"""Arguments of the layers' constructors and methods, and the scopes that name their operations."""
 
 import contextlib
 import contextvars
@@ -108,7 +108,7 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that names what is traced inside after `layer`, an attribute of `parent`.
+    """Returns a context that names the operations inside after `layer`, an attribute of `parent`.
 
     For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
     that look alike, so that the name has to stand outside.

@@ -1,4 +1,4 @@
-"""What is done to gradients before an optimizer sees them: norms, clipping, steps to skip."""
+"""Treatment of gradients before an optimizer sees them: norms, clipping, steps to skip."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class GradientLimits:
         return grad_norm < limit if limit else jnp.ones((), bool)
 
     def clipped(self, grads: PyTree, grad_norm: jax.Array) -> PyTree:
-        """Returns one layer's gradients within the limits.
+        """Returns a layer's gradients within the limits.
 
         Args:
           grads: arrays of any dtype.
@@ -74,7 +74,7 @@ class GradientLimits:
 def limits_by_optimizer(
     main: GradientLimits, auxiliary: Sequence[Any], apply_separate_scaling: bool
 ) -> dict[str, GradientLimits]:
-    """Returns the limits of each optimizer by name, "" for the main one: `main`, or its own.
+    """Returns the limits of each optimizer by name, "" for the main optimizer: `main`, or its own.
 
     Args:
       auxiliary: AuxiliaryOptimizers.

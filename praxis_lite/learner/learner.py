@@ -1,4 +1,4 @@
-"""How parameters are updated: what is trained, by which optimizer, which steps are skipped."""
+"""Updates of parameters: the trained weights, the optimizer of each, the skipped steps."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -132,7 +132,7 @@ class Learner:
     def groups(
         self, weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
     ) -> WeightGroups:
-        """Returns what is done with each weight: the other methods' argument, made once.
+        """Returns the groups of weights: the other methods' argument, made once.
 
         Args:
           weight_specs: nested dict of WeightSpec.
@@ -191,7 +191,7 @@ class Learner:
         self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, groups: WeightGroups,
         loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
-        """Returns (params, opt_states, scalars, is_skipped) after one step.
+        """Returns (params, opt_states, scalars, is_skipped) after a step.
 
         A step whose loss, gradient or rate is not finite, or whose gradient is too large, changes
         neither parameters, slots nor average, and is counted; schedules do not advance with it.
@@ -252,7 +252,7 @@ class Learner:
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
         groups: WeightGroups, loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree]]:
-        """Returns what to add to the weights, and the new slots; one layer of a stack at a time."""
+        """Returns the updates of the weights, and the new slots; a layer of a stack at a time."""
         updates: dict[str, Any] = {}
         new_slots = {}
         for name, group in groups.by_name.items():

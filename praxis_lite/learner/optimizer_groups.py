@@ -11,7 +11,7 @@ from praxis_lite.learner.optimizers.path_masks import compiled_patterns
 
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryOptimizer:
-    """An optimizer and rate for the weights whose paths match a pattern, in place of the main ones.
+    """An optimizer and rate for the weights whose paths match a pattern, in place of the main pair.
 
     Pax's `auxiliary_regex`, `auxiliary_optimizers` and `auxiliary_names`, an entry of each.
 
@@ -70,7 +70,7 @@ def optimizer_names(
     exclusion: Iterable[str] = (),
     inclusion: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Returns by path the optimizer of each weight that is trained: an auxiliary one's name, or "".
+    """Returns by path the optimizer of each trained weight: an auxiliary optimizer's name, or "".
 
     Args:
       paths: of all weights, such as "softmax/w".
@@ -119,7 +119,7 @@ def check_mask_patterns(paths: Collection[str], patterns: Iterable[str]) -> None
 def _matched(
     paths: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
 ) -> set[str]:
-    """Returns the paths that one of the patterns matches from their start, or as a whole."""
+    """Returns the paths that any of the patterns matches from their start, or as a whole."""
     matched: set[str] = set()
     match = re.fullmatch if whole else re.match
     for pattern in patterns:

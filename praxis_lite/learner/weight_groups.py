@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Weights that one optimizer updates together.
+    """Weights that an optimizer updates together.
 
     Attributes:
       optimizer: of one layer's weights; or, in a group with `stack_ranks`, of all of them.
@@ -44,13 +44,13 @@ class Group:
         return select(tree, self.paths)
 
     def per_layer(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Returns `fn`, of one layer's trees, mapped over the stacked dims of all its arguments."""
+        """Returns `fn`, of a layer's trees, mapped over the stacked dims of all its arguments."""
         for _ in self.stack_shape:
             fn = jax.vmap(fn)
         return fn
 
     def per_weight(self, fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-        """Returns the tree after `fn`, which treats each weight by itself, one layer at a time."""
+        """Returns the tree after `fn`, which treats each weight by itself, a layer at a time."""
         if self.stack_ranks is None:
             return self.per_layer(fn)(tree)
         results: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class WeightGroups:
-    """What a learner does with each weight of a model; `Learner.groups` works it out.
+    """A learner's treatment of each weight of a model; `Learner.groups` works it out.
 
     Attributes:
       weight_specs: nested dict of WeightSpec, of all weights.

@@ -1,4 +1,4 @@
-"""Optimizers that look beyond one weight, found by a trace, and run over all their weights.
+"""Optimizers that look beyond a weight, found by a trace, and run over all their weights.
 
 Such are a clip by the global norm inside an optimizer, Prodigy, or noise, of which each layer must
 have its own. They see one tree with every layer of a stack as a weight of its own, as plain optax
@@ -74,7 +74,7 @@ def updates_of(
     optimizer: optax.GradientTransformation, grads: PyTree, slots: PyTree, weights: PyTree,
     loss: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Returns an optimizer's updates and its new slots; one that reads the loss is given it."""
+    """Returns an optimizer's updates and its new slots; the loss is given to those that read it."""
     if takes_loss(optimizer):
         return optimizer.update(grads, slots, weights, value=loss)
     return optimizer.update(grads, slots, weights)
@@ -91,7 +91,7 @@ def takes_loss(optimizer: optax.GradientTransformation) -> bool:
 def looks_beyond(
     optimizer: optax.GradientTransformation, weight_specs: Mapping[Path, WeightSpec], owner: str
 ) -> bool:
-    """Returns True if what an optimizer does with a weight depends on another one, or on chance.
+    """Returns True if an optimizer's update of a weight depends on other weights, or on chance.
 
     It is traced with the true shapes, two layers standing for all of a stack.
 
@@ -138,7 +138,7 @@ def looks_beyond(
 
 
 def _refuse_what_optax_refuses(error: Exception, owner: str) -> None:
-    """Raises ConfigError if an update of optax cannot be made of what a training step has."""
+    """Raises ConfigError if an update of optax cannot be made in a training step."""
     words = " ".join(str(error).split())
     wanted = next((name for name in _FUNCTIONS if re.search(rf"\b{name}\b", words)), None)
     if wanted is not None:
@@ -180,7 +180,7 @@ def _unstacked_as(like: PyTree, stacked: PyTree) -> PyTree:
 
 
 def _layers_of(tree: PyTree, stack_shape: tuple[int, ...]) -> Layers:
-    """Returns the layers of an array, or of a tree of arrays, as slots of one weight may be."""
+    """Returns the layers of an array, or of a tree of arrays, as slots of a weight may be."""
     flat = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[len(stack_shape) :])), tree)
     layers = (jax.tree.map(operator.itemgetter(i), flat) for i in range(math.prod(stack_shape)))
     return Layers(tuple(layers), stack_shape)
@@ -209,7 +209,7 @@ def _is_layers(node: Any) -> bool:
 
 
 class _Reader:
-    """Follows what the results of a program depend on.
+    """Follows the dependencies of a program's results.
 
     Attributes:
       draws: True if random numbers were drawn with a key that is no constant.
@@ -236,7 +236,7 @@ class _Reader:
         return of(jaxpr.outvars)
 
     def _read_within(self, eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]] | None:
-        """Returns what an operation's results read by the programs that it runs once, or None."""
+        """Returns the reads of an operation's results by programs that it runs once, or None."""
         if eqn.primitive.name == "cond":
             branches = [self.read(branch.jaxpr, read[1:]) for branch in eqn.params["branches"]]
             return [read[0].union(*ways) for ways in zip(*branches, strict=True)]

@@ -115,7 +115,7 @@ class FunctionModel(Model):
 
 
 def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
-    """Yields the spec of each leaf of `params`; `specs` is a tree like it, or a prefix of one."""
+    """Yields the spec of each leaf of `params`; `specs` is a tree like it, or a prefix of it."""
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
@@ -169,7 +169,7 @@ def _path(path: tuple) -> str:
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises ConfigError if a "/" in a key makes two weights one, or a weight a dict too."""
+    """Raises ConfigError if a "/" in a key makes two weights the same, or a weight a dict too."""
     num_of = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")
@@ -205,5 +205,5 @@ def check_takes(what: str, function: Any, *arguments: str) -> None:
 
 
 def function_name(function: Any) -> str:
-    """Returns the name of a function, or of the one that a partial calls."""
+    """Returns the name of a function, or of the function that a partial calls."""
     return callable_name(getattr(function, "func", function))

@@ -65,7 +65,7 @@ def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType,
 
 
 def _assigned_name(frame: FrameType, position: tuple) -> str:
-    """Returns the name that a constructor was about to give to what it was building."""
+    """Returns the name that a constructor was about to give to the object it was building."""
     line, _, column, _ = position
     try:
         lines, first_line = inspect.getsourcelines(frame.f_code)

@@ -18,7 +18,7 @@ OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
 def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
-    """Returns what a leaf of boxed shapes declares.
+    """Returns the declaration of a leaf of boxed shapes.
 
     Args:
       path: of the leaf, for the message.
@@ -55,7 +55,7 @@ def is_box(x: Any) -> bool:
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """Returns what the boxes hold. Flax's own `unbox` states the layout too, even of shapes."""
+    """Returns the boxes' contents. Flax's own `unbox` states the layout too, even of shapes."""
 
     def value(x: Any) -> Any:
         while is_box(x):

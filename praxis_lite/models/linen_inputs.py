@@ -1,4 +1,4 @@
-"""What a Linen module is initialized with: inputs described by plain data, and their errors."""
+"""Inputs that initialize a Linen module, described by plain data, and their errors."""
 
 import contextlib
 import inspect
@@ -44,7 +44,7 @@ def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def filled(struct: Any) -> Any:
-    """Returns an array for a ShapeDtypeStruct: ones of a float dtype, zeros of another."""
+    """Returns an array for a ShapeDtypeStruct: 1.0 of a float dtype, zeros of another."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return struct
     is_float = jnp.issubdtype(struct.dtype, jnp.inexact)
@@ -89,7 +89,7 @@ def check_arguments(
     module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any],
     given: Collection[str],
 ) -> None:
-    """Raises ConfigError if a module's method cannot be called so; `given` is what the user named.
+    """Raises ConfigError if a module's method cannot be called so; `given` are the user's names.
     """
     signature = inspect.signature(function)
     own = list(signature.parameters)[1:]

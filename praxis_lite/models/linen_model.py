@@ -72,7 +72,7 @@ class LinenModel(Model):
         self._args, self._kwargs = arguments_of(init_inputs)
 
     def init(self, key: jax.Array) -> MdlVars:
-        """Returns what `module.init({"params": key}, ...)` does: its very numbers, unboxed."""
+        """Returns the result of `module.init({"params": key}, ...)`: its very numbers, unboxed."""
         return self._split(unboxed(self._init(key)))
 
     def weight_specs(self) -> MdlVars:
@@ -157,7 +157,7 @@ class LinenModel(Model):
 
 
 class BoundLinen:
-    """A Linen module with its variables, for one pass: called as the module is.
+    """A Linen module with its variables, for a pass: called as the module is.
 
     Attributes:
       linen_module: what is called.
@@ -178,7 +178,7 @@ class BoundLinen:
         rngs: Mapping[str, jax.Array] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Returns what the module, or a method of it, returns.
+        """Returns the result of the module, or of a method of it.
 
         A flag that the method takes and that is not given is set: `train`, `training`,
         `is_training`, or `deterministic`, `use_running_average`. In training all collections but

@@ -1,4 +1,4 @@
-"""What the steps need of any model: init and apply over plain nested dicts."""
+"""The steps' needs of any model: init and apply over plain nested dicts."""
 
 import abc
 from typing import Any
@@ -34,7 +34,7 @@ class Model(abc.ABC):
         key: jax.Array | None = None,
         eval_key: jax.Array | None = None,
     ) -> Any:
-        """Returns what a task calls, with `mdl_vars` in it, for one pass of a traced step.
+        """Returns the module that a task calls, with `mdl_vars` in it, for a pass of a traced step.
 
         Args:
           mdl_vars: unpadded arrays, or `ShardedWeight`s, which are gathered when used.
@@ -66,7 +66,7 @@ def whole(mdl_vars: Any) -> Any:
 
 
 def named_dims(path: str, declared_by: str, names: tuple, shape: tuple[int, ...]) -> tuple:
-    """Returns the names that a declaration gives to dims, with None for the last ones without.
+    """Returns the names that a declaration gives to dims, with None for the last dims without.
 
     Raises:
       ConfigError: there are more names than dims; names `path`.

@@ -15,7 +15,7 @@ from praxis_lite.sharding import WeightSpec
 
 
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
-    """Returns what a variable declares, its names not yet turned into mesh axes.
+    """Returns a variable's declaration, its names not yet turned into mesh axes.
 
     Flax's `out_sharding` (from `nnx.with_partitioning`, `nnx.with_metadata` and
     `nnx.Param(..., out_sharding=)`; once `sharding=`) becomes `logical_axes`, whose entries may be

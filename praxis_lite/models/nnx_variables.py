@@ -22,7 +22,7 @@ def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
 
 
 def value_of(leaf: Leaf) -> Any:
-    """Returns what a variable stores, or the plain array itself."""
+    """Returns a variable's value, or the plain array itself."""
     # Not `get_value`, in which a kind of variable may make something else of what it stores.
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
@@ -45,7 +45,7 @@ def collection(leaf: Leaf) -> str | None:
 
 
 def require_array(path: Path, leaf: Leaf) -> None:
-    """Checks that a leaf can be one leaf of the state.
+    """Checks that a leaf can be a leaf of the state.
 
     Raises:
       ConfigError: its value is a container; names the path.
@@ -74,7 +74,7 @@ def stored_at(path: Path, leaf: Leaf) -> tuple[str, ...]:
 
 
 def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
-    """Returns what a leaf that no state keeps has at the start of a pass.
+    """Returns the value at the start of a pass of a leaf that no state keeps.
 
     A random stream's key comes of `key` and the stream's path, in a stack another for each layer;
     its count is 0. So where a job stopped, and on how many devices it runs, does not matter.

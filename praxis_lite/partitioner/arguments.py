@@ -73,7 +73,7 @@ class StepArguments:
     def check(
         self, call: str, state: PyTree, batch: Any, key: Any, with_examples: bool = False
     ) -> None:
-        """Raises a ConfigError that names the argument of a step that is wrong, if one is.
+        """Raises a ConfigError that names the wrong argument of a step, if any.
 
         Args:
           call: "train_step", "eval_step" or "decode_step".
@@ -94,7 +94,7 @@ class StepArguments:
 
 
 def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Any = None) -> None:
-    """Checks that a tree is what a layout describes.
+    """Checks that a tree is as a layout describes it.
 
     Args:
       layout: of a TrainState or of its mdl_vars.
@@ -193,7 +193,7 @@ def check_integers(call: str, **values: Any) -> None:
 
 
 def check_key(key: Any, name: str, may_be_none: bool = False) -> None:
-    """Checks that a key is one of `jax.random`; raises as `check_tree`."""
+    """Checks that a key is a key of `jax.random`; raises as `check_tree`."""
     dtype = getattr(key, "dtype", None)
     is_raw = dtype == jnp.uint32 and key.shape[-1:] and key.ndim == 1
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.ndim == 0

@@ -122,7 +122,7 @@ class _Reader:
                 self._add(name, eqn.invars[0].aval.shape[dim])
 
     def _compare(self, eqn: Any, names: Sequence[Any], iotas: Mapping[Any, int]) -> None:
-        """A leaf that is compared with 0, 1, 2, ... becomes a one-hot row."""
+        """A leaf that is compared with 0, 1, 2, ... becomes a row of a single True."""
         for name, other in zip(names, reversed(eqn.invars), strict=True):
             if isinstance(name, str) and not hasattr(other, "val") and other in iotas:
                 self._add(name, iotas[other])

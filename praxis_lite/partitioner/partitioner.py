@@ -121,7 +121,7 @@ class Partitioner:
     def eval_step(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> WeightedScalars:
-        """Returns the metrics of a batch, on every device; without a key, with a fixed one."""
+        """Returns the metrics of a batch, on every device; without a key, with a fixed key."""
         return self._eval(mdl_vars, batch, key, False)
 
     def eval_examples(

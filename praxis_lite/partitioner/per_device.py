@@ -74,7 +74,7 @@ def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
 
 
 def _of_loop(error: Exception, axes: Sequence[str]) -> str:
-    """Returns what is said of a loop or branch, the user's or a library's, that JAX refused."""
+    """Returns the message of a loop or branch, the user's or a library's, that JAX refused."""
     # The last line of the traceback that is neither JAX's nor Flax's.
     root = os.path.dirname(os.path.dirname(jax.__file__))
     hidden = tuple(os.path.join(root, name, "") for name in ("jax", "flax"))

@@ -1,4 +1,4 @@
-"""Pure train, eval and decode steps, as if there were one device."""
+"""Pure train, eval and decode steps, as if on a single device."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def train_step(
     groups: WeightGroups | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state after one update, and metrics.
+    """Returns the state after an update, and metrics.
 
     Args:
       key: of the whole run; the step is folded into it.
@@ -103,5 +103,5 @@ def eval_step(
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
-    """Returns what the task decodes, a row per example; `key` as in `eval_step`."""
+    """Returns the task's decoded outputs, a row per example; `key` as in `eval_step`."""
     return task.decode(task.module(mdl_vars, eval_key=key), task.cast_inputs(inputs), key)

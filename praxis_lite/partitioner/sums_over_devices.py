@@ -17,7 +17,7 @@ PyTree = Any
 
 
 def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns a device's inputs, and True if at least one of its rows has a weight above zero.
+    """Returns a device's inputs, and True if any of its rows has a weight above zero.
 
     A device without such a row computes on weights of 1, and what it finds is multiplied by 0: a
     mean over nothing may be NaN, and one device's NaN would be in everybody's sums.

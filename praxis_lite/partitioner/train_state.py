@@ -1,4 +1,4 @@
-"""The state of training, and its layout: shapes, specs and padded shapes as one object."""
+"""The state of training, and its layout: shapes, specs and padded shapes as an object."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """One array: where it lies in the tree, how it lies on the mesh, and what decided that."""
+    """An array's layout: its place in the tree and on the mesh, and the reason of it."""
 
     path: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Where each leaf of a tree lives: the one object that pads, slices, places and reports.
+    """The place of each leaf of a tree: pads, slices, places and reports.
 
     Attributes:
       shapes: tree of ShapeDtypeStruct: the logical, unpadded shapes.
@@ -104,7 +104,7 @@ class StateLayout:
         return unpad_tree(tree, self.shapes, self.specs)
 
     def select(self, name: str) -> "StateLayout":
-        """Returns the layout of one field of a TrainState, or of one entry of a dict."""
+        """Returns the layout of a field of a TrainState, or of an entry of a dict."""
 
         def one(tree: PyTree) -> PyTree:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)

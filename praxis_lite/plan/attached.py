@@ -23,7 +23,7 @@ _NUM_FIRST = 2
 def figures_of_attached(
     partitioner: Partitioner,
 ) -> Callable[[str, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
-    """Returns what --mode=explain says of a compiled step besides: a plan's figures."""
+    """Returns the plan's figures that --mode=explain adds to a compiled step."""
     topology = attached_topology(list(partitioner.mesh.devices.flat))
 
     def found(

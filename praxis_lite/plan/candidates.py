@@ -23,7 +23,7 @@ _MOST_TENSOR = 32
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to lay a job out, as lines for --set, with what formulas say of it."""
+    """A way to lay a job out, as lines for --set, with figures by formulas."""
 
     settings: tuple[str, ...]
     layout: Layout
@@ -107,7 +107,7 @@ def _pipelines(
 
 
 def spread(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields candidates, best first, but one of each preset and policy before more of any."""
+    """Yields candidates, best first, but each preset and policy once before any of them again."""
     left = list(found)
     while left:
         seen: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""What a chip can do: a table of public figures, each with its source. Bytes, not bits."""
+"""The abilities of a chip: a table of public figures, each with its source. Bytes, not bits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ device_description_str: "{self.description}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
+    """A JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
 
     Attributes:
       name: as in a topology's name: "v5e" of "v5e:16x16".
@@ -85,7 +85,7 @@ class Chip:
     cuda: CudaTarget | None = None
 
     def peak(self, dtype: str = "bf16") -> float:
-        """Returns the peak of a matmul in `dtype`; of another, unknown one that of bfloat16."""
+        """Returns the peak of a matmul in `dtype`; of an unknown dtype that of bfloat16."""
         return self.flops.get(dtype, self.flops["bf16"])
 
 

@@ -30,7 +30,7 @@ from praxis_lite.trainer.job_on_mesh import use_compilation_cache
 
 
 def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
-    """Prints the plan of each step; raises ConfigError, after all is said, if one does not fit."""
+    """Prints the plan of each step; raises ConfigError, after all of them, if any does not fit."""
     path = args.json and file_path(args, "--json", "plan.json")
     html = args.html and file_path(args, "--html", "plan.html")
     if args.measure:
@@ -70,7 +70,7 @@ def _measure(args: argparse.Namespace, config: "fdl.Config") -> None:
 
 
 def chosen_topology(args: argparse.Namespace) -> Topology:
-    """Returns the topology of --topology and --num_slices; raises ConfigError without one."""
+    """Returns the topology of --topology and --num_slices; raises ConfigError without them."""
     if args.topology is None:
         raise ConfigError(
             "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "

@@ -20,7 +20,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """How much of what a chip can do programs get; fitted on published runs (docs/plan.md).
+    """Shares of a chip's abilities that programs get; fitted on published runs (docs/plan.md).
 
     Attributes:
       cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
@@ -97,7 +97,7 @@ def kernel_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
 
 
 def is_matmul(one: Instruction, program: Program) -> bool:
-    """Returns True if an instruction is a matmul, or a fusion around one, or a kernel."""
+    """Returns True if an instruction is a matmul, or a fusion around a matmul, or a kernel."""
     if one.opcode in ("dot", "convolution") or "tpu_custom_call" in one.attributes:
         return True
     return one.opcode == "fusion" and any(
@@ -109,7 +109,7 @@ def is_matmul(one: Instruction, program: Program) -> bool:
 def _matmul(
     one: Instruction, around: Mapping[str, Instruction], program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops of an instruction and what it calls, and its operands' type."""
+    """Returns the matmul flops of an instruction and its calls, and its operands' type."""
     flops, dtype = hlo.matmul_flops(one, around), "bf16"
     if flops:
         return flops, arrays_of(around[one.operands[0]].shape)[0].dtype
@@ -125,7 +125,7 @@ def _matmul(
 def _bytes_moved(
     one: Instruction, around: Mapping[str, Instruction], program: Program
 ) -> int:
-    """Returns the bytes that an instruction reads and writes; of a slice only what it takes."""
+    """Returns the bytes that an instruction reads and writes; of a slice only the part taken."""
     if one.opcode in _FREE:
         return 0
     result = sum(array.bytes for array in arrays_of(one.shape))
@@ -176,7 +176,7 @@ def called(one: Instruction, key: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How a collective runs: what it costs follows from it.
+    """The form of a collective, from which its cost follows.
 
     Attributes:
       kind: of `hlo.KINDS`.

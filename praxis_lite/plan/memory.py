@@ -1,4 +1,4 @@
-"""What the memory of a device is taken by in one step, and what to change where it does not fit."""
+"""Parts of a device's memory in a step, and the changes to make where it does not fit."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from praxis_lite.plan.costs import called
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device in a step.
+    """Bytes of a device in a step.
 
     Attributes:
       peak: arguments + outputs - donated + temporaries, as the compiler plans them.

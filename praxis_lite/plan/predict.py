@@ -1,4 +1,4 @@
-"""A plan: what one compiled step holds, sends and takes on each device of a topology."""
+"""A plan: a compiled step's memory, traffic and seconds on each device of a topology."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one step takes on one device. Seconds and bytes; None where it does not compile.
+    """The plan of a step on a device. Seconds and bytes; None where it does not compile.
 
     Attributes:
       step: "train", "eval" or "decode".
@@ -110,7 +110,7 @@ def plan_step(
     partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology,
     efficiencies: Efficiencies = FITTED,
 ) -> StepPlan:
-    """Compiles a step and returns its plan; one that the compiler finds too large is a plan, too.
+    """Compiles a step and returns its plan; a step too large for the compiler has a plan, too.
 
     Args:
       step: "train", "eval" or "decode".
@@ -252,7 +252,7 @@ def _weights(element_spec: PyTree) -> Any:
 
 
 def mesh_of(mesh: DeviceMesh, topology: Topology) -> Mesh:
-    """Returns what a schedule needs of a mesh over the topology's devices."""
+    """Returns a schedule's view of a mesh over the topology's devices."""
     devices = list(mesh.devices.flat)
     per_slice = topology.devices_per_slice
     if topology.chip.torus_dims:

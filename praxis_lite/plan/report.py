@@ -17,7 +17,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def figures(plan: StepPlan) -> list[tuple[str, str]]:
-    """Returns what a plan says of a step, as (name, value)."""
+    """Returns the figures of a plan of a step, as (name, value)."""
     share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
     room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
     spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"

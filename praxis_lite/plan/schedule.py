@@ -1,4 +1,4 @@
-"""When each instruction of a compiled step runs: the overlap rule, and what it leaves exposed.
+"""The time of each instruction of a compiled step: the overlap rule, and the exposed rest.
 
 Instructions run one after the other, in the order of the compiled program. One collective is on the
 wires inside a slice at a time, and one on the network between slices; what is scheduled between a
@@ -130,7 +130,7 @@ class _Walk:
         )
 
     def is_transfer(self, one: Instruction) -> bool:
-        """Returns True for what a TPU sends to another slice, of which the text has two halves."""
+        """Returns True for a TPU's message to another slice, of which the text has two halves."""
         return one.opcode == "send" and "_xla_megascale_transfer_type" in one.attributes
 
     def computed(self, one: Instruction, around: Mapping, count: int) -> float:
@@ -147,7 +147,7 @@ class _Walk:
         return seconds
 
     def flops_of(self, one: Instruction, around: Mapping, count: int) -> int:
-        """Returns the matmul flops of an instruction and what it calls; adds them up."""
+        """Returns the matmul flops of an instruction and its calls; adds them up."""
         if one.opcode == "fusion":
             inside = self.program.computations[called(one, "calls")[0]]
             return sum(self.flops_of(inner, inside, count) for inner in inside.values())

@@ -83,7 +83,7 @@ def search(
 
 
 def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
-    """Returns what fits and takes least time, or None."""
+    """Returns the fitting plan that takes least time, or None."""
     fitting = [one for one in plans if one[1].fits and one[1].step_seconds is not None]
     return min(fitting, key=lambda one: one[1].step_seconds, default=None)
 

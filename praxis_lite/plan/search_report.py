@@ -1,4 +1,4 @@
-"""What a search found: a table, a picture, and an experiment class that runs as it is."""
+"""The result of a search: a table, a picture, and an experiment class that runs as it is."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class WrittenClass(NamedTuple):
 
 
 def front(plans: Plans) -> list[StepPlan]:
-    """Returns what fits and no other plan beats in both memory and time, the fastest first."""
+    """Returns the fitting plans that no other beats in both memory and time, the fastest first."""
     fitting = sorted(
         (plan for _, plan in plans if plan.fits and plan.step_seconds is not None),
         key=lambda plan: (plan.step_seconds, plan.peak_bytes_per_device),

@@ -62,7 +62,7 @@ class OnWire:
 
 @dataclasses.dataclass
 class Timeline:
-    """What one step takes on one device.
+    """The seconds of a step on a device.
 
     Attributes:
       seconds: from the first instruction to the last.

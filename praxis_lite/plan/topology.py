@@ -1,4 +1,4 @@
-"""The devices that are planned for, by name: of a TPU slice, of a GPU cluster, simulated ones."""
+"""The devices that are planned for, by name: a TPU slice, a GPU cluster, simulated devices."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""Explicit collectives: a weight of which each device holds a block, gathered when it is used."""
+"""Explicit collectives: a weight in blocks, a block per device, gathered when it is used."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -139,7 +139,7 @@ def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns what `global_batch` returns for batches of `element_spec`, as shapes."""
+    """Returns the result of `global_batch` for batches of `element_spec`, as shapes."""
     num_rows = num_rows_of(element_spec)
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
 

@@ -1,4 +1,4 @@
-"""Logical axis names: what a model calls the dims of its weights, turned into mesh axes."""
+"""Logical axis names: a model's names of its weights' dims, turned into mesh axes."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -11,12 +11,12 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 
 
 def axes_of(entry: MeshAxes | Iterable[str]) -> tuple[str, ...]:
-    """Returns one dim's entry of a spec as a tuple of names."""
+    """Returns a dim's entry of a spec as a tuple of names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def entry_of(axes: tuple[str, ...]) -> MeshAxes:
-    """Returns a tuple of names as one dim's entry of a spec: None, a name, or the tuple."""
+    """Returns a tuple of names as a dim's entry of a spec: None, a name, or the tuple."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
@@ -102,7 +102,7 @@ def logical_to_mesh_axes(
 
 
 def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], ...]:
-    """Returns logical axis rules as tuples; a ConfigError names what is not a pair."""
+    """Returns logical axis rules as tuples; a ConfigError names an entry that is no pair."""
     checked = []
     for rule in rules:
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2

@@ -85,7 +85,7 @@ class MeshConfig:
 
 
 def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
-    """Returns `config` with the size of -1, if it has one, such that all devices are used.
+    """Returns `config` with the size of -1, if any, such that all devices are used.
 
     Args:
       num_devices: that there are; None: those that JAX shows, attached or simulated.
@@ -204,7 +204,7 @@ def attached_devices() -> tuple[int, str]:
 
 
 def attached_mesh(config: MeshConfig) -> MeshConfig:
-    """Returns a mesh with the axes of `config` over what is attached: all accelerators, or one CPU.
+    """Returns a mesh with the axes of `config` over all accelerators attached, or a CPU.
 
     It is `config` itself if it has as many devices. Else all devices lie along its longest axis,
     the first of equals, so that what it splits over that axis stays split.

@@ -1,4 +1,4 @@
-"""From a tree of arrays and rules to NamedShardings, in one call."""
+"""From a tree of arrays and rules to NamedShardings, in a single call."""
 
 from typing import Any
 

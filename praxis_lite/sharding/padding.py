@@ -79,7 +79,7 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
 
 
 def evenly(tree: PyTree) -> PyTree:
-    """Returns arrays of which XLA splits no dim unevenly, where they cross a program's boundary.
+    """Returns arrays that XLA splits evenly where they cross a program's boundary.
 
     An argument or a result of which nothing is said lies there as XLA likes, and of four rows on
     eight devices it makes what JAX has no name for (IndivisibleError). A dim that all devices of

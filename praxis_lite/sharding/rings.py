@@ -19,7 +19,7 @@ Term = Callable[[jax.Array, PyTree], jax.Array]
 def gathered_and_scattered(
     term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int | None, length: int | None = None
 ) -> jax.Array:
-    """Returns the sums of this device's piece: one all-gather, one reduce-scatter.
+    """Returns the sums of this device's piece: an all-gather, then a reduce-scatter.
 
     Args:
       x: this device's piece.

@@ -1,4 +1,4 @@
-"""Rules, and their names: what a rule is, and the strings of a strategy that stand for rules."""
+"""Rules, and their names: the type of a rule, and a strategy's strings that stand for rules."""
 
 import ast
 import dataclasses
@@ -60,7 +60,7 @@ class JobMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a rule made of a leaf's spec.
+    """A rule's result for a leaf's spec.
 
     Attributes:
       spec: mesh axes per dim.

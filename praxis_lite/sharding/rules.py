@@ -1,4 +1,4 @@
-"""The four rules of Big Vision's `infer_sharding`, with its answers where it has one.
+"""The four rules of Big Vision's `infer_sharding`, with its answers where it has any.
 
 A rule takes how an array is split so far, and says how it is split then. `strategies` says which
 array has which rules (https://github.com/google-research/big_vision).
@@ -99,7 +99,7 @@ class Fsdp:
 @register_rule("shard_dim")
 @dataclasses.dataclass(frozen=True)
 class ShardDim:
-    """Splits one dim.
+    """Splits a single dim.
 
     Attributes:
       axis: a mesh axis, or several.

@@ -1,4 +1,4 @@
-"""Split-dims mappings: what a layer writes, turned into a validated PartitionSpec."""
+"""Split-dims mappings: a layer's mapping, turned into a validated PartitionSpec."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ def to_partition_spec(
 
 
 def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], said: str) -> tuple[str, ...]:
-    """Returns the axis names that one entry of a mapping stands for, () for not split."""
+    """Returns the axis names that an entry of a mapping stands for, () for not split."""
     if entry is None:
         return ()
     if isinstance(entry, str):

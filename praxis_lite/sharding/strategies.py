@@ -79,7 +79,7 @@ class RuledSplit:
 def rule_shardings(
     leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
 ) -> dict[str, RuledSplit | None]:
-    """Returns by path how the rules split each leaf; None for one that no pattern matches.
+    """Returns by path the rules' split of each leaf; None for a leaf that no pattern matches.
 
     Args:
       leaves: of a tree.

@@ -16,7 +16,7 @@ PyTree = Any
 
 
 def varying_axes(tree: PyTree) -> frozenset[str]:
-    """Returns the manual axes along which at least one array of `tree` varies.
+    """Returns the manual axes along which any array of `tree` varies.
 
     Empty outside `jax.shard_map`, and inside one whose `check_vma` is False.
     """
@@ -24,7 +24,7 @@ def varying_axes(tree: PyTree) -> frozenset[str]:
 
 
 def varying_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
-    """Returns `tree`, each array of which varies along all of `axes`; the numbers are the same."""
+    """Returns `tree`, its arrays varying along all of `axes`; the numbers are the same."""
 
     def cast(x: Any) -> Any:
         missing = frozenset(axes) - jax.typeof(x).mat.varying
@@ -34,12 +34,12 @@ def varying_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def varying_alike(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Returns `tree`, each array of which varies wherever one of `tree` or of `others` does."""
+    """Returns `tree`, its arrays varying wherever any of `tree` or of `others` does."""
     return varying_over(tree, varying_axes((tree, others)))
 
 
 def on_any_device(flag: jax.Array) -> jax.Array:
-    """Returns a bool [] that is True where `flag` is on at least one device.
+    """Returns a bool [] that is True where `flag` is on any device.
 
     The condition of a loop: all devices then take as many turns, and meet in the collectives of
     each, such as the gather of a weight.

@@ -1,4 +1,4 @@
-"""Which mesh axes each weight splits over, whatever way it was declared: one tree of specs."""
+"""The mesh axes that each weight splits over, whatever way it was declared: a tree of specs."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ AxisRules = Sequence[tuple[str, MeshAxes | Sequence[str]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSharding:
-    """What a job says of weights that their layers declare no mesh axes for.
+    """A job's rules for weights whose layers declare no mesh axes.
 
     Attributes:
       strategy: (pattern, rules) pairs. A weight has the rules of the first pattern that matches
@@ -73,7 +73,7 @@ class WeightSharding:
 
     @functools.cached_property
     def rules_in_use(self) -> tuple[tuple[str, MeshAxes], ...]:
-        """The one list of logical axis rules that counts."""
+        """The logical axis rules in use."""
         rules, name = self.logical_axis_rules, self.logical_axis_rules_name
         setting = "WeightSharding.logical_axis_rules"
         if not isinstance(rules, Mapping):

@@ -1,4 +1,4 @@
-"""What a layer declares of a weight: its shape, its dtype and how it splits."""
+"""A layer's declaration of a weight: its shape, its dtype and its split."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Does a mesh compute what one device does? For `--mode=check`, and for tests of one's own.
+"""Does a mesh compute the same as a single device? For `--mode=check`, and for your own tests.
 
 Runs a job's steps, in float64 and as they are trained. Never sees a job's directory.
 """

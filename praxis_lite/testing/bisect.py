@@ -56,7 +56,7 @@ def _share(one: Comparison) -> float:
 
 
 def layer_of(leaf: str, weights: Iterable[str]) -> str:
-    """Returns the layer that a leaf of a report or a state belongs to; "" of one without a layer.
+    """Returns the layer that a leaf of a report or a state belongs to; "" without a layer.
 
     A weight without a layer around it is its own.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One array, or one number, that was compared.
+    """A comparison of an array, or of a number.
 
     Attributes:
       mesh: in words, such as "data 4, mdl 2".
@@ -125,7 +125,7 @@ class Certificate:
         return f"not certified: {self.first_difference}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `--json` writes."""
+        """Returns the JSON that `--json` writes."""
         first = self.first_difference
         return {
             "experiment": self.experiment,
@@ -145,7 +145,7 @@ class Certificate:
 def differences(
     wanted: Mapping[str, Any], found: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns by leaf the largest absolute difference; inf for what only one of them has."""
+    """Returns by leaf the largest absolute difference; inf for a leaf of only either of them."""
     names = [*wanted, *(name for name in found if name not in wanted)]
     return {
         name: _difference(wanted[name], found[name])
@@ -195,11 +195,11 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """Returns a mesh in words: "data 4, mdl 2", or "one device"."""
+    """Returns a mesh in words: "data 4, mdl 2", or "one device" if nothing is split."""
     split = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
     return ", ".join(split) or "one device"
 
 
 def split_axes(shape: Mapping[str, int]) -> Sequence[str]:
-    """Returns the axes of a mesh along which there is more than one device."""
+    """Returns the axes of a mesh along which there are several devices."""
     return [axis for axis, size in shape.items() if size > 1]

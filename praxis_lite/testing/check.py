@@ -1,4 +1,4 @@
-"""What a check compares a mesh with, what it computes once, and what it has found."""
+"""The state of a check: its references, its computed runs, its comparisons."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ class Differs(Exception):
 
 
 class Check:
-    """A check of one experiment: what it compares with, and what it has found.
+    """A check of an experiment: its references, and its comparisons.
 
     Args:
       config: of the job.
@@ -117,7 +117,7 @@ class Check:
         self.nudged = nudged(self.state)
 
     def _own_sizes(self) -> dict[str, Batch]:
-        """Returns the first batch of each form that the job evaluates, and the one to train on."""
+        """Returns the first batch of each form that the job evaluates, and the training batch."""
         whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
         seen = [data.structs(one) for one in (self.batches[0], *whole.values())]
         for name, pipeline in self.job.datasets.items():
@@ -142,11 +142,11 @@ class Check:
 
     @property
     def plain_one(self) -> OnMesh:
-        """One device."""
+        """The task on a single device."""
         return self._reference(None)
 
     def reference_of(self, one: OnMesh) -> OnMesh:
-        """Returns the one device that a mesh is held against.
+        """Returns the single device that a mesh is held against.
 
         Of a ShardMapPartitioner it works on the rows of each device in turn.
         """
@@ -163,7 +163,7 @@ class Check:
         return self._references[num_parts]
 
     def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
-        """Returns the task, or another one, on a mesh; `build_one` as in `on_mesh`.
+        """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.
 
         The experiment's own task and partitioner are put on a mesh once.
         """
@@ -229,14 +229,14 @@ class Check:
         return report, leaves_of(last)
 
     def compare_initial(self, one: OnMesh) -> list[Comparison]:
-        """Returns comparisons of the initial state on a mesh with that of one device."""
+        """Returns comparisons of the initial state on a mesh with that of a single device."""
         found, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
         return tolerances.exact(
             one.name, "initial state", leaves_of(self.initial), leaves_of(found)
         ) + tolerances.padding(one.name, padding)
 
     def compare_training(self, one: OnMesh, num_steps: int) -> list[Comparison]:
-        """Returns comparisons of training on a mesh with one device.
+        """Returns comparisons of training on a mesh with a single device.
 
         Of the reports of the first and the last step, then of the last state.
         """
@@ -257,7 +257,7 @@ class Check:
     # What is said.
 
     def note(self, text: str) -> None:
-        """Tells what is being done now, and since when the check runs."""
+        """Prints the current work, and the seconds since the check began."""
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
     def remark(self, text: str) -> None:
@@ -267,7 +267,7 @@ class Check:
             self._print(f"note: {text}")
 
     def tried(self, what: str, make: Callable[[], T]) -> T | None:
-        """Returns `make()`; None, with a remark, if the experiment does not take what it asks."""
+        """Returns `make()`; None, with a remark, if the experiment does not take its arguments."""
         try:
             return make()
         except (ConfigError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The check as a function, for a test of one's own."""
+"""The check as a function, for a test of your own."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def check_on_meshes(
     name: str = "",
     packages: Sequence[str] = (),
 ) -> Certificate:
-    """Returns what was compared between one device and meshes, and what differs first.
+    """Returns the comparisons of a single device with meshes, and the first difference.
 
     Args:
       experiment: an Experiment, its class, or the config of its job.

@@ -1,4 +1,4 @@
-"""The course of a check: one device first, then each mesh, then all that a job does on its own."""
+"""The course of a check: a single device, then each mesh, then all other parts of a job."""
 
 from collections.abc import Sequence
 

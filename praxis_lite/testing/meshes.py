@@ -48,7 +48,7 @@ def reduced(config: MeshConfig, num_devices: int) -> Shape:
 
 
 def chosen_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Shape]:
-    """Returns each axis alone, all axes, one that divides as little as possible, and `own`.
+    """Returns each axis alone, all axes, a mesh that divides as little as possible, and `own`.
 
     In that order, so that what an axis alone shows is found there. A mesh of one device is no
     mesh, and none comes twice.

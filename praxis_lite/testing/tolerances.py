@@ -59,7 +59,7 @@ def in_float64(
 def in_own_types(
     mesh: str, wanted: Leaves, one_device: Leaves, found: Leaves
 ) -> list[Comparison]:
-    """Returns comparisons of a step as it is trained with the same in float64 on one device.
+    """Returns comparisons of a step as trained with the same in float64 on a single device.
 
     Args:
       wanted: in float64.
@@ -121,7 +121,7 @@ ORDER = (
 
 
 def kind_of(leaf: str) -> str:
-    """Returns what a leaf of a report or of a state is, such as "gradients"."""
+    """Returns the kind of a leaf of a report or of a state, such as "gradients"."""
     if leaf.startswith("metrics/loss/"):
         return "loss"
     return next((kind for start, kind in KINDS.items() if leaf.startswith(start)), "counts")

@@ -19,7 +19,7 @@ from praxis_lite.trainer.metrics.records import records_of
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Means of a task's metrics over datasets of one pass, or `max_eval_batches` of it.
+    """Means of a task's metrics over a pass of datasets, or `max_eval_batches` of it.
 
     Attributes:
       writer: of the job's eval_metrics.jsonl; None: nothing is written.

@@ -1,4 +1,4 @@
-"""What is checked of a job before its first step compiles."""
+"""Checks of a job before its first step compiles."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

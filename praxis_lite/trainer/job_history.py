@@ -1,4 +1,4 @@
-"""What a job's files say of the steps that were made: evaluations, losses, skipped steps."""
+"""A job's history by its files: evaluations, losses, skipped steps."""
 
 import math
 from collections.abc import Collection
@@ -47,7 +47,7 @@ def _evaluations(job: JobDir) -> list[dict[str, Any]]:
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses on disk that the next one is compared with, to find a spike."""
+    """Returns the losses on disk that the next loss is compared with, to find a spike."""
     if run.loss_spike_factor is None:
         return []
     return from_first("losses before", lambda: losses_of(read_json_lines(job.metrics_jsonl)))

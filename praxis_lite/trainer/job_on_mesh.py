@@ -147,7 +147,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 def partitioner_on(
     job: Job, mesh: Mesh, more_options: CompilerOptions | None = None
 ) -> Partitioner:
-    """Returns the job's task on a mesh, by the job's own partitioner if it has one.
+    """Returns the job's task on a mesh, by the job's own partitioner if any.
 
     Args:
       more_options: of the compiler, besides those of `job.mesh`, which count first.
@@ -165,7 +165,7 @@ def partitioner_on(
 def check_reads(
     partitioner: Partitioner, step: str, spec: Mapping[str, jax.ShapeDtypeStruct], name: str
 ) -> None:
-    """Raises ConfigError if a batch lacks what the task reads, or the mesh cannot split it.
+    """Raises ConfigError if a batch lacks a leaf that the task reads, or the mesh cannot split it.
 
     The step is "train", "eval" or "decode", `spec` as `checked_spec` gives it.
     """

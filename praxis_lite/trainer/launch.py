@@ -175,7 +175,7 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
 
 
 def _new_start(job: JobOnMesh) -> StartingPoint:
-    """Returns what a job begins with: a state that is drawn, or from others' checkpoints."""
+    """Returns the start of a job: a drawn state, or arrays of others' checkpoints."""
     partitioner, rules = job.partitioner, job.run.init_from_checkpoint_rules
     key = partitioner.key(job.run.seed)
     if job.run.init_from_huggingface is not None:
@@ -219,7 +219,7 @@ def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:
 
 
 def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
-    """Returns what the newest checkpoint holds."""
+    """Returns the start of a job from its newest checkpoint."""
     restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
     print(f"restored the checkpoint of step {restored.step}", flush=True)
     return StartingPoint(restored.step, restored.state, tuple(restored.data.get("skipped", ())))

@@ -1,4 +1,4 @@
-"""Which losses are spikes, and how often a run goes back to before one."""
+"""Spikes among losses, and the number of times that a run goes back to before a spike."""
 
 import collections
 import math
@@ -22,7 +22,7 @@ class LossSpike(Exception):
 
 
 class SpikeDetector:
-    """Compares each loss with the median of the last ones that were no spikes.
+    """Compares each loss with the median of the last losses without spikes.
 
     Only the losses decide. They are the same bits in every process and in a run that was resumed,
     so all of them find the same spikes.
@@ -54,7 +54,7 @@ class SpikeDetector:
 
 
 def losses_of(lines: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns the losses that the next one is compared with, from the lines of metrics.jsonl."""
+    """Returns the losses that the next loss is compared with, from the lines of metrics.jsonl."""
     losses = (line["loss"] for line in lines if not line.get("is_loss_spike"))
     return [loss for loss in losses if math.isfinite(loss)][-NUM_LOSSES:]
 
@@ -66,7 +66,7 @@ class RollBacks:
         self._furthest, self._num = -1, 0
 
     def add(self, spike: LossSpike) -> None:
-        """Counts one more; raises ConfigError if MAX_ROLL_BACKS did not help."""
+        """Counts another spike; raises ConfigError if MAX_ROLL_BACKS did not help."""
         if spike.step > self._furthest:
             self._furthest, self._num = spike.step, 0
         self._num += 1

@@ -1,4 +1,4 @@
-"""Whether a state fits into its devices; the errors when memory, or what a CPU can do, ends."""
+"""The fit of a state into its devices; the errors when memory, or a CPU's abilities, end."""
 
 import contextlib
 import math
@@ -86,7 +86,7 @@ def check_batch_fits(
 
 @contextlib.contextmanager
 def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
-    """Turns an out-of-memory error of the compiler, a device or the host into one paragraph.
+    """Turns an out-of-memory error of the compiler, a device or the host into a paragraph.
 
     It is an OutOfMemory that names what was asked for, and the largest arrays of the state.
     """
@@ -121,7 +121,7 @@ def _largest(leaves: Iterable[LeafLayout]) -> str:
 
 @contextlib.contextmanager
 def saying_what_this_cpu_lacks() -> Iterator[None]:
-    """Says in one paragraph that XLA cannot compile a program for this CPU.
+    """Prints a paragraph if XLA cannot compile a program for this CPU.
 
     XLA (jax 0.10 to 0.12) has no routine of its own that converts float16, and float8 by way of
     it, where the CPU has no instruction for that: x86 without F16C.

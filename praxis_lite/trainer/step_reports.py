@@ -84,7 +84,7 @@ class StepReports:
         self._writer.close()
 
     def report(self) -> None:
-        """Reads and reports the pending step, if there is one."""
+        """Reads and reports the pending step, if any."""
         if self.pending is None:
             return
         pending, step, run = self.pending, self.pending.step, self._run

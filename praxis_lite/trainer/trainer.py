@@ -281,5 +281,5 @@ class _Loop:
 
 
 def num_skipped_in_a_row(state: TrainState) -> int:
-    """Returns how many steps in a row, up to the last one made, were skipped."""
+    """Returns the number of steps skipped in a row, up to the last step made."""
     return int(jax.device_get(state.opt_states["num_skipped_in_a_row"]))

@@ -110,7 +110,7 @@ def kvstore_spec(folder: Path, path: str, *, is_database: bool = True) -> dict[s
 
 
 def reading_context() -> ts.Context:
-    """Returns what arrays that are opened with it share: the trees of databases, once read."""
+    """Returns the context that the arrays opened with it share: trees of databases, once read."""
     return ts.Context({
         "cache_pool": {"total_bytes_limit": 0},  # What is decoded is not kept.
         "cache_pool#tree": {"total_bytes_limit": _MAX_BYTES_OF_TREES},

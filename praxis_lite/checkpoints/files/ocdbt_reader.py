@@ -1,4 +1,4 @@
-"""One file of an OCDBT database, read in Python: its header, and the kinds of numbers it has."""
+"""A file of an OCDBT database, read in Python: its header, and its kinds of numbers."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _DATA_FILE = re.compile(r"(ocdbt\.process_\d{1,9}/)?d/[0-9a-f]{32}")
 
 
 class Reader:
-    """Reads what a file has within its header and its checksum; fails where that ends.
+    """Reads a file within its header and its checksum; fails where that ends.
 
     The checksum is left to TensorStore, and to the digests of whole files.
     """

@@ -1,4 +1,4 @@
-"""Which files a step's folder has: regular ones, under the names that are written."""
+"""Names of the files in a step's folder: regular files, under the names that are written."""
 
 import os
 import re

@@ -42,7 +42,7 @@ BLOCK_BYTES = 2**26
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredArray:
-    """One array, checked, and read when it is asked for.
+    """A stored array, checked, and read when it is asked for.
 
     Attributes:
       path: "mdl_vars/params/...".
@@ -66,7 +66,7 @@ class StoredArray:
         return math.prod(self.padded_shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[slice]:
-        """Yields rows to read at a time: those of one chunk, or of several that make 64 MiB."""
+        """Yields the rows to read at a time: those of a chunk, or of several that make 64 MiB."""
         yield from self._parts(self.shape)
 
     def read(self, rows: slice | None = None) -> np.ndarray:
@@ -168,7 +168,7 @@ def _by_slashes(key: str) -> str:
 
 
 def check_leaves(step_dir: Path, manifest: Mapping[str, Any]) -> None:
-    """Checks what a manifest says of its arrays; reads no other file.
+    """Checks a manifest's entries of its arrays; reads no other file.
 
     Raises:
       ConfigError: no array can be as the manifest says.

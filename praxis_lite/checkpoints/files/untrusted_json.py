@@ -12,7 +12,7 @@ _MAX_RANK = 32  # TensorStore's.
 
 
 def loads(text: bytes, name: str) -> Any:
-    """Returns what a JSON text says.
+    """Returns the value of a JSON text.
 
     Raises:
       ConfigError: it is no JSON, has a key twice in one object, or is nested too deeply.
@@ -27,7 +27,7 @@ def loads(text: bytes, name: str) -> Any:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """Returns what a file below a folder says.
+    """Returns the object in a JSON file below a folder.
 
     Raises:
       ConfigError: it cannot be read, or is no JSON object.

@@ -30,7 +30,7 @@ _ZARR_NAMES = {
 
 
 def check_leaf(path: str, leaf: Mapping[str, Any]) -> None:
-    """Checks what a manifest says of one array.
+    """Checks a manifest's entry of an array.
 
     Raises:
       ConfigError: there can be no such array.
@@ -50,7 +50,7 @@ def check_leaf(path: str, leaf: Mapping[str, Any]) -> None:
 
 
 def stored_leaf(name: str, text: bytes) -> dict[str, Any]:
-    """Returns what an array's own metadata says of it, as a manifest would: nothing is padded.
+    """Returns the entry of a manifest that an array's own metadata amounts to: nothing is padded.
 
     Args:
       text: of its `.zarray`.

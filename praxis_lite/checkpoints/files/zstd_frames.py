@@ -1,4 +1,4 @@
-"""Zstandard frames: what their headers say, and short ones decoded within a limit.
+"""Zstandard frames: the sizes in their headers, and short frames decoded within a limit.
 
 No Zstandard decoder comes with Python before 3.14. TensorStore has one, behind its zarr driver.
 The format: RFC 8878.

@@ -127,7 +127,7 @@ def _forms(part: Part, layer: Any) -> _Forms:
 
 
 def einops_groups(side: str) -> list[str]:
-    """Returns the dims of one side of a form, each as the names in it: "(n k) d": ["n k", "d"]."""
+    """Returns the dims on a side of a form, each as the names in it: "(n k) d": ["n k", "d"]."""
     groups, inside = [], False
     for word in side.replace("(", " ( ").replace(")", " ) ").split():
         if word == "(":
@@ -143,7 +143,7 @@ def einops_groups(side: str) -> list[str]:
 
 
 def _targets(modules: Sequence[str]) -> list[str]:
-    """Returns the last names of the modules, or whole ones if not every layer has an adapter."""
+    """Returns the last names of the modules, or whole names if not every layer has an adapter."""
     counts: dict[str, int] = {}
     for one in modules:
         last = one.rpartition(".")[2]

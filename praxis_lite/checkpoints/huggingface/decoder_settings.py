@@ -140,7 +140,7 @@ class DecoderSettings:
 
     @property
     def pattern(self) -> Sequence[LayerKind]:
-        """The kinds of the layers of one turn of the stack."""
+        """The kinds of the layers of a turn of the stack."""
         kinds = [self._kind_of(i) for i in range(self.num_layers)]
         for length in range(1, self.num_layers):
             repeats, rest = divmod(self.num_layers, length)

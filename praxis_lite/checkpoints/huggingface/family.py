@@ -1,4 +1,4 @@
-"""What a family's table says of a config.json: our settings, or which field is not understood."""
+"""A family's table, applied to a config.json: our settings, or the field that is not understood."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A table of `families/`, merged into what it extends: false takes an entry out.
+    """A table of `families/`, merged into the table that it extends: false takes an entry out.
 
     Attributes:
       name: of the file.
@@ -98,7 +98,7 @@ class Family:
         return {**self.defaults, **self._asked(config), **self.constants}
 
     def _asked(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns our settings by name of which a config.json says something."""
+        """Returns our settings by name that a config.json sets."""
         asked, field_of = {}, {}
         for field, names in self.settings.items():
             value = config.get(field)
@@ -120,7 +120,7 @@ class Family:
         return field in self.harmless or field.startswith(self.harmless_prefixes)
 
     def not_followed(self, config: Mapping[str, Any]) -> list[str]:
-        """Returns a line for each field of a config.json that asks for what is not done here."""
+        """Returns a line for each field of a config.json that asks for something not done here."""
         lines = [
             f"config.json: {field} = {config[field]!r} is not followed: {why}"
             for field, why in self.unused.items() if config.get(field)

@@ -13,7 +13,7 @@ MAX_LAYERS, MAX_SIZE, MAX_COUNT, MAX_NUMBER = 1000, 2**24, 2**31 - 1, 1e30
 
 
 class FieldType(NamedTuple):
-    """A type of values: which ones belong to it, and its description for a message."""
+    """A type of values: the test that a value belongs to it, and its description for a message."""
 
     description: str
     includes: Callable[[Any], bool]

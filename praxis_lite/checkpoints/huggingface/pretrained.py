@@ -1,4 +1,4 @@
-"""A directory of Hugging Face as what a model's weights are read from, and how it is written."""
+"""A directory of Hugging Face: a model's weights read from it, and written to it."""
 
 import contextlib
 import dataclasses
@@ -154,7 +154,7 @@ class Pretrained:
 
 
 def keep_description(directory: str | os.PathLike[str], target: Path) -> None:
-    """Writes what a job needs of a model besides weights: config.json, the tokenizer, `DESCRIBED`.
+    """Writes a model's parts that a job needs besides weights: config.json, tokenizer, shapes.
 
     Raises:
       ConfigError: see `TensorFiles`.

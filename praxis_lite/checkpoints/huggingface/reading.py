@@ -135,7 +135,7 @@ def _placed(
     leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
     note: Callable[[str], None],
 ) -> jax.Array:
-    """Returns one weight; each shard is on its devices before the next is read.
+    """Returns a weight; each shard is on its devices before the next is read.
 
     `jax.make_array_from_callback` would hold the shards of all devices on the host at once.
     """

@@ -1,4 +1,4 @@
-"""A model that is trained beside the one that a directory's config.json describes."""
+"""A trained model beside the model that a directory's config.json describes."""
 
 from collections.abc import Mapping
 from pathlib import Path

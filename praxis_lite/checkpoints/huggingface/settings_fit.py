@@ -1,4 +1,4 @@
-"""Sizes of a config.json that do not fit one another, each named by its field."""
+"""Sizes of a config.json that contradict each other, each named by its field."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ MAX_WEIGHTS = 2**50
 
 
 def check_fit(settings: DecoderSettings, field_of: Callable[[str], str]) -> None:
-    """Checks what the types of single fields do not say.
+    """Checks the sizes that the types of single fields leave open.
 
     Args:
       field_of: the field of config.json that a setting has in this family.

@@ -81,7 +81,7 @@ class TensorFiles:
         return DTYPES[kind]
 
     def tensor(self, name: str) -> np.ndarray:
-        """Returns a tensor as a view of its file: what is not used of it is not read."""
+        """Returns a tensor as a view of its file: unused parts of it are not read."""
         file = self.file_of[name]
         if file == DESCRIBED:
             raise ConfigError(
@@ -165,7 +165,7 @@ def _json_of(path: Path) -> Any:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """Returns what `described` wrote."""
+    """Returns the description of tensors that `described` wrote."""
     content = _json_of(path)
     is_right = isinstance(content, dict) and all(
         isinstance(entry, dict) and isinstance(entry.get("dtype"), str)

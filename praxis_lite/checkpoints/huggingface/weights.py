@@ -1,4 +1,4 @@
-"""Which tensor of theirs is which part of which weight of ours, and back: views, and no copies."""
+"""The part of our weights that each of their tensors is, and back: views, and no copies."""
 
 import dataclasses
 import math
@@ -51,7 +51,7 @@ class Part:
         )
 
     def piece_shape(self) -> tuple[int, ...]:
-        """Returns the shape of what is at `index` of our weight."""
+        """Returns the shape of the array at `index` of our weight."""
         return tuple(self.sizes[name] for name in self._ours())
 
     def as_ours(self, tensor: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ def tensor_shape(of_tensor: Sequence[Part]) -> tuple[int, ...]:
 
 
 def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a tensor, given all its parts and what is at the index of each in our weights."""
+    """Returns a tensor, given all its parts and the arrays at the index of each in our weights."""
     first = of_tensor[0]
     theirs, ours = first.form.split(" -> ")
     back = f"{ours} -> {theirs}"
@@ -119,7 +119,7 @@ def _of_tensor(
     name: str, entry: Mapping[str, Any], to: Sequence[str], layer: int,
     settings: DecoderSettings, pattern_length: int, weights: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Part]:
-    """Yields the parts that the tensors of a name hold, in one layer."""
+    """Yields the parts that the tensors of a name hold, in a layer."""
     in_stack, of_experts = "{layer}" in name, "{expert}" in name
     num_leading = int(in_stack) + int(of_experts)
     joined, starts = entry.get("joined"), {}

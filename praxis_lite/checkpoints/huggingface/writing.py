@@ -69,7 +69,7 @@ def write_tensors(
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Writes a safetensors file. Raises OSError, also where the library has one of its own."""
+    """Writes a safetensors file. Raises OSError, also where the library has another error."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -102,7 +102,7 @@ class Pieces:
     def __call__(
         self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """Returns what is at an index of a weight's leading dims, of the shape without padding."""
+        """Returns the array at an index of a weight's leading dims, without padding."""
         take = self._take(shape, len(index))
         return np.asarray(take(self.arrays[path], np.array(index, np.int32)))
 

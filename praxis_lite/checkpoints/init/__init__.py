@@ -1,4 +1,4 @@
-"""What a new job takes from other checkpoints: which weights, by which rules.
+"""Weights that a new job takes from other checkpoints, and the rules that choose them.
 
 Reads foreign steps, and never writes one.
 """

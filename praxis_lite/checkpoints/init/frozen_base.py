@@ -14,7 +14,7 @@ _THIN = 2
 
 
 def check_frozen_base(layout: StateLayout, loaded: Collection[str], *, may_be_new: bool) -> None:
-    """Checks that what a new state freezes comes from somewhere.
+    """Checks that the weights that a new state freezes come from somewhere.
 
     It is refused where adapters, or other thin weights, are trained beside a frozen matrix that is
     drawn; and where more than half of all parameters are such matrices. A vector may be anything

@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InitPlan:
-    """What is loaded into a new TrainState; all else is as without it.
+    """The arrays loaded into a new TrainState; all else is as without it.
 
     Attributes:
       layout: of the TrainState.
@@ -43,7 +43,7 @@ class InitPlan:
     step: tuple[int, Path] | None
 
     def summary(self) -> list[str]:
-        """Returns a few lines: how much comes from where, by which rule, and what is new."""
+        """Returns a few lines: how much comes from where, by which rule, and the new weights."""
         loaded, new = collections.defaultdict(list), collections.defaultdict(list)
         for path in self._paths():
             item, source = path.partition("/")[0], self.sources.get(path)

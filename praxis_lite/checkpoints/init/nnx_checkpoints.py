@@ -29,7 +29,7 @@ def is_nnx_checkpoint(directory: Path) -> bool:
 
 
 class NnxCheckpoint:
-    """The arrays of one folder, to be asked as `Checkpoints` are; it has no steps.
+    """The arrays of a folder, to be asked as `Checkpoints` are; it has no steps.
 
     Nothing in it is trusted: see `foreign_arrays`. Orbax's JSON files are not read.
 

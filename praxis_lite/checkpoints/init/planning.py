@@ -1,4 +1,4 @@
-"""Rules applied: which array of a new state comes from which checkpoint, and what is wrong."""
+"""Rules applied: the checkpoint that each array of a new state comes from, and errors in them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from praxis_lite.partitioner.train_state import LeafLayout
 
 
 def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) -> InitPlan:
-    """Returns what the rules give; reads what the checkpoints say of themselves, no array.
+    """Returns the plan that the rules give; reads the checkpoints' manifests, no array.
 
     Args:
       layout: of the TrainState to start with.
@@ -40,7 +40,7 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
 
 
 class _Planner:
-    """Adds to `sources` what one checkpoint gives, and notes what is wrong."""
+    """Adds to `sources` the arrays that a checkpoint gives, and notes errors."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Planner:
         return next((rule for rule in self.rules.load_rules if re.match(rule[0], name)), None)
 
     def _stored(self, source: str) -> str:
-        """Returns the path in the checkpoint of what a template names."""
+        """Returns the path in the checkpoint of the array that a template names."""
         is_average = source.startswith("ema/") or (
             self.rules.load_ema_states and source.startswith("params/")
         )

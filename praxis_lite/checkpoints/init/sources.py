@@ -44,7 +44,7 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
 
 
 def opened(directory: Path) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
-    """Returns the checkpoints of a job, or one that Flax's users made, to be read."""
+    """Returns the checkpoints of a job, or a checkpoint of Flax's users, to be read."""
     if is_nnx_checkpoint(directory):
         return contextlib.nullcontext(NnxCheckpoint(directory))
     return Checkpoints(directory)

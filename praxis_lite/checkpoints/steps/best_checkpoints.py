@@ -1,4 +1,4 @@
-"""Which checkpoints are worth keeping besides the newest ones: the best by a metric."""
+"""Checkpoints worth keeping besides the newest: the best by a metric."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from praxis_lite.errors import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestCheckpoints:
-    """How many of the best are kept, and what is best.
+    """The number of best checkpoints to keep, and the metric that orders them.
 
     Attributes:
       metric: name of one of the metrics that are saved with a state, such as "heldout/loss".

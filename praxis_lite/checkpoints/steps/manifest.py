@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: each array, each file, and where it comes from.
+"""A checkpoint's manifest: each array, each file, and where it comes from.
 
 Orbax knows only the padded shapes of the mesh that saved. `manifest.json` has the unpadded ones
 too, and size and digest of every file; `commit.json`, written last, has the digest of
@@ -54,12 +54,12 @@ def new_manifest(
 
 
 def manifest_leaves(layout: "StateLayout") -> dict[str, dict[str, Any]]:
-    """Returns by path what a manifest has of each array: JSON's types only. `step` is apart."""
+    """Returns by path a manifest's entry of each array: JSON's types only. `step` is apart."""
     return {leaf.path: manifest_leaf(leaf) for leaf in layout.leaves() if leaf.path != "step"}
 
 
 def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
-    """Returns what a manifest has of one array."""
+    """Returns a manifest's entry of an array."""
     return {
         "shape": list(leaf.shape),
         "padded_shape": list(leaf.padded_shape),

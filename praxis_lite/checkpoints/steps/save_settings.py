@@ -1,4 +1,4 @@
-"""How a job saves: which checkpoints stay, and what happens when one cannot be written."""
+"""Settings of a job's saves: the checkpoints that stay, and the response to a failed write."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

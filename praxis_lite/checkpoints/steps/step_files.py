@@ -1,4 +1,4 @@
-"""The files of a step: their digests, and what is wrong with them."""
+"""The files of a step: their digests, and errors in them."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def foreign(step_dir: Path) -> str | None:
 
 
 def verify(step_dir: Path) -> list[str]:
-    """Returns what is wrong with a step, a line each, naming the file; [] if it is whole.
+    """Returns the errors of a step, a line each, naming the file; [] if it is whole.
 
     Reads every file once, about as fast as the disk gives it.
 
@@ -57,7 +57,7 @@ def verify(step_dir: Path) -> list[str]:
 
 
 def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns a step's manifest, and what is wrong with it or its commit; reads no other file.
+    """Returns a step's manifest, and the errors in it or its commit; reads no other file.
 
     Raises:
       ConfigError: both are whole, but of another format.
@@ -174,7 +174,7 @@ def _shown(name: str) -> str:
 
 
 def _digest(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Returns a file's size and digest; its bytes pass through one small buffer."""
+    """Returns a file's size and digest; its bytes pass through a small buffer."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -19,7 +19,7 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 
 class VerifiedSteps:
-    """The steps of one directory.
+    """The steps of a directory.
 
     Args:
       owned: by this job: repairs and sets aside.
@@ -33,7 +33,7 @@ class VerifiedSteps:
         self._manifests: dict[int, Mapping[str, Any]] = {}
 
     def repair(self) -> None:
-        """Clears away what a kill left behind; ends a save that lacked only its last rename.
+        """Clears away the leftovers of a kill; ends a save that lacked only its last rename.
 
         Raises:
           ConfigError: there are steps that another program, or an older praxis_lite, wrote.
@@ -138,7 +138,7 @@ class VerifiedSteps:
         return self._manifests[step]
 
     def forget(self, step: int) -> None:
-        """Forgets what is known of a step: another was saved with its number, or it is gone."""
+        """Forgets the record of a step: another was saved with its number, or it is gone."""
         self._verified.discard(step)
         self._skipped.discard(step)
         self._manifests.pop(step, None)
@@ -156,7 +156,7 @@ class VerifiedSteps:
             self.forget(step)
 
     def abandon_after(self, step: int) -> None:
-        """Sets the steps after this one aside."""
+        """Sets the steps after this step aside."""
         for later in self.committed():
             if later > step:
                 name = step_dirs.put_aside(self._dir(later), "abandoned").name

@@ -22,7 +22,7 @@ _NUM_MEASURED = 1024  # Rows of a source, whose tokens are counted.
 
 @dataclasses.dataclass(eq=False)
 class Mixture(IndexedPipeline):
-    """Rows of several pipelines, in the ratios of their weights, as one stream.
+    """Rows of several pipelines, in the ratios of their weights, as a single stream.
 
     The rows of a source come in its own order. At every place of the stream, each source has given
     its share of the rows so far, to less than one row. Where weights change, what it is owed of a
@@ -99,7 +99,7 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _lengths(self) -> dict[str, int | None]:
-        """The rows of one pass of each source; None: it has no end."""
+        """The rows of a pass of each source; None: it has no end."""
         return {name: _num_rows(source) for name, source in self.sources.items()}
 
     @functools.cached_property
@@ -222,7 +222,7 @@ class Mixture(IndexedPipeline):
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:
-    """Returns the rows of one pass, without the filler of its last batch."""
+    """Returns the rows of a pass, without the filler of its last batch."""
     if source.num_batches is None or source.num_batches == 0:
         return source.num_batches
     last = source.rows(source.num_batches - 1, slice(0, source.batch_size))

@@ -1,4 +1,4 @@
-"""One worker process: makes its share of the batches, and ends with them or with its parent."""
+"""A worker process: makes its share of the batches, and ends with them or with its parent."""
 
 import contextlib
 import itertools
@@ -124,7 +124,7 @@ class WorkerProcess:
         )
 
     def kill(self) -> None:
-        """Ends the process at once: what it computes is kept nowhere."""
+        """Ends the process at once: its results are kept nowhere."""
         self._process.kill()
         self._process.join()
         self._batches.close()

@@ -28,7 +28,7 @@ _NUM_HASHED = 2  # Batches, in the fingerprint.
 
 
 class _OfGrain(InputPipeline):
-    """What the two pipelines share: the function's dataset, and batches of its elements."""
+    """The shared part of both pipelines: the function's dataset, and batches of its elements."""
 
     make_dataset: Callable[[], Any]
     batch_size: int
@@ -41,7 +41,7 @@ class _OfGrain(InputPipeline):
 
     @functools.cached_property
     def dataset(self) -> Any:
-        """What the function makes. Raises ConfigError if it is no dataset of the right kind."""
+        """The function's dataset. Raises ConfigError if it is no dataset of the right kind."""
         made = self.make_dataset()
         if not isinstance(made, getattr(_grain(type(self).__name__), self._KIND)):
             raise ConfigError(

@@ -17,7 +17,7 @@ SPLITS = ("train", "heldout")
 
 
 class TextCorpus:
-    """Documents, read when first asked for, of which a fixed rule holds some out.
+    """Documents, read when first asked for; a fixed rule holds some of them out.
 
     The rule: the last two decimal digits of sha256(name), read backwards, are below
     heldout_percent; at 10 that is `sha256(name) % 10 == 0`. It depends on nothing but the name, so
@@ -85,7 +85,7 @@ class TextCorpus:
         return sum(len(text) for _, text in self.documents(split))
 
     def gzip_bits_per_byte(self, split: str) -> float:
-        """Returns what `gzip -9` needs for the split, in bits per byte.
+        """Returns the bits per byte that `gzip -9` needs for the split.
 
         It compresses the documents, each followed by a zero byte for EOS, which counts as a byte. A
         model's mean loss over the `tokens` of bytes has the same divisor: loss / ln 2 compares with
@@ -95,7 +95,7 @@ class TextCorpus:
         return 8 * len(gzip.compress(data, compresslevel=9, mtime=0)) / len(data)
 
     def tokens_per_byte(self, split: str) -> float:
-        """Returns the labels of the stream, over its bytes with one for each end of a document."""
+        """Returns the labels per byte of the stream, a byte added for each end of a document."""
         num_bytes = self.num_bytes(split) + len(self.documents(split))
         return (len(self.tokens(split)) - 1) / num_bytes
 

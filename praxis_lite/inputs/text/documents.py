@@ -63,7 +63,7 @@ class Documents:
         self.tokenizer = as_tokenizer(self.tokenizer)
 
     def check(self) -> None:
-        """Prepares all documents. Raises ConfigError for what is wrong with any of them."""
+        """Prepares all documents. Raises ConfigError for errors in any of them."""
         require_choice("Documents.holds", self.holds, KEYS)
         has_names = self.key is None or KEYS[self.holds] is not None
         require(
@@ -83,7 +83,7 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """What is kept of each part of the source."""
+        """The kept record of each part of the source."""
         self.source.check()
         recipe = {
             "version": 2, "holds": self.holds, "key": self.key, "ahead": self.ahead,
@@ -103,7 +103,7 @@ class Documents:
         return left_out(self.source, self.parts)
 
     def _made(self, part: Part) -> Made:
-        """Returns what is kept of the examples of a part."""
+        """Returns the kept record of the examples of a part."""
         documents: list[Tokens] = []
         chosen_lengths, rows, places, faults = [], [], [], collections.Counter()
         largest, largest_row = -1, -1
@@ -243,7 +243,7 @@ class Documents:
         return most.values["largest"], where
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what decides the documents, with digests of the files and lengths."""
+        """Returns the settings that decide the documents, with digests of the files and lengths."""
         # The same whether tokens are made ahead or not.
         of_parts = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
         digest = hashlib.sha256(json.dumps(of_parts).encode())

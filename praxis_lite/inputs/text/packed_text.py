@@ -1,4 +1,4 @@
-"""Rows of documents for a language model, several to a row, none of which sees another."""
+"""Rows of documents for a language model, several to a row; none of them sees another."""
 
 import dataclasses
 import functools
@@ -96,7 +96,7 @@ class PackedText(IndexedPipeline):
 
     @functools.cached_property
     def table(self) -> Packing:
-        """Which pieces of which documents each row has; kept beside the tokens, memory-mapped."""
+        """The pieces of documents that each row has; kept beside the tokens, memory-mapped."""
         settings = {**self.fingerprint(), "batch_size": None}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"

@@ -35,7 +35,7 @@ class Packing(NamedTuple):
 
 
 def unpacked(counts: Sequence[int], row_length: int) -> Packing:
-    """Returns a row for each document, or for each piece of at most row_length labels of one."""
+    """Returns a row for each document, or for each of its pieces of at most row_length labels."""
     documents, firsts, sizes = _pieces(np.asarray(counts, np.int64), row_length)
     return Packing(np.arange(len(documents) + 1), documents, firsts, sizes)
 
@@ -77,7 +77,7 @@ def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
 
 
 def without_gaps(counts: Sequence[int], row_length: int) -> Packing:
-    """Returns documents one after the other, split where a row ends: only the last has room left.
+    """Returns documents in sequence, split where a row ends: only the last row has room left.
 
     A label that begins a row is still predicted from the token before it, which the row before has
     as a label.

@@ -14,7 +14,7 @@ from praxis_lite.inputs.tokenizers import Tokenizer
 
 
 class Pair(NamedTuple):
-    """The prompt with the answer that is preferred, and with the other one."""
+    """The prompt with the preferred answer, and with the rejected answer."""
 
     chosen: Tokens
     rejected: Tokens

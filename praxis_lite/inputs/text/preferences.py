@@ -1,4 +1,4 @@
-"""Pairs of answers of which people prefer one, for direct preference optimization."""
+"""Pairs of a preferred and a rejected answer, for direct preference optimization."""
 
 import dataclasses
 import functools

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class TextPrompts(IndexedPipeline):
-    """One pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
+    """A pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
 
     A prompt is what begins a document in training, of bytes EOS, and the document's first bytes, as
     the corpus' tokenizer has them: between min_prompt_bytes and max_prompt_bytes, never the whole

@@ -49,7 +49,7 @@ class TrainingWindows:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """One pass in order: every label has weight 1 in exactly one window.
+    """A pass in order: every label has weight 1 in exactly a single window.
 
     Window k starts at token k * stride. All labels of the first count, and the last `stride` of
     each later one: those before are context, already counted.

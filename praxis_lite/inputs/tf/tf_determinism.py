@@ -6,7 +6,7 @@ from typing import Any
 
 
 def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
-    """Returns what in the dataset's graph makes its order or numbers differ between runs, or None.
+    """Returns the operation that makes a dataset's order or numbers differ between runs, or None.
 
     tf.data keeps the order of parallel operations unless told otherwise. Random operations draw
     from a state: if several calls run at a time, chance decides which draws first.

@@ -1,4 +1,4 @@
-"""What a serialized tf.train.Example holds, without loading tensorflow."""
+"""The features of a serialized tf.train.Example, without loading tensorflow."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes a tokenizer of your own text, as GPT-2 and Llama 3 have one, or shows a directory's."""
+"""Makes a tokenizer of your own text, in GPT-2's and Llama 3's form, or shows a directory's."""
 
 import json
 import sys
@@ -95,7 +95,7 @@ def _train(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2, and a paragraph, for what the user can mend."""
+    """Returns the exit status: 2, and a paragraph, for errors that the user can mend."""
     return status_of(lambda: _run(argv), goes_on=True)
 
 

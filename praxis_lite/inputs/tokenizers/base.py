@@ -53,7 +53,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what decides the ids of a text, as JSON: equal for tokenizers that are equal."""
+        """Returns the settings that decide a text's ids, as JSON: equal for equal tokenizers."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """True if the template says with `{% generation %}` what the model writes."""
+        """True if the template marks the model's words with `{% generation %}`."""
         return "generation" in self.source and self._marks
 
     def render_data(
@@ -165,7 +165,7 @@ def _environment() -> Any:
     from praxis_lite.inputs.tokenizers.template_sandbox import Sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Marks what is between `{% generation %}` and `{% endgeneration %}`."""
+        """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
 
         tags = {"generation"}
 

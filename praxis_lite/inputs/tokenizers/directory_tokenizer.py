@@ -47,7 +47,7 @@ class DirectoryTokenizer(Tokenizer):
 
     @abc.abstractmethod
     def _former_role(self, role: str, text: object) -> int | None:
-        """Returns the id that former versions took for a role of which a file says `text`."""
+        """Returns the id that former versions took for a role that a file names `text`."""
 
     @property
     def directory(self) -> Path:

@@ -39,7 +39,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
-    """Returns a tokenizer for what a config names: itself, that of a directory, or None for bytes.
+    """Returns a tokenizer for a config's value: itself, that of a directory, or None for bytes.
 
     Raises:
       ConfigError: as `load_tokenizer`; or it is something else.

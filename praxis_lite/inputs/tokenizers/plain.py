@@ -10,7 +10,7 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
 
 class ByteTokenizer(Tokenizer):
-    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next one.
+    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next text.
 
     A turn of a chat begins with the byte 2 and ends with the byte 3.
     """
@@ -57,7 +57,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """Tokens that stand for no text, such as made-up ones; as text they are numbers with blanks."""
+    """Tokens without text, such as made-up tokens; as text they are numbers with blanks."""
 
     eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text.
 

@@ -50,7 +50,7 @@ def read_tokenizer(path: Path) -> Any:
 
 @contextlib.contextmanager
 def errors_of_rust(path: Path) -> Iterator[None]:
-    """Turns errors of the library, of which panics are no Exception, into those of a file."""
+    """Turns errors of the library, whose panics are no Exception, into those of a file."""
     try:
         yield
     except ConfigError:

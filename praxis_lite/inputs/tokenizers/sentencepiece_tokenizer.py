@@ -157,7 +157,7 @@ class SentencePieceTokenizer(DirectoryTokenizer):
 
     @functools.cached_property
     def _inner(self) -> list[int]:
-        """A piece of a text, if there is one, that decodes to something else than blanks."""
+        """A piece, if any, that decodes to something else than blanks."""
         model = self._model
         for i in range(self._num_pieces):
             is_piece = not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i))

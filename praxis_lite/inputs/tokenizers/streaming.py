@@ -9,7 +9,7 @@ _CONTEXT = 8
 
 
 class StreamingDecoder:
-    """Turns ids into text one by one; the pieces together are the text of all of them.
+    """Turns ids into text as they come; the pieces together are the text of all of them.
 
     Args:
       tokenizer: of the ids.

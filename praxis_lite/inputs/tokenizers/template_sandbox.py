@@ -46,7 +46,7 @@ class TemplateTooLarge(ConfigError):
 
 
 class _Budget:
-    """How much one rendering may still do.
+    """The work that a rendering may still do.
 
     Args:
       characters, values: of the conversation, which widen what is allowed.
@@ -149,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.globals.pop(name)
 
     def bound_filters(self) -> None:
-        """Counts what the filters and tests do that are there now."""
+        """Counts the work of the filters and tests that are there now."""
         self.filters = {name: _counted(name, one) for name, one in self.filters.items()}
         self.tests = {name: _stepped(one) for name, one in self.tests.items()}
 
@@ -204,13 +204,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _BUDGET.get().step()
 
     def joined(self, *parts: Any) -> str:
-        """Returns parts written one after the other: the operator `~`."""
+        """Returns parts joined: the operator `~`."""
         budget = _BUDGET.get()
         budget.require(sum(map(budget.weight, parts)))
         return budget.charge("".join(map(str, parts)))
 
     def made(self, value: Any) -> Any:
-        """Returns a list, tuple or dict that a template writes; one within another grows fast."""
+        """Returns a list, tuple or dict that a template writes; nested lists grow fast."""
         return _BUDGET.get().charge(value)
 
     def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
@@ -265,7 +265,7 @@ def _with_steps(tree: nodes.Template) -> nodes.Template:
 
 
 def _counted(name: str, function: Any) -> Any:
-    """Returns a filter that is counted; lists are made of what it would give bit by bit."""
+    """Returns a filter that is counted; its results become lists bit by bit."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)

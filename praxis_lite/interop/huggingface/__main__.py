@@ -13,7 +13,7 @@ from praxis_lite.job.processes.standard_output import print_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Begins a job with a model of Hugging Face, or writes a job's model as one of these."""
+    """Begins a job with a model of Hugging Face, or exports a job's model as such a model."""
     run(lambda: _convert(argv), goes_on=True)
 
 

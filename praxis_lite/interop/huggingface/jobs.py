@@ -1,4 +1,4 @@
-"""A job that begins with a model of Hugging Face, and a job's model as one of Hugging Face."""
+"""A job that begins with a model of Hugging Face, and a job's model exported for it."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ def begin_job(
 
 
 def hf_dir_setting(job_dir: JobDir) -> str:
-    """Returns what names the model in a job of `begin_job`, for --set."""
+    """Returns the value of HF_DIR in a job of `begin_job`, for --set."""
     return f"HF_DIR={job_dir.huggingface.absolute()}"
 
 
@@ -69,7 +69,7 @@ def export_job(
     adapters: str | None = None,
     note: Note = lambda line: None,
 ) -> None:
-    """Exports one checkpoint of a job in Hugging Face format.
+    """Exports a checkpoint of a job in Hugging Face format.
 
     Args:
       job_log_dir: of a job that began with a model of Hugging Face.

@@ -1,4 +1,4 @@
-"""A model of Hugging Face on a mesh: its logits, what it continues, and a config to train it."""
+"""A model of Hugging Face on a mesh: its logits, its continuations, and a config to train it."""
 
 import functools
 import os
@@ -64,7 +64,7 @@ def load(
 
 
 class HuggingFaceModel:
-    """The weights of a checkpoint of Hugging Face on a mesh, and what the model computes.
+    """The weights of a checkpoint of Hugging Face on a mesh, and the model's calls.
 
     Each method compiles when it is called for the first time with arrays of some shapes.
 

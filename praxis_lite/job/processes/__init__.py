@@ -1,4 +1,4 @@
-"""What are the processes of one job, and when does each of them end?
+"""What are the processes of a job, and when does each of them end?
 
 Never sees a model, a mesh's axes or a file of the job.
 """

@@ -1,4 +1,4 @@
-"""What the first process decides, told to all of a job's processes."""
+"""Decisions of the first process, told to all of a job's processes."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from praxis_lite.job import processes
 
 
 def from_first(name: str, decide: Callable[[], Any], timeout_seconds: float = 3600.0) -> Any:
-    """Returns on every process what `decide` returns on the first one, as JSON.
+    """Returns on every process the result of `decide` on the first process, as JSON.
 
     Args:
       name: of what is decided; the n-th call with a name meets the n-th of the other processes.

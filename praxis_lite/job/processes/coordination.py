@@ -1,4 +1,4 @@
-"""Which process of the job this is, and what the processes tell each other on the host.
+"""The number of this process in its job, and the messages between processes on the host.
 
 There is nothing but `jax.distributed`. On the devices processes meet in the steps' collectives;
 what they tell each other here goes through JAX's coordination service, and works while devices are
@@ -28,7 +28,7 @@ def _state() -> Any:
 
 
 def client() -> Any:
-    """Returns the client of JAX's coordination service, or None if one process runs alone."""
+    """Returns the client of JAX's coordination service, or None if a process runs alone."""
     return getattr(_state(), "client", None)
 
 
@@ -73,7 +73,7 @@ def first_answers(timeout_seconds: float = 1.0) -> bool:
 
 
 def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
-    """Returns what every process gave under this name, in their order; waits for them all.
+    """Returns the texts of all processes under this name, in their order; waits for them all.
 
     The n-th call with a name, from any thread, meets the n-th of the other processes.
     `exchange(name, "")` is the one barrier there is. A text has at most about 3 MB. Raises

@@ -28,7 +28,7 @@ def available_bytes(root: Path = Path("/")) -> float:
 
 
 def _left_in_groups(root: Path) -> Iterator[float]:
-    """Yields what is left in each memory control group that this process is in."""
+    """Yields the free bytes in each memory control group that this process is in."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:

@@ -1,4 +1,4 @@
-"""Ends all processes of a job when one of them ends before its time, and says which and why.
+"""Ends all processes of a job when any of them ends before its time, and names it and the reason.
 
 Without it the others would wait in a collective: JAX aborts them, naming no host, when a heartbeat
 has been missed for 100 s. Each process has two threads here. One writes a beat to JAX's
@@ -39,7 +39,7 @@ _is_failing = threading.Event()  # This process says itself why it ends.
 
 
 def watch() -> None:
-    """Starts to watch the other processes, and to let them see this one."""
+    """Starts to watch the other processes, and to let them see this process."""
     _speak_before_aborts()
     for work in (_beat, _listen):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
@@ -71,7 +71,7 @@ def _first_is_gone() -> NoReturn:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Waits until all processes have ended well, or ends them all when one has failed.
+    """Waits until all processes have ended well, or ends them all when any has failed.
 
     The status of all is that of the exception, or 1 if a process was killed.
     """
@@ -113,7 +113,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Returns True if an exception, or one that caused it, is of the devices or their links."""
+    """Returns True if an exception, or its cause, is of the devices or their links."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OutOfMemory):

@@ -133,7 +133,7 @@ class SignalListener(contextlib.AbstractContextManager):
 
 
 class EndsBySignal(SignalListener):
-    """Ends the process at the first signal: one line, exit status 128 + its number, no traceback.
+    """Ends the process at the first signal: a line, exit status 128 + its number, no traceback.
 
     The main thread gets a SystemExit, so that it removes what it has half written. If that does not
     end it in time, in a compiler for instance, the process ends all the same.

@@ -147,7 +147,7 @@ class _Print(logging.Handler):
 
 
 def print_log() -> None:
-    """Prints what the library logs, such as which attention kernel was chosen and why."""
+    """Prints the library's log, such as the choice of an attention kernel and its reason."""
     log = logging.getLogger("praxis_lite")
     if not log.handlers:
         log.addHandler(_Print())

@@ -1,4 +1,4 @@
-"""How the processes of one job find each other: by flags, or by what a launcher left behind."""
+"""The ways in which a job's processes find each other: flags, or a launcher's variables."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def start(
     process_id: int | None,
     start_seconds: int = START_SECONDS,
 ) -> None:
-    """Connects this process with the others of its job, and makes the first one speak for it.
+    """Connects this process with the others of its job, and makes the first process speak for it.
 
     It must come before JAX makes a device. If neither flags nor the environment tell of other
     processes, nothing happens, and jax is not imported. Raises ConfigError if a flag is wrong or

@@ -1,4 +1,4 @@
-"""What the processes of a job agree on at every step, through the devices."""
+"""Decisions that the processes of a job agree on at every step, through the devices."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ _REPEAT_SECONDS = 300.0
 
 
 class StopConsensus:
-    """Tells every process, at the same step, if any of them wants to stop; names slow ones.
+    """Tells every process, at the same step, if any of them wants to stop; names slow processes.
 
     The processes meet over a mesh.
 
@@ -91,7 +91,7 @@ class SlowHosts:
         self._said_at: dict[int, float] = {}
 
     def add(self, seconds: np.ndarray) -> None:
-        """Takes the seconds of each process in one step."""
+        """Takes the seconds of each process in a step."""
         # Of two processes the faster one, else a slow one would hide behind itself.
         usual = float(np.sort(seconds)[(len(seconds) - 1) // 2])
         for process, own in enumerate(seconds.tolist()):

@@ -46,7 +46,7 @@ class StopRequest(signals.SignalListener):
         return self
 
     def training_begins(self, newest_step: int | None) -> None:
-        """Takes the step of the newest checkpoint, for what is said of an end before any step."""
+        """Takes the step of the newest checkpoint, for the message of an end before any step."""
         self._newest = (
             "no step had been made"
             if newest_step is None
@@ -54,7 +54,7 @@ class StopRequest(signals.SignalListener):
         )
 
     def step_ended(self) -> None:
-        """Says that there is something to save from now on. Called after every step."""
+        """Notes that there is a state to save from now on. Called after every step."""
         if not self._has_stepped:
             with self._lock:
                 if self._leaves:

@@ -146,7 +146,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
 
 def _stacks() -> str:
-    """Returns the stacks of all threads but this one, the main thread's first."""
+    """Returns the stacks of all threads but this, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     alike: dict[str, list[str]] = {}  # A pool's idle threads all wait at the same place.
     main, own = threading.main_thread().ident, threading.get_ident()

@@ -1,4 +1,4 @@
-"""Multi-head attention, to the inputs or to others: what is seen, what is kept, which kernel."""
+"""Multi-head attention, to the inputs or to others: masks, caches, the choice of a kernel."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries, each of which computes only the keys that it may see by index.
+"""Attention in blocks of queries, each with only the keys that it may see by index.
 
 Of causal attention that is little more than half of the logits, and of a window less. The blocks
 are written out, one after the other, in matmuls that the compiler sees: it plans and fuses them as
@@ -69,7 +69,7 @@ class _Block(NamedTuple):
         return x[:, self.first : self.end]
 
     def logits(self, q, k, mask: AttentionMask, options: LogitOptions) -> tuple[Any, Any]:
-        """Returns capped logits [B, G, R, C, S'], and what is visible, [B or 1, 1, 1, C, S']."""
+        """Returns capped logits [B, G, R, C, S'], and their visibility, [B or 1, 1, 1, C, S']."""
         dtype = jnp.float32 if options.float32_logits else q.dtype
         logits = jnp.einsum(
             "btgrk,bsgk->bgrts", self.queries(q), self.keys(k), preferred_element_type=dtype
@@ -105,7 +105,7 @@ def _attention(q, k, v, mask, sinks, options, block_size):
 
 
 def _forward(q, k, v, mask, sinks, options, block_size):
-    """Returns the attended values and, of each block, what the backward pass reads."""
+    """Returns the attended values and, of each block, the residuals of the backward pass."""
     parts, kept = [], []
     for block in _blocks(q.shape[1], k.shape[1], mask, block_size):
         logits, visible = block.logits(q, k, mask, options)

@@ -71,7 +71,7 @@ def head_sizes(
 
 
 def require_one_source(layer: object, is_one: bool) -> None:
-    """Checks that queries, keys and values can be one product.
+    """Checks that queries, keys and values can be a single product.
 
     Raises:
       ConfigError: they cannot; names the layer's class.
@@ -113,7 +113,7 @@ def check_contexts(
 
 
 def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None) -> None:
-    """Checks that no segments come with a cache, which would not hide one from another.
+    """Checks that no segments come with a cache, which would not hide them from each other.
 
     Raises:
       ConfigError: they do; names the layer's class.
@@ -133,7 +133,7 @@ def check_call(
     atten_mask: jax.Array | None,
     segment_ids: jax.Array | None,
 ) -> None:
-    """Checks that attention has what it attends to, and a cache and mask of the right kind.
+    """Checks that attention has keys to attend to, and a cache and mask of the right kind.
 
     Raises:
       ConfigError: one is missing or does not fit; says what to hand over instead.

@@ -25,7 +25,7 @@ def chunked_attention(
     *,
     chunk_size: int,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K]; of the logits one chunk exists at a time.
+    """Returns the attended values [B, T, N, K]; a single chunk of the logits exists at a time.
 
     A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135); the
     backward pass computes each chunk's logits once more. Chunks in which no query can see a key,
@@ -47,7 +47,7 @@ def _attention(q, k, v, mask, options, chunk_size):
 
 
 class _Chunks:
-    """The arguments, padded to whole chunks, and what is seen in one pair of chunks."""
+    """The arguments, padded to whole chunks, and the mask of a pair of chunks."""
 
     def __init__(self, q: Any, k: Any, v: Any, mask: AttentionMask, size: int):
         T, S = q.shape[1], k.shape[1]
@@ -96,7 +96,7 @@ class _Chunks:
         return first, end
 
     def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
-        """Returns capped logits [B, G, R, C, C] and what is visible, [B or 1, 1, 1, C, C]."""
+        """Returns capped logits [B, G, R, C, C] and their visibility, [B or 1, 1, 1, C, C]."""
         logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
         index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
         mask = dataclasses.replace(

@@ -80,7 +80,7 @@ CHUNKED_FROM = 4096 * 4096
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The platform that attention runs on ("cpu", "gpu", "tpu"), and what it runs on."""
+    """The platform of an attention ("cpu", "gpu", "tpu"), its shapes and dtype."""
 
     platform: str
     dtype: Any
@@ -119,7 +119,7 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
 
 
 def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
-    """Checks that there is a kernel of that name, and that it can do those `needs` that are True.
+    """Checks that a kernel has that name, and that it can do those `needs` that are True.
 
     Raises:
       ConfigError: there is none, or it cannot, on any platform; says which can.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from one narrow latent."""
+"""Multi-head latent attention: keys and values of all heads come from a narrow latent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -197,7 +197,7 @@ class MultiHeadLatentAttention(BaseLayer):
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, new: Cache, mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns what the heads see [B, T, N, V], each by keys and values of its own."""
+        """Returns the heads' outputs [B, T, N, V], each by keys and values of its own."""
         N, K, R, V, _ = self.sizes
         kv = checkpoint_name(self._laid_out(self.key_value(new["latent"])), "key_proj")
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]

@@ -21,7 +21,7 @@ HIDE_LATER = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """A query at index t sees the key at index s where all of what is set allows it.
+    """A query at index t sees the key at index s where all of the set fields allow it.
 
     Attributes:
       left_context: t - s < left_context: its own index and the `left_context - 1` before it.
@@ -66,7 +66,7 @@ class AttentionMask:
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
     def zeros_where_none_is_seen(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
-        """Returns what queries attended, or zeros for those that see no key.
+        """Returns the queries' outputs, or zeros for queries that see no key.
 
         These got the mean of all values, other segments' among them. Queries of segment 0, which is
         padding, keep that, as in Pax.
@@ -131,7 +131,7 @@ def segment_mask(segment_ids: jax.Array, source_segment_ids: jax.Array | None = 
 
 
 def causal_segment_mask(segment_ids: jax.Array) -> jax.Array:
-    """Returns float [B, 1, T, T]: tokens see earlier ones of their own segment."""
+    """Returns float [B, 1, T, T]: tokens see earlier tokens of their own segment."""
     return jnp.minimum(segment_mask(segment_ids), causal_mask(segment_ids.shape[1]))
 
 

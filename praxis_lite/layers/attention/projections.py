@@ -23,7 +23,7 @@ from praxis_lite.sharding.split_dims import DimSplit
 
 
 def _splits(mapping: SplitDims) -> tuple[DimSplit, ...]:
-    """Returns an entry for each of D, N and K, and further ones, which the weight will refuse."""
+    """Returns an entry for each of D, N and K, and further entries for the weight to refuse."""
     mapping = tuple(mapping or ())
     return mapping + (None,) * (3 - len(mapping))
 
@@ -31,7 +31,7 @@ def _splits(mapping: SplitDims) -> tuple[DimSplit, ...]:
 def _heads(
     sizes: tuple[int, int], splits: tuple[DimSplit, ...], are_merged: bool
 ) -> tuple[tuple[int, ...], tuple[DimSplit, ...]]:
-    """Returns sizes and splits of a weight's dims [N, K], or of the one dim that both make."""
+    """Returns sizes and splits of a weight's dims [N, K], or of the single dim that both make."""
     if not are_merged:
         return sizes, splits
     axes = [(split,) if isinstance(split, str | int) else split or () for split in splits]
@@ -115,7 +115,7 @@ class AttentionProjection(BaseLayer):
 
 
 class OneHeadedAttentionProjection(BaseLayer):
-    """Projects [B, S, D] to one head, [B, S, 1, K]; its weight is [D, K], as in Pax.
+    """Projects [B, S, D] to a single head, [B, S, 1, K]; its weight is [D, K], as in Pax.
 
     Args:
       params_init: how the weight is drawn, if not by Xavier's rule.
@@ -147,7 +147,7 @@ class OneHeadedAttentionProjection(BaseLayer):
 
 
 class CombinedQKVProjectionLayer(BaseLayer):
-    """Returns queries, keys and values [B, T, N, K] each, of one weight [3, D, N, K].
+    """Returns queries, keys and values [B, T, N, K] each, of a joint weight [3, D, N, K].
 
     Args:
       attention_combine_dims: keep the weight as [3, D, N * K] and the bias as [3, N * K].

@@ -18,7 +18,7 @@ _ABSENT = (
 
 
 class MultiQueryDotProductAttention(DotProductAttention):
-    """DotProductAttention with one head of keys and values, or few, and no learned scale.
+    """DotProductAttention with a single head of keys and values, or few, and no learned scale.
 
     Shazeer 2019, arXiv:1911.02150; with 1 < num_kv_heads < num_heads arXiv:2305.13245. Its
     settings are DotProductAttention's.

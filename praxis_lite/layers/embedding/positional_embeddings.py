@@ -24,7 +24,7 @@ def _check_timescales(layer: object, min_timescale: float, max_timescale: float)
 
 
 def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
-    """Returns positions [B or 1, T]; if there are none, those of one row from 0."""
+    """Returns positions [B or 1, T]; without any, those of a row from 0."""
     if positions is not None:
         return positions
     assert seq_length is not None, "positions or seq_length is given"
@@ -104,7 +104,7 @@ class TrainablePositionalEmbedding(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def check_length(self, length: int) -> None:
-        """Checks that there are positions for sequences of `length`.
+        """Checks that the positions suffice for sequences of `length`.
 
         Raises:
           ConfigError: there are not: beyond them a lookup gives NaN. Names the setting.

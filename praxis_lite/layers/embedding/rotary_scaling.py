@@ -97,7 +97,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
 
 
 class Llama3Rotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of Llama 3.1: slow pairs are slowed, fast ones stay.
+    """RotaryPositionalEmbedding of Llama 3.1: slow pairs are slowed, fast pairs stay.
 
     Args:
       factor: how many times slower the slow pairs turn.

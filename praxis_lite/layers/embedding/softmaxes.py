@@ -112,7 +112,7 @@ class FullSoftmax(BaseLayer):
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        """Returns what becomes the logits by `_activated`: [..., V] in the inputs' dtype."""
+        """Returns the input of `_activated`, which makes logits: [..., V] in the inputs' dtype."""
         return self.logits_ffn(inputs)
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:

@@ -20,7 +20,7 @@ AtExperts = Callable[[jax.Array], jax.Array]
 def seats_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the seat [G, S, K] of each choice, expert x C + place; N for a choice without one.
+    """Returns the seat [G, S, K] of each choice, expert x C + place; N for a choice without a seat.
 
     An expert takes first choices before second ones, and among equals the earlier token; what is
     beyond its capacity is dropped.
@@ -39,7 +39,7 @@ def seats_of(
 
 
 def dispatch(x_GSD: jax.Array, seats_GSK: jax.Array, num_seats: int) -> jax.Array:
-    """Returns the token in each seat, [G, N, D]; zeros in an empty one."""
+    """Returns the token in each seat, [G, N, D]; zeros in an empty seat."""
     choice_GN = _choice_in_seat(seats_GSK, num_seats)
     return _rows(x_GSD, choice_GN // seats_GSK.shape[-1], seats_GSK)
 

@@ -95,7 +95,7 @@ def _filled_up(x: jax.Array, num_shards: int) -> jax.Array:
 def _sent(
     x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, num_local: int, num_shards: int
 ) -> jax.Array:
-    """Returns what a device sends to each of X, [X, n, D + 4 K]: its tokens for experts there."""
+    """Returns a device's messages to each of X, [X, n, D + 4 K]: its tokens for experts there."""
     shard_X11 = jnp.arange(num_shards)[:, None, None]
     is_there_XnK = (experts_nK[None] // num_local == shard_X11) & (gates_nK != 0.0)[None]
     experts_XnK = jnp.where(is_there_XnK, experts_nK[None] % num_local, num_local)
@@ -105,7 +105,7 @@ def _sent(
 
 
 def _packed(x: jax.Array, experts: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns tokens, experts and gates in one array of the tokens' dtype: one exchange.
+    """Returns tokens, experts and gates in an array of the tokens' dtype: a single exchange.
 
     Gates keep 16 bits of mantissa in bfloat16, as a value and what it leaves; experts are two
     digits of base 256, which bfloat16 has exactly.

@@ -29,7 +29,7 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
 
 
 def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
-    """Returns hidden activations times the activated gate, or themselves activated without one.
+    """Returns hidden activations times the activated gate, or themselves activated without a gate.
 
     With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), the hidden activations kept
     within +-limit, and the gate below it.

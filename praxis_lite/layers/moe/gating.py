@@ -176,7 +176,7 @@ class Gating:
         is_capped: bool,
         correction_E: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the outputs [G, S, D] where tokens choose experts, and what the layer reports.
+        """Returns the outputs [G, S, D] where tokens choose experts, and the layer's reports.
 
         Args:
           key: of the pass, for `second_expert_policy`.

@@ -1,4 +1,4 @@
-"""The real-gated linear recurrent unit (RG-LRU): a linear recurrence with gates, as one scan."""
+"""The real-gated linear recurrent unit (RG-LRU): a linear recurrence with gates, as a scan."""
 
 from typing import Any
 

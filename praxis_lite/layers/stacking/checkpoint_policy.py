@@ -1,4 +1,4 @@
-"""What the backward pass keeps of a block's forward pass, by Pax's names of the policies."""
+"""The values of a forward pass that a block keeps for its backward pass, by Pax's policy names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 def remat(
     step: Callable[..., Any], checkpoint_policy: str, *, is_scanned: bool
 ) -> Callable[..., Any]:
-    """Returns `step`, which the backward pass computes again but for what the policy keeps.
+    """Returns `step`, which the backward pass computes again but for the values the policy keeps.
 
     Args:
       is_scanned: it is the body of a scan of several turns. There XLA cannot merge the two

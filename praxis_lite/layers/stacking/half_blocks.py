@@ -15,7 +15,7 @@ from praxis_lite.sharding.split_dims import without_axes
 
 
 class HalfBlock(NamedTuple):
-    """What is run by hand: attention, or a feed-forward layer.
+    """A layer run by hand: attention, or a feed-forward layer.
 
     Attributes:
       layer: with the setting `tensor_parallel`.
@@ -64,7 +64,7 @@ class PartOfWeight(NamedTuple):
     shape: tuple[int, ...]
 
     def of_device(self, block: jax.Array, half: HalfBlock, axis: str) -> jax.Array:
-        """Returns from a device's block what it computes with: whole but for the features."""
+        """Returns the weights of a device's block to compute with: whole but for the features."""
         keeps_features = half.how != "weights"
         # Along the axis first: the last and largest gather then is of another dim.
         dims = sorted(range(len(self.spec)), key=lambda dim: axis not in axes_of(self.spec[dim]))
@@ -147,7 +147,7 @@ def _check_output(half: HalfBlock, path: tuple, dim: int | None) -> None:
 
 
 def left_out() -> tuple[str, ...]:
-    """Returns the mesh axes that are manual already, and those of one device."""
+    """Returns the mesh axes that are manual already, and those of a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return (*mesh.manual_axes, *(axis for axis, size in mesh.shape.items() if size == 1))
 

@@ -30,7 +30,7 @@ shift.defvjp(_shift_fwd, _shift_bwd)
 
 
 class Buffer:
-    """Room for all microbatches on every stage, of which that on stage 0 is used.
+    """Room for all microbatches on every stage; that on stage 0 is used.
 
     A microbatch waits there before its first repeat, between two, and after the last, always in
     the same place. XLA's programs are the same for all stages: the others have the room, too.
@@ -43,7 +43,7 @@ class Buffer:
         self._schedule, self._layout = schedule, layout
 
     def start(self, x_M: jax.Array) -> jax.Array:
-        """Returns what is stored before the first tick: [S, M + 1, rows, ...]."""
+        """Returns the buffer before the first tick: [S, M + 1, rows, ...]."""
         # The last place takes what comes out before the first microbatch does. A select on the
         # tick would do too, but the backward pass would keep each of its answers.
         x_M = jnp.concatenate([x_M, x_M[:1]])
@@ -53,7 +53,7 @@ class Buffer:
     def take(
         self, stored_SM: jax.Array, arrived_S: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what enters stage 0 at tick t, [S, rows, ...], and what is stored then."""
+        """Returns stage 0's input at tick t, [S, rows, ...], and the buffer then."""
         schedule = self._schedule
         place = jnp.minimum(t % schedule.period, schedule.num_microbatches - 1)
         return jax.lax.dynamic_index_in_dim(stored_SM, place, axis=1, keepdims=False), stored_SM
@@ -61,7 +61,7 @@ class Buffer:
     def put(
         self, stored_SM: jax.Array, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array
     ) -> jax.Array:
-        """Returns what is stored after tick t: x_S came out of the stages, arrived_S goes in."""
+        """Returns the buffer after tick t: x_S came out of the stages, arrived_S goes in."""
         schedule = self._schedule
         since = t - (schedule.num_stages - 1)
         place, num_places = since % schedule.period, schedule.num_microbatches

@@ -1,4 +1,4 @@
-"""The ticks of a pipeline: one scan, in which every stage works and then hands on what it has.
+"""The ticks of a pipeline: a scan, in which every stage works and then hands on its result.
 
 The stages are a dim of every array; `jax.vmap` over it and a roll along it are all there is, and
 XLA makes of them one program per device and a collective-permute.
@@ -86,7 +86,7 @@ def apply_layer(
     cache: PyTree,
     **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Returns a block's (x, cache) and what it assigned; its key folds in layer, microbatch."""
+    """Returns a block's (x, cache) and its assignments; its key folds in layer, microbatch."""
     if key is not None:
         key = jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
     x, cache = block(x, key=key, cache=cache, **inputs)
@@ -122,7 +122,7 @@ def run_ticks(
         blocks_RP: Any, cache_RP: PyTree, inputs_M: PyTree, x: jax.Array,
         stage: jax.Array, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array,
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Returns what one stage does in one tick."""
+        """Returns a stage's results in a tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
 

@@ -188,7 +188,7 @@ class Pipeline(BaseLayer):
     def _in_a_row(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Returns what `run_ticks` does: all microbatches through one block after the other."""
+        """Returns the result of `run_ticks`: all microbatches through block after block."""
         num_microbatches = x_M.shape[0]
 
         def step(x_M: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:

@@ -1,4 +1,4 @@
-"""Stacks of blocks: equal ones scanned (one block's program whatever the depth), or in a row."""
+"""Stacks of blocks: equal blocks scanned (a single program whatever the depth), or in a row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ Block = Callable[..., Any]
 
 
 class Repeat(BaseLayer):
-    """Applies `num_layers` blocks, each with weights of its own, one after the other.
+    """Applies `num_layers` blocks, each with weights of its own, in sequence.
 
     Args:
       block: called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
@@ -192,7 +192,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False) -> Step:
 
 
 def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
-    """Returns x and the cache after one of the parent's blocks, which has what it assigned."""
+    """Returns x and the cache after a block of the parent's, which has its assignments."""
     block = layer[0]
     with scope_of(parent, block):
         x, (cache, values) = step(x, layer)

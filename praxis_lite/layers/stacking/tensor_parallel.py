@@ -1,4 +1,4 @@
-"""Tensor parallelism with explicit collectives: what a layer's `tensor_parallel` turns on.
+"""Tensor parallelism with explicit collectives, turned on by a layer's `tensor_parallel`.
 
 The layer is the same, with the same weights. Each device runs it as if it were alone, with its part
 of the heads or hidden dims, on tokens that come to it; the outputs are summed over the mesh axis

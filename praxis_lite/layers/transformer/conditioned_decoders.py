@@ -1,4 +1,4 @@
-"""An encoder-decoder and its inputs as one language model, as `praxis_lite.decode` wants it."""
+"""An encoder-decoder and its inputs as a language model, in `praxis_lite.decode`'s form."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from praxis_lite.layers.base_layer import rebuilt
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedDecoder:
-    """The language model of targets that follow from one batch of inputs.
+    """The language model of targets that follow from a batch of inputs.
 
     Attributes:
       model: a TransformerEncoderDecoder.
@@ -26,7 +26,7 @@ class ConditionedDecoder:
     input_paddings: jax.Array | None
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
-        """Returns a cache with the inputs in it, or an empty one for another `batch_size`."""
+        """Returns a cache with the inputs in it, or an empty cache for another `batch_size`."""
         length = self.encoded.shape[1]
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:

@@ -166,7 +166,7 @@ class TransformerEncoderDecoder(BaseLayer):
         input_segment_pos: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns what the decoder attends to: [B, S, D]; arguments as `compute_loss`."""
+        """Returns the decoder's context: [B, S, D]; arguments as `compute_loss`."""
         lookups = (self.encoder_embedding_lookup, self.decoder_embedding_lookup, self.softmax)
         x = embed(next(layer for layer in lookups if layer is not None), inputs)
         position_emb = self.position_emb or self.encoder_position_emb
@@ -194,7 +194,7 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns what the softmax gets, [B, T, D], and the decoder's cache.
+        """Returns the softmax's inputs, [B, T, D], and the decoder's cache.
 
         With a cache the targets are appended to it at their positions `target_segment_pos`, and
         only the first call needs `encoded`.

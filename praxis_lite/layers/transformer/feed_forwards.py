@@ -26,7 +26,7 @@ from praxis_lite.sharding import SplitDims, constrain
 
 
 class TransformerFeedForward(ResidualBranch):
-    """Returns `x + ffn(norm(x))`, or what the options make of it: [B, T, D] -> [B, T, D].
+    """Returns `x + ffn(norm(x))`, or the options' variant of it: [B, T, D] -> [B, T, D].
 
     Its settings are ResidualBranch's, and
 
@@ -137,7 +137,7 @@ class TransformerFeedForward(ResidualBranch):
     def _fed(
         self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
-        """Returns what is added to the inputs."""
+        """Returns the branch's output, which is added to the inputs."""
         axis = axis_by_hand(self, self.features_split) if x.shape[1] > 1 else None
         if axis is not None:
             return by_hand(

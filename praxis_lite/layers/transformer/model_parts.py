@@ -1,4 +1,4 @@
-"""What the language model and the encoder-decoder share: embeddings, stacks, the total loss."""
+"""Parts that the language model and the encoder-decoder share: embeddings, stacks, the loss."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def repeated_block(
     *sizes: int,
     **settings: Any,
 ) -> tuple[Block, int]:
-    """Returns the block of a stack of `num_layers`, and how many there are: a pattern is one.
+    """Returns the block of a stack of `num_layers`, and their number: a pattern counts once.
 
     Raises:
       ConfigError: the pattern does not divide num_layers; names the model's class.

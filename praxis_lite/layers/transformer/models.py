@@ -111,7 +111,7 @@ class TransformerLm(BaseLayer):
 
     @property
     def num_positions(self) -> int | None:
-        """The number of positions that there are; None: they have no end."""
+        """The number of positions; None: they have no end."""
         learned = getattr(self.position_emb, "max_seq_length", None)
         limits = [one for one in (learned, self.max_positions) if one is not None]
         return min(limits, default=None)
@@ -173,7 +173,7 @@ class TransformerLm(BaseLayer):
         inputs_indicator: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and what it consists of, by Pax's names.
+        """Returns the loss of predicting `labels`, and its parts, by Pax's names.
 
         Args:
           labels, weights: int and float [B, T]: the token after each, and how much it counts.
@@ -198,7 +198,7 @@ class TransformerLm(BaseLayer):
         key: jax.Array | None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns what the softmax gets, [B, T, D], and the cache."""
+        """Returns the softmax's inputs, [B, T, D], and the cache."""
         if (inputs_indicator is None) == (self.model_type == "prefix"):
             raise ConfigError(
                 f"TransformerLm.model_type is {self.model_type!r}, and inputs_indicator is "

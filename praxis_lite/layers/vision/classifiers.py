@@ -44,7 +44,7 @@ class ClassificationModel(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns what the softmax's `compute_loss` does for labels int [B] and weights [B]."""
+        """Returns the result of the softmax's `compute_loss` for labels int [B] and weights [B]."""
         return self.softmax.compute_loss(self._features(inputs, key), labels, weights, key=key)
 
     def _features(self, inputs: jax.Array, key: jax.Array | None) -> jax.Array:

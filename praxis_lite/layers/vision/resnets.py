@@ -207,7 +207,7 @@ class ResNet(BaseLayer):
 
 
 def _class_of(template: Callable[..., Any]) -> Any:
-    """Returns the class within a partial, however deep; or what is given."""
+    """Returns the class within a partial, however deep; or the argument itself."""
     while isinstance(template, functools.partial):
         template = template.func
     return template

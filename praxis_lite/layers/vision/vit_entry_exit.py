@@ -153,7 +153,7 @@ class VitEntryLayers(BaseLayer):
 
 
 class ClassTokenPooling(BaseLayer):
-    """Returns one token of each row, for VitExitLayers' `pooling_tpl`: [B, N, D] -> [B, D].
+    """Returns the first token of each row, for VitExitLayers' `pooling_tpl`: [B, N, D] -> [B, D].
 
     Args:
       index: which; 0 is the first that VitEntryLayers prepends, -1 the last that it appends.

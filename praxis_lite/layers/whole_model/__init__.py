@@ -1,4 +1,4 @@
-"""What is set on a whole model from outside: splits by one word, adapters, quantized products?
+"""Settings of a whole model from outside: splits by a word, adapters, quantized products.
 
 Sees every layer; no layer sees it.
 """

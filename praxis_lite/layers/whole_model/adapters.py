@@ -66,7 +66,7 @@ def adapted(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> Any:
-    """Returns what `lora(base_tpl, rank=rank, ...)` makes of the other arguments.
+    """Returns the layer that `lora(base_tpl, rank=rank, ...)` makes of the other arguments.
 
     For experiments: `fdl.Partial(adapted, base_tpl=fdl.Partial(Linear), rank=4)` has its rank
     within reach of --set.
@@ -208,7 +208,7 @@ DENSE: dict[type, Callable[[Any], DenseForm]] = {
 
 
 def _adapt(layer: BaseLayer, rank: int, scale: float, rngs: nnx.Rngs) -> None:
-    """Adds `lora_a`, `lora_b` to a dense layer and makes it one that computes with them."""
+    """Adds `lora_a`, `lora_b` to a dense layer and makes it compute with them."""
     form = DENSE[type(layer)](layer)
     size_of = dict(zip(form.weight, form.shape, strict=True)) | {"r": rank}
     split_of = dict(zip(form.weight, _splits(layer, form), strict=True))  # The rank is whole.
@@ -241,7 +241,7 @@ def _splits(layer: BaseLayer, form: DenseForm) -> tuple[DimSplit, ...]:
 
 
 def _call(layer: Any, inputs: jax.Array) -> Any:
-    """Returns what an adapted layer computes."""
+    """Returns the outputs of an adapted layer."""
     outputs = layer.base_class.__call__(layer, inputs)
     form = layer.lora_form
     a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
@@ -267,7 +267,7 @@ def _column_factors(layer: Any) -> list[tuple[jax.Array, jax.Array | None]]:
 
 @functools.cache
 def _adapted_class(base: type) -> type:
-    """Returns the class of a class's adapted layers; with one base, so that one can become it."""
+    """Returns the class of a class's adapted layers; with its base, so that it can become it."""
     methods = {"base_class": base, "__call__": _call, "__module__": __name__}
     if base is Linear:
         methods |= {"factors": _factors, "column_factors": _column_factors}

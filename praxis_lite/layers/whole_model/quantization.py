@@ -93,7 +93,7 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Returns what `model` builds, its dense layers (QUANTIZABLE) multiplying by the rules.
+    """Returns the layer that `model` builds, its QUANTIZABLE layers multiplying by the rules.
 
     Raises:
       ConfigError: Qwix is not installed, there are no rules, or one matches no layer; names the
@@ -181,7 +181,7 @@ def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
 
 
 def _call(layer: Any, inputs: jax.Array) -> Any:
-    """Returns what a quantized layer computes: its einsum, rounded, and its bias."""
+    """Returns the outputs of a quantized layer: its einsum, rounded, and its bias."""
     rule, base = layer.quantization, layer.unquantized_class
     form = DENSE[base](layer)  # Only here: one layer of a stack is at hand, not the stack.
     taken = form.inputs + form.weight
@@ -227,7 +227,7 @@ def _is_matrix(node: Any) -> bool:
 
 
 def _quantize(layer: BaseLayer, rule: QuantizationRule) -> None:
-    """Makes a dense layer one that multiplies by `rule`."""
+    """Makes a dense layer multiply by `rule`."""
     if rule.qtype is None:
         return
     layer.quantization = rule

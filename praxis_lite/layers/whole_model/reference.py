@@ -1,4 +1,4 @@
-"""A model beside a frozen copy of itself, for losses that hold one against the other."""
+"""A model beside a frozen copy of itself, for losses that compare both."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ REFERENCE = "reference"
 def with_reference(
     *args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any
 ) -> Any:
-    """Returns what `base_tpl` makes of the other arguments, with a copy of it as `reference`.
+    """Returns the model that `base_tpl` makes of the other arguments, with a copy as `reference`.
 
     The copy starts with the same weights; leave it out of training:
     `learner.bprop_variable_exclusion="reference/.*"`. A model with adapters needs none.

@@ -1,4 +1,4 @@
-"""Sharding presets: how a whole model splits, by one word. Data, to be read, copied and changed.
+"""Sharding presets: a whole model's split, by a word. Data, to be read, copied and changed.
 
 `LOGICAL_DIMS` names, once per class, the dims of each array whose split a layer declares.
 `SHARDING_PRESETS` has by word the mesh axes that these names split over; a name that a preset lacks

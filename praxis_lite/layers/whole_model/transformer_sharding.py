@@ -1,4 +1,4 @@
-"""All splits of a model's config by one word, or by a dict of a few names."""
+"""All splits of a model's config by a word, or by a dict of a few names."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ Preset = Mapping[str, DimSplit]
 def set_sharding_params(
     model: fdl.Buildable, preset: str | Preset = "fsdp+tensor"
 ) -> fdl.Buildable:
-    """Returns `model`, the config of a model or of a part of one, with all its splits set.
+    """Returns `model`, the config of a model or of a part of it, with all its splits set.
 
     This sets the splits of every layer in LOGICAL_DIMS, and of the templates under it, given or by
     default; other settings stay. A preset without the name "expert" leaves experts as they are, one

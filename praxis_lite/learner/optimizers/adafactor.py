@@ -189,7 +189,7 @@ def adafactor(
 
 
 class _Step(NamedTuple):
-    """What is added to a weight, and its new slots: `WeightSlots`."""
+    """The update of a weight, and its new slots: `WeightSlots`."""
 
     update: jax.Array
     slots: WeightSlots
@@ -199,7 +199,7 @@ def _normalized(
     grad: jax.Array, slots: WeightSlots, dims: tuple[int, int] | None, decay: jax.Array,
     epsilon: float, sticky: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, WeightSlots]:
-    """Returns the gradient over the root of its second moment, and the slots with the new one."""
+    """Returns the gradient over the root of its second moment, and the slots with that moment."""
 
     def averaged(old: jax.Array, new: jax.Array) -> jax.Array:
         return decay * old + (1.0 - decay) * sticky(new)

@@ -1,4 +1,4 @@
-"""What Adafactor keeps of one weight: which slots, of which shapes, and the stored momentum."""
+"""Adafactor's slots of a weight: their kinds and shapes, and the stored momentum."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ MOMENTUM_DTYPES = ("int8", "int16", "bfloat16", "float32")
 
 
 class WeightSlots(NamedTuple):
-    """The slots of one weight. One that it does not have is zeros of shape [1], as in Pax.
+    """The slots of a weight. A slot that it does not have is zeros of shape [1], as in Pax.
 
     So the state has the same leaves whatever is factored, and `slots.py` can compare states of
     other sizes. Orbax does not save empty arrays.

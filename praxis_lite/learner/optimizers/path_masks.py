@@ -77,7 +77,7 @@ def collected_patterns() -> Iterator[set[str]]:
 
 
 def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...]:
-    """Returns the regular expressions that a setting names: one, or several.
+    """Returns the regular expressions that a setting names, singly or in a list.
 
     Raises:
       ConfigError: one is not a regular expression; names the setting.

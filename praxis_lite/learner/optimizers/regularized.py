@@ -23,7 +23,7 @@ def regularized(
     skip_lp_regularization: Patterns = (),
     ewc_regularizer_weight: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with one of three regularisations, and EWC, as Pax applies them to any.
+    """Returns an optimizer with any of three regularisations, and EWC, as Pax applies them.
 
         fdl.Partial(regularized, optimizer=fdl.Partial(adam, beta2=0.99),
                     decoupled_weight_decay=0.1, skip_lp_regularization=".*/norm")

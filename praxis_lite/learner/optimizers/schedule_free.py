@@ -1,4 +1,4 @@
-"""The weights to evaluate with when an optimizer trains at another point than its best one.
+"""The weights to evaluate with when an optimizer trains at another point than its best.
 
 Schedule-free optimizers (Defazio et al. 2024, "The Road Less Scheduled") take gradients at y, step
 at z, and their result is x, the average of the z: y = (1 - b1) z + b1 x. optax keeps y as the

@@ -184,7 +184,7 @@ def _cleared(m: jax.Array, v: jax.Array, bases: tuple[jax.Array, ...]) -> jax.Ar
 
 
 def _covariance(g: jax.Array, dim: int) -> jax.Array:
-    """Returns g g^T with all dims but one summed over."""
+    """Returns g g^T with all dims but the named dim summed over."""
     others = tuple(d for d in range(g.ndim) if d != dim)
     return _tensordot(g, g, axes=(others, others))
 
@@ -227,7 +227,7 @@ def _next_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
 
 
 def _where_due(is_due: jax.Array, fn: Callable[[PyTree], PyTree], slots: PyTree) -> PyTree:
-    """Returns `fn(slots)` if `is_due`, else `slots`, computing only what is returned.
+    """Returns `fn(slots)` if `is_due`, else `slots`, computing only the result.
 
     A stack's layers are mapped over by `jax.vmap`, which turns a `lax.cond` into both branches and
     a select: every step would decompose every layer's matrices. Here the mapped rule is a `cond` as

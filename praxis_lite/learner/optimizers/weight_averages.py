@@ -11,7 +11,7 @@ PyTree = Any
 def moving_average(
     average: PyTree, params: PyTree, decay: float, num_updates: jax.Array
 ) -> PyTree:
-    """Returns the average after one more update: decay * average + (1 - decay) * params.
+    """Returns the average after another update: decay * average + (1 - decay) * params.
 
     Pax's `apply_ema_weights`: the first average is a copy of the initial weights, and the decay of
     update n is at most (1 + n) / (10 + n), so that these are soon forgotten.

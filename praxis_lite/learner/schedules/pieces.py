@@ -1,4 +1,4 @@
-"""Schedules one after the other, once or over and over."""
+"""Schedules in sequence, once or over and over."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from praxis_lite.learner.schedules.shapes import Count, Schedule, constant, requ
 
 
 def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
-    """Returns schedules one after the other, each of which counts from its own first step.
+    """Returns schedules in sequence, each counting from its own first step.
 
     `optax.join_schedules`, checked.
 
@@ -28,7 +28,7 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
 
 
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
-    """Returns values[i] from step boundaries[i - 1] on; one boundary fewer than values."""
+    """Returns values[i] from step boundaries[i - 1] on; a boundary fewer than values."""
     check_pieces("piecewise_constant", boundaries, "values", values, len(boundaries) + 1)
     return piecewise_schedule(boundaries=boundaries, schedules=[constant(v) for v in values])
 

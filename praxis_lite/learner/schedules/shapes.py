@@ -1,4 +1,4 @@
-"""A rate that goes from one value to another between two steps: as a line, a power, a cosine."""
+"""A rate that goes from a value to another between two steps: as a line, a power, a cosine."""
 
 import math
 from collections.abc import Callable

@@ -202,7 +202,7 @@ _RIGHT = {
 
 
 def _of_jaxpr(jaxpr: Any, done: dict[int, Any]) -> Any:
-    """Returns a program with what is at risk in it replaced; the very same if nothing is.
+    """Returns a program with its risky operations replaced; the very same if it has none.
 
     Args:
       done: old and new programs, by the id of the old: one that is called twice stays one.

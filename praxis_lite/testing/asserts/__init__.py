@@ -1,1 +1,1 @@
-"""Assertions for tests of one's own: collectives within a budget, layers as on one device."""
+"""Assertions for your own tests: collectives within a budget, layers as on a single device."""

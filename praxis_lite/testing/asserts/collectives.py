@@ -1,4 +1,4 @@
-"""Budgets for what a compiled step sends, as assertions of a test."""
+"""Budgets for a compiled step's traffic, as assertions of a test."""
 
 import dataclasses
 import math
@@ -96,7 +96,7 @@ def assert_collectives(
     no_gather_of_whole_weights: bool = False,
     max_resharding_bytes: int | None = None,
 ) -> None:
-    """Checks what a step sends; bytes are of results on one device, all executions together.
+    """Checks a step's traffic; bytes are of results on a device, all executions together.
 
     Args:
       max_bytes: of all collectives.

@@ -1,4 +1,4 @@
-"""Layers run on a mesh or without one: outputs, gradients and new statistics of many at once.
+"""Layers run on a mesh or without it: outputs, gradients and new statistics of many at once.
 
 What the library's own tests compare one device with many by.
 """
@@ -43,7 +43,7 @@ def revealing(outputs: jax.Array) -> jax.Array:
 def run_layers(
     cases: Mapping[str, LayerCase], mesh_shape: tuple[int, ...] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns by name outputs, gradients (weights, x) and statistics: one program for all."""
+    """Returns by name outputs, gradients (weights, x) and statistics: a single program for all."""
     mesh = mesh_shape and make_mesh(MeshConfig(ici_mesh_shape=mesh_shape))
     models = {name: NnxModel(build) for name, (build, _, _) in cases.items()}
 

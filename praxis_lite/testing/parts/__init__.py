@@ -1,1 +1,1 @@
-"""What is compared on a mesh, a part of a check each: data, training, properties, resuming."""
+"""Comparisons on a mesh, a part of a check each: data, training, properties, resuming."""

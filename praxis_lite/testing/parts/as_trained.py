@@ -47,7 +47,7 @@ def _report(check: Check, one: OnMesh) -> Leaves:
 def _in_float32(
     wanted: Leaves, own: Leaves, moved: Mapping[str, float]
 ) -> list[Comparison]:
-    """Returns comparisons that tell sums in bfloat16 from sums in float32, on one device.
+    """Returns comparisons that tell sums in bfloat16 from sums in float32, on a single device.
 
     Args:
       moved: how far each leaf goes in float64 for weights moved by `NUDGE`; in float32 a difference

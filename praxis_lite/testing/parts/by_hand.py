@@ -24,7 +24,7 @@ Flat = dict[str, Any]
 
 
 def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
-    """Weights and averages after the steps of one device, made anew from its gradients."""
+    """Weights and averages after the steps of a single device, made anew from its gradients."""
     learner, groups = check.job.task.learner, check.plain_one.layout.groups
     skips = learner.limits.skip_step_gradient_norm_value
     if skips or learner.apply_separate_scaling or learner.loss_scale is not None:
@@ -59,7 +59,7 @@ def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def _units(groups: Any) -> list[tuple[Any, list[str], tuple[int, ...] | None]]:
-    """Returns (optimizer, paths of weights, layer) for what is updated together; None: no stack."""
+    """Returns (optimizer, paths of weights, layer) of joint updates; None: no stack."""
     units = []
     for group in groups.by_name.values():
         paths = ["/".join(path) for path in group.paths]

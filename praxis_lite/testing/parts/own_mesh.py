@@ -1,4 +1,4 @@
-"""What is compared on the experiment's own mesh alone: all that a job does but training."""
+"""Comparisons on the experiment's own mesh alone: all parts of a job but training."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ Batch = dict[str, np.ndarray]
 
 
 def check(check: Check, one: OnMesh) -> None:
-    """Adds the comparisons on one mesh to a check, the quick ones first."""
+    """Adds the comparisons on a mesh to a check, the quick ones first."""
     for what, compare in PARTS.items():
         if not check.makes(what):
             continue
@@ -56,7 +56,7 @@ def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A batch of which the last rows have no weight: their contents enter nothing."""
+    """A batch whose last rows have no weight: their contents enter nothing."""
     batch, reference = check.batches[0], check.reference_of(one)
     if "weights" not in batch:
         check.remark("Rows of filler: not checked, for batches have no weights.")
@@ -126,7 +126,7 @@ def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """What the task decodes of the first batch of each of its prompts."""
+    """The task's decoded outputs of the first batch of each of its prompts."""
     reference, mdl_vars = check.plain_one, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
         batch = check.known(data.first_batches(pipeline, 1)[0])
@@ -140,7 +140,7 @@ def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 def two_ways(
     what: str, property_of: Callable[..., Any], check: Check, one: OnMesh
 ) -> Iterator[list[Comparison]]:
-    """What one function of `properties` computes in two ways: the first is the one to trust."""
+    """A function of `properties`, computed in two ways: the first is to be trusted."""
     batch = check.batches[0]
     function = None if check.couplings else property_of(check.task, batch)
     if function is None:

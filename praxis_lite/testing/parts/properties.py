@@ -18,7 +18,7 @@ STATISTICS = "batch statistics"
 
 
 def couplings(task: Task) -> list[str]:
-    """Returns what makes a row's numbers depend on other rows, as the task and its layers declare.
+    """Returns the reasons that rows depend on each other, as the task and its layers declare.
 
     Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
     """

@@ -33,7 +33,7 @@ _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]
 
 
 def resumed(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A job that is made at a stretch, and one that is launched twice; what a checkpoint gives."""
+    """A job made at a stretch, and a job launched twice; a checkpoint's state."""
     one = check.on_mesh(check.own_shape, None, check.job.task)
     yield from _saved_and_restored(check, one)
     pipeline = _AsChecked(check)
@@ -52,7 +52,7 @@ def resumed(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def _saved_and_restored(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """Random numbers in every leaf, saved on one mesh and restored on each."""
+    """Random numbers in every leaf, saved on a mesh and restored on each."""
     rng = np.random.default_rng(7)
 
     def drawn(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -131,7 +131,7 @@ def _restored(directory: Path, mesh: OnMesh) -> Any:
 
 
 def _of_the_program(check: Check, one: OnMesh) -> list[Comparison]:
-    """Returns what is exact of the compiled train step, after it was called."""
+    """Returns the exact figures of the compiled train step, after it was called."""
     partitioner = one.partitioner
     compiled = partitioner.lower("train", structs(check.batches[0])).compile().as_text()
     state_bytes = sum(leaf.bytes_per_device for leaf in one.layout.leaves())

@@ -34,7 +34,7 @@ def moved(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
 
 
 def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the rows of a batch, `num_rows` at a time, and what is left over."""
+    """Yields the rows of a batch, `num_rows` at a time, and the rest."""
     for start in range(0, num_rows_of(batch), num_rows):
         yield {name: x[start : start + num_rows] if x.ndim else x for name, x in batch.items()}
 
@@ -51,7 +51,7 @@ def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.
 
 
 def halves(batch: Batch) -> Batches:
-    """Returns a batch twice, of which the one has weights in the rows where the other has none."""
+    """Returns a batch twice, with weights in complementary rows."""
     num_rows = len(batch["weights"])
     is_first = np.arange(num_rows) < num_rows // 2 + 1
     shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)
@@ -62,7 +62,7 @@ def halves(batch: Batch) -> Batches:
 
 
 def sums(reports: Sequence[Leaves]) -> Leaves:
-    """Returns the metrics and gradients of several batches taken as one: means by weight."""
+    """Returns the metrics and gradients of several batches taken together: means by weight."""
     found = {}
     for name in (one.removesuffix("/value") for one in reports[0] if one.endswith("/value")):
         weights = [report[f"{name}/weight"] for report in reports]
@@ -81,7 +81,7 @@ def _mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.nda
 
 
 def in_training(check: Check, _: Any) -> Iterator[list[Comparison]]:
-    """Metrics and gradients of rows that change places and batches, and of all in one batch."""
+    """Metrics and gradients of rows that change places and batches, and of all in a batch."""
     yield from _sums_over_rows(
         check, "", check.batches[:2], check.whole,
         lambda batch, nudged: check.train_once(check.plain_one, batch, nudged=nudged)[0],
@@ -145,7 +145,7 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
 def _sums_over_rows(
     check: Check, what: str, batches: Sequence[Batch], whole: Batch | None, run: Run
 ) -> Iterator[list[Comparison]]:
-    """Yields comparisons of batches with the same rows in other batches, on one device.
+    """Yields comparisons of batches with the same rows in other batches, on a single device.
 
     Args:
       what: is run; "": training.

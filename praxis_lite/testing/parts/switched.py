@@ -14,7 +14,7 @@ from praxis_lite.testing.runs.states import restacked, stacked_like
 
 
 def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A step, an evaluation and decoding with each such setting switched, against one device."""
+    """A step, an evaluation and decoding with each such setting switched, against a device."""
     for setting in how_settings(check.config):
         refusals = []
         for value in setting.others:
@@ -34,7 +34,7 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def _with_value(check: Check, setting: HowSetting, value: object) -> dict[str, Leaves] | None:
-    """Returns what is computed with another value, by kind; None if it has other weights."""
+    """Returns the results with another value, by kind; None if it has other weights."""
     task = reporting(build(switched(check.config, setting, value)).task)
     other = check.on_mesh(check.own_shape, None, task)
     state, batch = restacked(check.state, other), check.batches[0]

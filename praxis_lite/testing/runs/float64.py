@@ -73,7 +73,7 @@ def in_float64(
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Returns two sums [2] over an array, one of them with weights that differ by element."""
+    """Returns two sums [2] over an array, the second with weights that differ by element."""
     x = jnp.where(jnp.isfinite(x), x, 0.0).astype(np.float64)
     weights = jnp.ones((), np.float64)
     for dim in range(x.ndim):

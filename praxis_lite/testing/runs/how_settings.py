@@ -88,7 +88,7 @@ def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
 
 
 def _of_others(config: "fdl.Config") -> Iterator[fdl.Buildable]:
-    """Yields what a task's config builds of classes and functions that are not the library's."""
+    """Yields the buildables of a task's config that are not the library's own."""
     for one in buildables(config.task):
         build = fdl.get_callable(one)
         is_own = getattr(build, "__module__", "").startswith("praxis_lite.")
@@ -148,7 +148,7 @@ def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _with(name: str, value: Any, wanted: str, other: Callable[[Any], Any]) -> Any:
-    """Returns a setting's value with what is called `wanted` in it exchanged; or itself."""
+    """Returns a setting's value with the setting called `wanted` in it exchanged; or itself."""
     if _is_object(value):
         fields = _fields(value)
         new = {key: _with(key, x, wanted, other) for key, x in fields.items()}

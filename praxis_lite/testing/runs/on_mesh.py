@@ -1,4 +1,4 @@
-"""A task on one mesh, its steps in float64: from NumPy states to NumPy states."""
+"""A task on a mesh, its steps in float64: from NumPy states to NumPy states."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ FILLER = 3.0  # What the padding of an array holds on its way in: it must enter 
 
 
 class OnMesh:
-    """A task on one mesh, with the compiled steps that a check needs.
+    """A task on a mesh, with the compiled steps that a check needs.
 
     Args:
       partitioner: of the task on the mesh.
@@ -59,7 +59,7 @@ class OnMesh:
         self, state: TrainState, batches: Sequence[Batch], seed: int, *,
         without_randomness: bool = False,
     ) -> tuple[list[Leaves], TrainState, dict[str, float]]:
-        """Returns what each step reports, the last state, and the largest padding of its leaves.
+        """Returns the reports of each step, the last state, and the largest padding of its leaves.
 
         Args:
           state: NumPy arrays of true shapes, in float64.
@@ -118,7 +118,7 @@ class OnMesh:
             return leaves_of(jax.device_get(run(given, batch)))
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
-        """Returns what `in_float64(by_layer=True)` tells of a training step."""
+        """Returns the values that `in_float64(by_layer=True)` records of a training step."""
         run = self._program("train", inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):
@@ -133,7 +133,7 @@ class OnMesh:
         return in_float64(function, given, self._abstract_batch(inputs), key, **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
-        """Returns a batch in float64; the rows that fill it up are copies of the last one."""
+        """Returns a batch in float64; the rows that fill it up are copies of the last row."""
         num_rows = len(next(x for x in inputs.values() if x.ndim))
         missing = -num_rows % self.mesh.size
 
@@ -175,7 +175,7 @@ class OnMesh:
         )
 
     def _placed(self, layout: Any, tree: PyTree) -> PyTree:
-        """Returns NumPy arrays of true shapes as padded ones on the mesh, padded by FILLER."""
+        """Returns NumPy arrays of true shapes, padded by FILLER, on the mesh."""
 
         def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
             if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
@@ -199,7 +199,7 @@ def _options(mesh: Mesh) -> dict[str, int] | None:
 
 
 def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
-    """Returns padded NumPy arrays cut to true shapes, and by path the largest of what is cut off.
+    """Returns padded NumPy arrays cut to true shapes, and by path the largest number cut off.
 
     Only what has padding is among the latter.
     """
@@ -269,7 +269,7 @@ def names_of(tree: PyTree) -> list[str]:
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:
-    """Returns what a step reports, as `OnMesh.train` names it."""
+    """Returns the report of a step, in the names of `OnMesh.train`."""
     found = {}
     for name, (value, weight) in outputs["metrics"].items():
         found[f"metrics/{name}/value"] = np.asarray(value)

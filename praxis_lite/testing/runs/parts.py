@@ -1,4 +1,4 @@
-"""What one device computes of a batch part by part: what a step in parts promises to equal."""
+"""A single device's results of a batch part by part: a step in parts promises to equal them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ def micro_batches_in_turn(num_parts: int) -> Callable[..., Any]:
 
 
 def devices_in_turn(num_parts: int) -> Callable[[Task, Any], Partitioner]:
-    """Returns what makes a partitioner for one device that works on the rows of N devices in turn.
+    """Returns a maker of partitioners for a single device that works on N devices' rows in turn.
 
     Part d is the d-th block of rows, filled up with copies of the first row of weight 0; its key is
     the step's, folded with d. It is what `ShardMapPartitioner` promises of N devices.
@@ -78,7 +78,7 @@ def _value_and_grad(
 
 
 def _counted(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> WeightedScalars:
-    """Returns a part's metrics; their weights are 0 if none of its rows has one."""
+    """Returns a part's metrics; their weights are 0 if none of its rows has a weight."""
     is_there = jnp.any(part["weights"] != 0) if "weights" in part else True
     return {
         name: (value, jnp.where(is_there, jnp.asarray(weight, jnp.float32), 0.0))

@@ -86,7 +86,7 @@ def restacked(state: TrainState, one: OnMesh) -> TrainState | None:
 
 
 def stacked_like(wanted: Mapping[str, Any], found: Leaves) -> Leaves:
-    """Returns leaves under the names of `wanted`: of a stack as one array, or a layer each.
+    """Returns leaves under the names of `wanted`: of a stack as an array, or a layer each.
 
     Layer 3 of "blocks/w" [layers, ...] is "blocks/3/w". Leaves that have no such form are left out.
     """

@@ -44,7 +44,7 @@ def wide_param(value: Any) -> Any:
 
 
 def widened(x: Any) -> Any:
-    """Returns an array in its wide dtype; what is no array as it is."""
+    """Returns an array in its wide dtype; other values as they are."""
     return as_dtype(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
 
 
@@ -64,7 +64,7 @@ SCATTERS = {
 
 
 def scattered(one: Any, args: list[Any]) -> Any:
-    """Returns what a scatter gives of wide arrays; its parameters hold a program of narrow ones."""
+    """Returns the result of a scatter of wide arrays; its parameters hold a narrow program."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     dimension_numbers, *others = (one.params[name] for name in names)
     return SCATTERS[one.primitive](

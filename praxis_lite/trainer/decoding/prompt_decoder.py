@@ -27,7 +27,7 @@ Watch = Callable[[NewTokens], None]
 
 @dataclasses.dataclass(frozen=True)
 class PromptDecoder:
-    """Decodes datasets of prompts with the weights of one checkpoint.
+    """Decodes datasets of prompts with the weights of a checkpoint.
 
     Attributes:
       mdl_vars: weights of `step`, on the mesh.
@@ -150,7 +150,7 @@ class PromptDecoder:
             yield inputs, decoder.outputs_of(outputs)
 
     def _batching(self, num_rows: int, prompt_length: int) -> ContinuousBatching:
-        """Returns what decodes prompts of this length, compiled once."""
+        """Returns the decoder of prompts of this length, compiled once."""
         if (num_rows, prompt_length) not in self._batchings:
             task = self.partitioner.task
             self._batchings[num_rows, prompt_length] = ContinuousBatching(

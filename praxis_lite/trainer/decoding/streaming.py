@@ -37,7 +37,7 @@ class Continuations:
         self._next, self._is_begun = 0, False
 
     def add(self, new: NewTokens) -> None:
-        """Takes tokens of one continuation; its index is of prompts x hypotheses."""
+        """Takes tokens of a continuation; its index is of prompts x hypotheses."""
         self._texts[new.index].add(new.ids.tolist(), new.done)
         self._print()
 
@@ -69,7 +69,7 @@ class Continuations:
 
 
 class _Text:
-    """One continuation: what of it is final, and not printed yet."""
+    """A continuation: its final text that is not printed yet."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
         self._decoder = StreamingDecoder(tokenizer, skip_special_tokens=True)

@@ -75,7 +75,7 @@ def _of_json(line: bytes, where: str) -> Prompt:
 
 
 def as_conversations(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns the prompts with each text as what a user says."""
+    """Returns the prompts with each text as a user's message."""
     return [
         [{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts
     ]
@@ -91,7 +91,7 @@ def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
 def prompt_batch(
     task: Task, prompts: Prompts, what: str = "generate", *, multiple_of: int = 1
 ) -> InMemory:
-    """Returns a pipeline of one batch.
+    """Returns a pipeline of a single batch.
 
     Args:
       task: of a language model.

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one flushed line per step, each step once, however often the run was killed."""
+"""metrics.jsonl: a flushed line per step, each step once, however often the run was killed."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _LEADING_KEYS = ("step", "dataset", "loss")
 
 
 class JsonLinesWriter(contextlib.AbstractContextManager):
-    """Appends lines to a file, one per step, each flushed as it is written.
+    """Appends lines to a file, a line per step, each flushed as it is written.
 
     Opening the file mends what an earlier run left: a last line that a kill cut short goes, and
     the lines after `resume_step`, which the resumed run writes anew, are moved to NAME.lost.jsonl.
@@ -59,7 +59,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends one line, which must have an integer `step`; scalar arrays become numbers.
+        """Appends a line, which must have an integer `step`; scalar arrays become numbers.
 
         Raises ConfigError if the disk is full; the lines before stay whole.
         """

@@ -1,4 +1,4 @@
-"""How far the run is: one live line on a terminal, a few whole lines anywhere else."""
+"""The progress of a run: a live line on a terminal, a few whole lines anywhere else."""
 
 import collections
 import contextlib

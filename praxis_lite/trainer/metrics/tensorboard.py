@@ -38,7 +38,7 @@ class TensorBoardWriter(contextlib.AbstractContextManager):
             self._write(event_pb2.Event(step=resume_step + 1, session_log=start))
 
     def scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Writes one point per scalar, at `step`."""
+        """Writes a point per scalar, at `step`."""
         values = [self._summary_pb2.Summary.Value(tag=name, simple_value=float(value))
                   for name, value in scalars.items()]
         summary = self._summary_pb2.Summary(value=values)

@@ -24,7 +24,7 @@ class WeightedMean:
         self._weights: dict[str, float] = {}
 
     def add(self, scalars: WeightedScalars) -> None:
-        """Adds one batch's metrics.
+        """Adds a batch's metrics.
 
         Raises ConfigError if a value or weight is no scalar, or a weight is negative or not finite.
         """

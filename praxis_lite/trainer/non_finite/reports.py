@@ -23,7 +23,7 @@ MAX_REPORTS = 20
 
 
 class NonFiniteReports:
-    """Looks at every step of a run; one with a non-finite loss or gradient is run again.
+    """Looks at every step of a run; a step with a non-finite loss or gradient is run again.
 
     Such a step left weights and slots as they were, so its state is still there. Its operations run
     one after the other, and each result is looked at. This is another program than the step,

@@ -38,7 +38,7 @@ NUM_WHILE_TURNS = 1000  # Of a loop of unknown length, the turns that are told a
 
 
 class TaggedRun:
-    """One trace of a program with tags: the operations seen so far, and where the trace is."""
+    """A trace of a program with tags: the operations seen so far, and the trace's place."""
 
     def __init__(self, num_turns: int, infinities_count: jax.Array, never: jax.Array):
         self.operations: list[Operation] = []

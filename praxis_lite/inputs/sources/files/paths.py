@@ -53,7 +53,7 @@ def _files_of(pattern: str, what: str) -> list[str]:
 
 
 def make_files(files: str, folder: str, make: Make) -> None:
-    """Calls `make`, and moves what it has made into a folder.
+    """Calls `make`, and moves the files that it has made into a folder.
 
     Args:
       files: of the source; where `make` returns examples, the path of one file.

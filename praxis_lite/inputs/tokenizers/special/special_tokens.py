@@ -1,4 +1,4 @@
-"""Special tokens and ends of a text: one answer from all files that may say it."""
+"""Special tokens and ends of a text: a single answer from all files that may say it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -124,7 +124,7 @@ class _Numbered:
         return None if renamed else known
 
     def add(self, token: Token, must_be_there: bool) -> None:
-        """Adds a token that a file names, or says of one that is there how it is looked for.
+        """Adds a token that a file names, or changes how a known token is looked for.
 
         Raises:
           ConfigError: it has another id already, or another token has its id; it must be there,
