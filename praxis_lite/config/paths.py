@@ -161,7 +161,7 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
-    """Returns annotations by parameter, or by position where it has no name; `**` for `**kwargs`."""
+    """Returns annotations by parameter, or by position if it has no name; `**` for `**kwargs`."""
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
     types = {}

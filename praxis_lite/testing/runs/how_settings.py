@@ -174,10 +174,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _types(build: Any) -> dict[str, Any]:
-    """Returns the type hints of a function's arguments, or of a class' fields and its init's."""
-    try:
-        if not isinstance(build, type):
-            return typing.get_type_hints(build)
-        return {**typing.get_type_hints(build.__init__), **typing.get_type_hints(build)}
-    except (AttributeError, NameError, TypeError):
-        return {}  # Hints that name what is not there.
+    """Returns annotations of a function's arguments, or of a class' fields and its init's."""
+    own = inspect.get_annotations(build) if callable(build) else {}
+    init = getattr(build, "__init__", None) if isinstance(build, type) else None
+    return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **own}
