@@ -113,10 +113,12 @@ class _Reader:
         return [of(atom) for atom in jaxpr.outvars]
 
     def _look_up(self, eqn: Any, index: Any) -> None:
-        dims = eqn.params["dimension_numbers"].start_index_map
-        parts = index if isinstance(index, tuple) else (index,)
-        # Who says mode="clip" means it.
+        numbers = eqn.params["dimension_numbers"]
+        dims, parts = numbers.start_index_map, index if isinstance(index, tuple) else (index,)
+        # Who says mode="clip" means it. Under `jax.vmap` the index of a single row comes so
+        # unasked, as the slice that it was, whose dims are not collapsed.
         is_clipped = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+        is_clipped = is_clipped and bool(numbers.collapsed_slice_dims)
         if len(parts) == len(dims) and not is_clipped:
             for name, dim in zip(parts, dims, strict=True):
                 self._add(name, eqn.invars[0].aval.shape[dim])
