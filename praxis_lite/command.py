@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from praxis_lite.config.user_lines import explained
-from praxis_lite.errors import DISK_FULL, ConfigError, did_you_mean, not_written, printable
+from praxis_lite.errors import (
+    DISK_FULL,
+    ConfigError,
+    did_you_mean,
+    lack_of_memory,
+    not_written,
+    out_of_memory,
+    printable,
+)
+from praxis_lite.job.processes.aborts import say_that_memory_ended, speaking_before_aborts
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.standard_output import open_what_is_closed, output_may_be_lost
@@ -36,7 +45,10 @@ def run(
       wraps: errors into lines of 100; else an error is one line, for scripts.
     """
     open_what_is_closed()
-    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
+    with (
+        output_may_be_lost(goes_on=goes_on), EndsBySignal(),
+        speaking_before_aborts(say_that_memory_ended), ending_together(),
+    ):
         _put_users_packages_first()
         _run(command, traceback_txt, wraps)
 
@@ -76,6 +88,9 @@ def _run(
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             print_error(not_written(error.filename or "A file", error), wraps=wraps)
+            sys.exit(2)
+        if lacking := lack_of_memory(error):
+            print_error(out_of_memory(lacking), wraps=wraps)
             sys.exit(2)
         found = explained(error, traceback_txt())
         if found is None:

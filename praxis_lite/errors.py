@@ -4,6 +4,7 @@ import difflib
 import errno
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 # A disk, a quota or a file that is full.
@@ -22,6 +23,39 @@ class ConfigError(ValueError):
 
 class OutOfMemory(ConfigError):
     """The compiler, a device or the host ran out of memory."""
+
+
+# What XLA, TensorStore, C++ and Python say where memory ends; not gRPC of a message too large.
+_NO_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED(?!.*larger than max)|\bbad_alloc\b|can't start new thread"
+)
+
+
+def lack_of_memory(error: BaseException) -> str | None:
+    """Returns in a line what an exception, or its cause, lacked memory for, or None."""
+    cause: BaseException | None = error
+    while cause is not None:
+        words, name = str(cause), type(cause).__name__
+        if (
+            isinstance(cause, MemoryError)
+            or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+            or name == "ResourceExhaustedError"  # TensorFlow's, which need not be imported.
+            or (name == "JaxRuntimeError" and "out of memory" in words.lower())
+            or _NO_MEMORY.search(words)
+        ):
+            first = words.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+            return shown(first.rstrip(".") or name, 300)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def out_of_memory(lacking: str) -> OutOfMemory:
+    """Returns the error of a command, or a process of it, that ran out of memory."""
+    return OutOfMemory(
+        f"The process ran out of memory: {lacking}. Make what is read or computed at once smaller "
+        "(batch_size, longer rows, the model, num_workers), end what else runs here, or take a "
+        "machine with more memory; a limit of the container or of the shell (ulimit -v) counts too."
+    )
 
 
 class LastStepUnsound(ConfigError):

@@ -14,6 +14,7 @@ from praxis_lite.decode.loop import DecodeState, advance, start
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.errors import ConfigError, require
+from praxis_lite.job.processes.host_memory import check_program_fits
 
 # R rows, P longest prompt, M most new tokens.
 PyTree = Any
@@ -80,6 +81,7 @@ class ContinuousBatching:
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._wrap = wrap
         self._programs: tuple[Program, Program] | None = None
+        self._fitting: set[Program] = set()
         self.num_steps = self.num_prefills = 0
 
     def stream(
@@ -129,7 +131,7 @@ class ContinuousBatching:
 
     def empty(self, mdl_vars: PyTree) -> DecodeState:
         """Returns a state whose rows are all free, on the devices as it stays from call to call."""
-        state = self._empty(mdl_vars)
+        state = self._run(self._empty, mdl_vars)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         if self._programs is None:
             # The state comes back as it went in, or the next call would compile another program.
@@ -157,7 +159,7 @@ class ContinuousBatching:
             np.asarray(ids, np.int32), np.int32(length), key, np.float32(temperature),
             np.int32(max_steps),
         )
-        return self._programs[0](mdl_vars, state, np.int32(row), prompts)
+        return self._run(self._programs[0], mdl_vars, state, np.int32(row), prompts)
 
     def advance(
         self, mdl_vars: PyTree, state: DecodeState, num_steps: int, until_one_ends: bool,
@@ -169,10 +171,25 @@ class ContinuousBatching:
           taken: the rows to go on with.
         """
         is_taken = np.isin(np.arange(self._num_rows), list(taken))
-        state, report = self._programs[1](
-            mdl_vars, state, np.int32(num_steps), np.bool_(until_one_ends), is_taken
+        state, report = self._run(
+            self._programs[1], mdl_vars, state, np.int32(num_steps), np.bool_(until_one_ends),
+            is_taken,
         )
         return state, jax.device_get(report)
+
+    def _run(self, program: Program, mdl_vars: PyTree, *args: Any) -> Any:
+        """Returns what a compiled program returns; before its first run, checks that it fits."""
+        if program not in self._fitting:
+            self._fitting.add(program)
+            leaves = jax.tree.leaves(mdl_vars)
+            check_program_fits(
+                program.trace(mdl_vars, *args).lower().compile(),  # The call finds it.
+                leaves[0].sharding.addressable_devices if leaves else (),
+                f"Decoding {self._num_rows} rows at a time",
+                "Make decoder.num_cache_slots, decoder.max_decode_steps or the longest prompt "
+                "smaller.",
+            )
+        return program(mdl_vars, *args)
 
     def _empty_state(self, mdl_vars: PyTree) -> DecodeState:
         decoder, num_rows, model = self._decoder, self._num_rows, self._module(mdl_vars)

@@ -107,12 +107,14 @@ def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfi
     return dataclasses.replace(config, ici_mesh_shape=shape)
 
 
-def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
+def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     """Makes JAX's CPU backend show `num_devices` devices; call it before JAX makes an array.
 
     Each of several processes simulates its part of them, and at most MAX_SIMULATED_DEVICES; a
     larger mesh needs devices that exist. Programs on accelerators see no change. A device count
     that the user has set in the environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS) is kept.
+
+    Returns the number that this process is to simulate, where the user has set none.
 
     On jax 0.10 and few cores a step with independent collectives may hang, and aborts after 40 s:
     each device starts those that are ready in an order of its own and waits in one for peers that
@@ -130,6 +132,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> None:
         # Where JAX has made its devices already, as in a notebook, they stay: `make_mesh` says so.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_simulated)
+    return num_simulated
 
 
 def all_devices() -> list[jax.Device]:

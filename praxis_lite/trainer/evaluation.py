@@ -12,6 +12,7 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.batches import check_ids, checked_batches, non_finite_rows
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.id_sizes import num_ids_of
+from praxis_lite.trainer.memory import compile_step
 from praxis_lite.trainer.metrics import JsonLinesWriter, WeightedMean, WeightedScalars
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import records_of
@@ -66,6 +67,9 @@ class Evaluator:
                     return None
                 where = f"datasets.{name}, batch {index}"
                 check_ids(inputs, num_ids, where, first_row=rows.start)
+                if index == 0:
+                    which = "eval" if examples is None else "eval_examples"
+                    compile_step(self.partitioner, which, pipeline, f"datasets.{name}")
                 batch = self.partitioner.global_batch(inputs, num_rows)
                 key = self.partitioner.batch_key(self.seed, step, index)
                 if examples is None:

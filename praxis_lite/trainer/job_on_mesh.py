@@ -22,6 +22,7 @@ from praxis_lite.inputs.batches import (
 )
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.host_memory import check_room_for_devices
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.id_sizes import num_ids_of
@@ -37,7 +38,7 @@ from praxis_lite.trainer.job_checks import (
     flat,
     why_bytes,
 )
-from praxis_lite.trainer.memory import check_batch_fits, check_fits
+from praxis_lite.trainer.memory import check_batch_fits, check_fits, compile_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     check_parts(job)
     use_compilation_cache()
     mesh_config = filled_mesh(job.mesh)
-    simulate_devices(mesh_config.num_devices, processes.count())
+    check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
     mesh = make_mesh(mesh_config)
     if jax.process_count() != processes.count():
         raise ConfigError(
@@ -182,11 +183,17 @@ def compile_together(
 
     Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
     collective.
+
+    Raises:
+      OutOfMemory: as `compile_step`, of all processes of this host together.
     """
     if processes.count() > 1:
+        root = "decode_datasets" if step == "decode" else "datasets"
         for name, pipeline in datasets.items():
             which = "train" if (name, step) == (TRAIN, "eval") else step
-            partitioner.lower(which, pipeline.element_spec()).compile()  # The call finds it.
+            compile_step(
+                partitioner, which, pipeline, f"{root}.{name}", processes.count_on_this_host()
+            )
         processes.exchange("the steps are compiled", "", 3600)
 
 

@@ -44,6 +44,7 @@ from praxis_lite.trainer.job_history import (
 )
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
+from praxis_lite.trainer.memory import compile_init
 from praxis_lite.trainer.metrics import JsonLinesWriter
 from praxis_lite.trainer.metrics.records import write_records
 from praxis_lite.trainer.restored_weights import restored_weights
@@ -182,6 +183,7 @@ def _new_start(job: JobOnMesh) -> StartingPoint:
         return StartingPoint(0, _from_huggingface(job, key))
     if not rules:
         print("initialising the state", flush=True)
+        compile_init(partitioner, key)
         return StartingPoint(0, partitioner.init(key))
     plan = plan_init(partitioner.layout, rules)
     lines = "\n".join(plan.lines()) + "\n"

@@ -2,16 +2,16 @@
 
 import contextlib
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.errors import ConfigError, OutOfMemory, format_bytes, shown
+from praxis_lite.errors import ConfigError, OutOfMemory, format_bytes, lack_of_memory
 from praxis_lite.explain.layout_table import shape_text
+from praxis_lite.inputs import InputPipeline
 from praxis_lite.job.processes import host_memory
-from praxis_lite.partitioner import StateLayout
+from praxis_lite.partitioner import Partitioner, StateLayout
 from praxis_lite.partitioner.train_state import LeafLayout
 
 _NUM_NAMED = 3
@@ -20,6 +20,16 @@ _SMALLER_STATE = (
     "Learner.slot_mesh_axes for slots alone), take an optimizer with smaller slots (adafactor, "
     "lion, low_precision_slots in bfloat16), or make the model smaller"
 )
+_SMALLER_STEP = (
+    "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
+    "stack"
+)
+
+
+_STEPS = {
+    "train": "A training step on", "eval": "An evaluation step on",
+    "eval_examples": "An evaluation step on", "decode": "A decoding step on",
+}
 
 
 def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
@@ -84,6 +94,41 @@ def check_batch_fits(
         )
 
 
+def compile_step(
+    partitioner: Partitioner, step: str, pipeline: InputPipeline, name: str,
+    num_processes: int = 1,
+) -> None:
+    """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
+
+    Args:
+      step: as of `Partitioner.trace`.
+      name: of the dataset, "datasets.train".
+      num_processes: how many of this host are about to run it.
+
+    Raises:
+      OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
+    """
+    compiled = partitioner.lower(step, pipeline.element_spec()).compile()
+    devices = partitioner.mesh.local_devices
+    advice = f"Make {name}.batch_size, or its rows, smaller" + (
+        f"; {_SMALLER_STEP}" if step == "train" else ", or take fprop_dtype=bfloat16"
+    )
+    if len(devices) > 1:
+        advice += "; take fewer simulated devices, for each has a copy of what is not split"
+    host_memory.check_program_fits(
+        compiled, devices, f"{_STEPS[step]} {name}",
+        f"{advice}; or hosts that have more memory.", num_processes,
+    )
+
+
+def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
+    """Compiles what makes a new state; as `compile_step`, also in what it raises."""
+    host_memory.check_program_fits(
+        partitioner.init.trace(key).lower().compile(), partitioner.mesh.local_devices,
+        "Making a new state", f"{_SMALLER_STATE}.",
+    )
+
+
 @contextlib.contextmanager
 def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
     """Turns an out-of-memory error of the compiler, a device or the host into a paragraph.
@@ -92,21 +137,18 @@ def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        said = str(error)
-        is_memory = isinstance(error, MemoryError) or re.search(
-            "RESOURCE_EXHAUSTED|out of memory", said, re.IGNORECASE
-        )
-        if not is_memory:
+    except ConfigError:
+        raise
+    except Exception as error:
+        lacking = lack_of_memory(error)
+        if lacking is None:
             raise
         each = sum(leaf.bytes_per_device for leaf in layout.leaves())
-        first = said.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
         raise OutOfMemory(
-            f"The job ran out of memory: {shown(first or type(error).__name__, 300)}. Each device "
-            f"holds {format_bytes(each)} of the state of training; gradients, activations and the "
-            f"batch come on top. {_largest(layout.leaves())} For smaller activations lower "
-            "batch_size, set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a "
-            f"checkpoint_policy of the stack. {_SMALLER_STATE}."
+            f"The job ran out of memory: {lacking}. Each device holds {format_bytes(each)} of the "
+            "state of training; gradients, activations and the batch come on top. "
+            f"{_largest(layout.leaves())} For smaller activations lower batch_size, {_SMALLER_STEP}"
+            f". {_SMALLER_STATE}."
         ) from error
 
 

@@ -24,6 +24,7 @@ from praxis_lite.partitioner.id_sizes import num_ids_of
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.trainer.job_history import is_due, lacks_evaluation, watched_history
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.memory import compile_step
 from praxis_lite.trainer.metrics import (
     JsonLinesWriter,
     ProgressLine,
@@ -159,8 +160,9 @@ class _Loop:
             check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
             batch = partitioner.global_batch(inputs, num_rows)
             self.consensus.host_worked(time.perf_counter() - began)
-            with self._compiling(step):
-                state, outputs = partitioner.train_step(state, batch, key)
+            if step == self.first_step + 1:
+                self._compile()
+            state, outputs = partitioner.train_step(state, batch, key)
             if run.debug_nans:
                 self.reports.report()  # So that the lines of a step come before those of the next.
                 with self.watchdog.during(f"looking for a NaN in step {step}"):
@@ -201,10 +203,11 @@ class _Loop:
             checkpoints.wait()
         return Trained(step, num_skipped_in_a_row(state), stopped_by)
 
-    def _compiling(self, step: int) -> contextlib.AbstractContextManager[None]:
-        if step == self.first_step + 1 and self.job.partitioner.mesh.size > 1:
-            return explained_warnings(self.progress.note)
-        return contextlib.nullcontext()
+    def _compile(self) -> None:
+        partitioner, note = self.job.partitioner, self.progress.note
+        is_split = partitioner.mesh.size > 1
+        with explained_warnings(note) if is_split else contextlib.nullcontext():
+            compile_step(partitioner, "train", self.job.datasets[TRAIN], f"datasets.{TRAIN}")
 
     def close(self) -> None:
         for one in (self.progress, self.reports, self.eval_writer, self.board):

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from praxis_lite.config.user_lines import ElsewhereError, described
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, lack_of_memory, out_of_memory
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers
 from praxis_lite.inputs.processes import compared
@@ -147,6 +147,8 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
         for index in share(*mine):
             finished.put(_message(pipeline.rows(index, rows)))
     except BaseException as error:
+        if lacking := lack_of_memory(error):
+            error = out_of_memory(lacking)
         is_users = isinstance(error, ConfigError)
         text = str(error) if is_users else traceback.format_exc()
         header = {"error": text, "is_users": is_users, "line": described(error)}

@@ -6,6 +6,7 @@ Never sees a model, a mesh's axes or a file of the job.
 from praxis_lite.job.processes.coordination import (
     client,
     count,
+    count_on_this_host,
     exchange,
     first_answers,
     host,
@@ -16,6 +17,6 @@ from praxis_lite.job.processes.coordination import (
 )
 
 __all__ = [
-    "client", "count", "exchange", "first_answers", "host", "index", "is_first", "learn_hosts",
-    "name",
+    "client", "count", "count_on_this_host", "exchange", "first_answers", "host", "index",
+    "is_first", "learn_hosts", "name",
 ]

@@ -62,6 +62,11 @@ def learn_hosts(timeout_seconds: float) -> None:
     _hosts[:] = exchange("hosts", socket.gethostname(), timeout_seconds)
 
 
+def count_on_this_host() -> int:
+    """Returns how many processes of the job run here; of hosts with one name, on all of these."""
+    return max(1, sum(host(process) == host(index()) for process in range(count())))
+
+
 def first_answers(timeout_seconds: float = 1.0) -> bool:
     """Returns True if the first process, which has the coordination service, can be reached."""
     host, _, port = _state().coordinator_address.rpartition(":")

@@ -7,10 +7,8 @@ that a process has ended.
 """
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -19,6 +17,7 @@ from typing import NoReturn
 
 from praxis_lite.errors import OutOfMemory
 from praxis_lite.job import processes
+from praxis_lite.job.processes.aborts import speaking_before_aborts
 from praxis_lite.job.processes.exits import end_now
 
 BEAT_SECONDS = 2.0
@@ -34,31 +33,24 @@ _GONE = "is gone: it was killed, or its host or network failed"
 _BEATS, _ENDED = "praxis_lite/beats", "praxis_lite/ended"
 _NONE = -1  # No process has failed: all have ended well.
 _threads: list[threading.Thread] = []
+_last_words = contextlib.ExitStack()
 _is_over = threading.Event()  # Training has ended well, on all processes.
 _is_failing = threading.Event()  # This process says itself why it ends.
 
 
 def watch() -> None:
     """Starts to watch the other processes, and to let them see this process."""
-    _speak_before_aborts()
+    _last_words.enter_context(speaking_before_aborts(_say_that_first_is_gone))
     for work in (_beat, _listen):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
 
 
-def _speak_before_aborts() -> None:
-    """Has the first process's end said in a line even if JAX's own thread hears of it first.
+def _say_that_first_is_gone() -> None:
+    """Says so even if JAX's own thread hears of it first.
 
-    JAX then aborts, from the very thread that would bring _listen its answer. So Python is called
-    from the handler of SIGABRT; when it returns, the abort goes on.
+    JAX then aborts, from the very thread that would bring _listen its answer.
     """
-    c = ctypes.CDLL(None)
-    c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    c.signal(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _on_abort(signum: int) -> None:
     if not processes.is_first() and not processes.first_answers():
         _first_is_gone()
 

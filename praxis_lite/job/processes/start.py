@@ -10,8 +10,12 @@ from typing import Any, TextIO
 from praxis_lite.errors import ConfigError, require
 from praxis_lite.job import processes
 from praxis_lite.job.processes import peers
+from praxis_lite.job.processes.aborts import speaking_before_aborts
+from praxis_lite.job.processes.claimed_id import ClaimedId
+from praxis_lite.job.processes.exits import end_now
 
 START_SECONDS = 45
+_MOST_PROCESSES = 100_000  # JAX's service makes room for all of them before one has come.
 
 # What a launcher calls the number of its processes, and which of them this is.
 _LAUNCHERS = {
@@ -34,6 +38,7 @@ def start(
     processes, nothing happens, and jax is not imported. Raises ConfigError if a flag is wrong or
     missing, or the processes cannot be connected.
     """
+    require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
     settings, found = find_others(coordinator, num_processes, process_id, os.environ)
     if settings is None:
         return
@@ -129,7 +134,10 @@ def _check_flags(
         "HOST:PORT, the first process's host and a free port there from 1 to 65535, such as "
         "10.0.0.1:12345",
     )
-    require(num_processes >= 1, "--num_processes", num_processes, "1 or more")
+    require(
+        1 <= num_processes <= _MOST_PROCESSES, "--num_processes", num_processes,
+        f"a number from 1 to {_MOST_PROCESSES}",
+    )
     require(
         0 <= process_id < num_processes, "--process_id", process_id,
         f"a number from 0 to {num_processes - 1}, another one for each of the {num_processes} "
@@ -142,27 +150,46 @@ def _connect(settings: Mapping[str, Any], seconds: int) -> None:
 
     # It would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
-    is_connected = threading.Event()
+    is_connected, process_id = threading.Event(), settings.get("process_id")
+    claimed = None
+    if process_id is not None:
+        claimed = ClaimedId(settings["coordinator_address"], process_id)
 
     def give_up() -> None:
         if not is_connected.wait(seconds):
-            which = f"process {settings['process_id']}" if "process_id" in settings else "it"
+            which = "it" if process_id is None else f"process {process_id}"
+            doubled = claimed.refused() if claimed else ""
+            if doubled:
+                doubled = (
+                    f" {doubled.capitalize()} was given --process_id={process_id} too, and was "
+                    "refused: start it with the number that is missing."
+                )
             os.write(2, (
                 f"error: the processes of the job have not all come together within {seconds} s; "
-                f"so {which} ends. See which did not start, or cannot reach the first one's host "
-                "and port; where they start at very different times, give all of them "
+                f"so {which} ends.{doubled} See which did not start, or cannot reach the first "
+                "one's host and port; where they start at very different times, give all of them "
                 "--start_seconds=600.\n"
             ).encode())
             os._exit(2)
 
+    def say_refused() -> None:
+        os.write(2, (
+            b"error: the first process of the job does not take this one. See that --num_processes "
+            b"is the same in each, and --process_id another one.\n"
+        ))
+        end_now(2)
+
     threading.Thread(target=give_up, daemon=True).start()
     try:
         # JAX aborts the process when its own time is up, so that is longer.
-        jax.distributed.initialize(
-            **settings, initialization_timeout=seconds + 60,
-            heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
-        )
+        with speaking_before_aborts(say_refused):
+            jax.distributed.initialize(
+                **settings, initialization_timeout=seconds + 60,
+                heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
+            )
     except (RuntimeError, ValueError, OSError) as error:
+        if claimed:
+            claimed.release()
         raise ConfigError(
             f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Look at "
             "--coordinator, or at what the launcher says."

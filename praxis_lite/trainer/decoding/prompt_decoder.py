@@ -16,6 +16,7 @@ from praxis_lite.errors import require
 from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.batches import check_ids, checked_batches
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.trainer.memory import compile_step
 
 # A look at the tokens waits for the devices. Until the next one, rows that should end go on.
 STEPS_BETWEEN_LOOKS = 8
@@ -84,6 +85,7 @@ class PromptDecoder:
         """
         num_rows = pipeline.batch_size
         rows = self.partitioner.process_rows(num_rows)
+        compile_step(self.partitioner, "decode", pipeline, f"decode_datasets.{name}")
         for inputs, key in self._batches(name, pipeline):
             own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
             batch = self.partitioner.global_batch(own_rows, num_rows)
