@@ -138,7 +138,10 @@ def not_written(
     Args:
       then: what the same command does when it is launched again.
     """
+    mend = "Make room, or mend the file system"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        mend = "Its directory was moved or deleted: put it back"
     return ConfigError(
-        f"{os.fspath(path)} could not be written: {error.strerror or error}. Make room, or mend "
-        f"the file system, and launch the same command again: {then}."
+        f"{os.fspath(path)} could not be written: {error.strerror or error}. {mend}, and launch "
+        f"the same command again: {then}."
     )

@@ -65,22 +65,26 @@ def explained(error: BaseException, path: Path | None) -> Explained | None:
     None if only the traceback explains it, or if it cannot be written.
 
     Args:
-        path: of the file for the whole traceback. None: a new temporary one.
+        path: of the file for the whole traceback. None, or if it cannot be written: a new
+            temporary one.
     """
     words, status = described(error), 1
     if words is None:
         if not isinstance(error, OSError) or error.filename is None:
             return None
         words, status = f"{error.filename}: {error.strerror}.", 2
+    text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
+    if path is not None:
+        with contextlib.suppress(OSError):  # The job's directory was deleted, or is full.
+            path.write_bytes(text)
+            return Explained(f"{words} The whole traceback is in {path}.", status)
     try:
-        if path is None:
-            number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
-            os.close(number)
-            path = Path(name)
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
+        with open(number, "wb") as file:
+            file.write(text)
     except OSError:
         return None
-    return Explained(f"{words} The whole traceback is in {path}.", status)
+    return Explained(f"{words} The whole traceback is in {name}.", status)
 
 
 def described(error: BaseException) -> str | None:

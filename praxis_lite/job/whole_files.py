@@ -28,7 +28,8 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         raise not_written(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # A file stands where its directory was.
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

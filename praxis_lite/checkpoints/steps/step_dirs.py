@@ -100,7 +100,7 @@ def _names(directory: Path) -> list[str]:
         with os.scandir(directory) as entries:
             # A symbolic link with a number for a name is seen, and refused by verification.
             return sorted(x.name for x in entries if x.is_symlink() or x.is_dir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
