@@ -14,7 +14,14 @@ import pytest
 
 from praxis_lite.job.job_dir import JobDir
 from tests.support import process_pairs as pairs
-from tests.support.job_runs import CHECKOUT, copy_of_trained, home, lines_of, trained
+from tests.support.job_runs import (
+    CHECKOUT,
+    copy_of_trained,
+    home,
+    lines_of,
+    start_process,
+    trained,
+)
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 
@@ -152,6 +159,46 @@ def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
     assert (first.code, second.code) == (2, 2)
     assert "error: process 1 (" in first.err and "run.sed" in first.err
     assert "[process 1] error: " in second.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doubled", ["0", "1"])
+def test_two_processes_of_one_number_both_say_so(tmp_path, doubled):
+    flags = (f"--process_id={doubled}", "--start_seconds=12")
+    done = pairs.run(TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path, more=(flags, flags))
+    refused, waited = sorted((" ".join(one.err.split()) for one in done), key=len)
+    assert [one.code for one in done] == [2, 2] and "Traceback" not in refused + waited
+    assert f"error: --process_id={doubled} is given twice: process " in refused
+    assert f"was given --process_id={doubled} too, and was refused" in waited
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_a_second_time_leaves_the_job_alone(tmp_path):
+    argv = (TINY, f"--job_log_dir={tmp_path}/job", "--set", "run.num_train_steps=400")
+    running = pairs.start_processes(*argv, cwd=tmp_path)
+    pairs.wait_until(lambda: num_lines(JobDir(tmp_path / "job")) >= 3, running)
+    address = next(word for word in running[1].args if word.startswith("--coordinator="))
+    second = start_process(
+        *argv, address, "--num_processes=2", "--process_id=1", cwd=tmp_path, env=pairs.KEPT
+    )
+    _, words = second.communicate(timeout=60)
+    assert second.returncode == 2 and "--process_id=1 is given twice" in words
+    lines = num_lines(JobDir(tmp_path / "job"))
+    pairs.wait_until(lambda: num_lines(JobDir(tmp_path / "job")) > lines, running)
+    pairs.kill(running[0], signal.SIGTERM)
+    assert [one.code for one in pairs.ended(running)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_process_that_the_first_one_does_not_know_is_told_so(tmp_path):
+    first, second = pairs.run(
+        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
+        more=(("--start_seconds=15",), ("--start_seconds=15", "--num_processes=3",
+                                        "--process_id=2")),
+    )
+    assert (first.code, second.code) == (2, 2)
+    assert "does not take this one. See that --num_processes is the same" in second.err
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import itertools
 import json
 import logging
 import math
+import os
+import sys
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from jax.sharding import Mesh
 
 from praxis_lite import ConfigError
 from praxis_lite.job import processes
+from praxis_lite.job.processes.claimed_id import ClaimedId
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.job.processes.start import PrefixedStream, find_others
 from praxis_lite.job.processes.stop_consensus import SlowHosts, StopConsensus
@@ -140,11 +143,29 @@ def test_processes_with_too_few_devices_are_named(monkeypatch):
         (("host:1", 2, 2), "--process_id is 2; wanted is a number from 0 to 1"),
         (("host:1", 2, -1), "--process_id is -1"),
         (("host:1", 0, 0), "--num_processes is 0"),
+        (("host:1", 10**12, 0), "--num_processes is 1000000000000; wanted is a number from 1"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, words):
     with pytest.raises(ConfigError, match=words):
         find_others(*flags, {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets with a name and no file")
+def test_a_number_in_a_job_is_claimed_once_on_a_host():
+    first = ClaimedId("127.0.0.1:7", 1)
+    others = ClaimedId("127.0.0.1:7", 0), ClaimedId("127.0.0.1:11", 1)
+    try:
+        assert first.refused() == ""
+        words = rf"--process_id=1 is given twice: process {os.getpid()} .*localhost:7"
+        with pytest.raises(ConfigError, match=words):
+            ClaimedId("localhost:7", 1)
+        assert first.refused() == f"process {os.getpid()}"
+        assert others[0].refused() == ""
+    finally:
+        for one in (first, *others):
+            one.release()
+    ClaimedId("127.0.0.1:7", 1).release()
 
 
 SLURM = {
