@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.job_runs import CHECKOUT
+from tests.support.job_runs import CHECKOUT, copy_of_trained, home
 
 PRINTS = '''
 import sys
@@ -92,12 +92,6 @@ print("after")
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", "0<&-"])
 def test_a_stream_that_was_closed_is_nowhere_and_the_job_goes_on(tmp_path, closed):
-    import os
-    import subprocess
-    import sys
-
-    from tests.support.job_runs import CHECKOUT
-
     command = (
         f"{sys.executable} -m praxis_lite.main --exp=lm.Synthetic --job_log_dir={tmp_path}/job "
         f"--set run.num_train_steps=2 mesh.ici_mesh_shape=1,1,1 {closed}"
@@ -108,3 +102,42 @@ def test_a_stream_that_was_closed_is_nowhere_and_the_job_goes_on(tmp_path, close
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert len((tmp_path / "job/metrics.jsonl").read_text().splitlines()) == 2
+
+
+COMMANDS = [  # JOB is a trained job, OUT a new directory.
+    ("main --list", 0),
+    ("main --mode=summary --job_log_dir=JOB", 0),
+    ("main --mode=eval --job_log_dir=JOB --packages=jobzoo", 0),
+    ("main --mode=decode --job_log_dir=JOB --packages=jobzoo", 0),
+    ("main --mode=explain --exp=classify.Spirals --html=OUT.html", 0),
+    ("main --mode=plan --exp=classify.Spirals --topology=cpu:2 --set mesh.ici_mesh_shape=1,2,1", 0),
+    ("main --mode=check --exp=classify.Spirals --meshes=1x2x1", 0),
+    ("main --mode=eval --job_log_dir=OUT", 2),
+    ("main --no_such_option", 2),
+    ("checkpoints ls JOB", 0),
+    ("checkpoints digest JOB", 0),
+    ("checkpoints verify OUT", 2),
+    ("inputs digest --exp=classify.Spirals", 0),
+    ("inputs.tokenizers train TEXTS/t0.txt OUT --vocab-size=270", 0),
+    ("inputs.tokenizers show OUT", 2),
+    ("interop.huggingface export JOB OUT", 2),
+    ("interop.pax_job --exp=lm.Synthetic --pax=OUT --job_log_dir=OUT", 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "status"), COMMANDS, ids=[one for one, _ in COMMANDS])
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_any_command_keeps_its_status_where_its_streams_are_closed(
+    command, status, closed, tmp_path
+):
+    job = copy_of_trained(tmp_path / "job").path
+    for name, path in {"JOB": job, "OUT": tmp_path / "out", "TEXTS": home() / "texts"}.items():
+        command = command.replace(name, str(path))
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m praxis_lite.{command} {closed}"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == status, done
+    assert not any(word in done.stderr for word in ("Traceback", "Exception ignored", "lost sys"))
