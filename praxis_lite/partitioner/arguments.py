@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.errors import ConfigError, did_you_mean, few, require
-from praxis_lite.inputs.batches import check_ids
-from praxis_lite.sharding.inputs import GlobalBatch
+from praxis_lite.sharding.inputs import GlobalBatch, check_ids
 from praxis_lite.task import Task
 
 if TYPE_CHECKING:

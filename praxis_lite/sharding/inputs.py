@@ -1,4 +1,4 @@
-"""How a batch reaches the devices: split over the whole mesh at entry, resharded by rank inside."""
+"""How a batch reaches the devices: checked, split over the mesh at entry, resharded inside."""
 
 import dataclasses
 import math
@@ -201,6 +201,57 @@ def check_inputs_split_mapping(
         if inputs_split_mapping[key] is not None:
             setting = f"inputs_split_mapping['{key}']"
             to_partition_spec(inputs_split_mapping[key], axis_names, rank=x.ndim, path=setting)
+
+
+def check_ids(
+    inputs: Mapping[str, Any], sizes: Mapping[str, int], where: str, *, first_row: int = 0
+) -> None:
+    """Checks that the integers of a batch are ids that its model has.
+
+    An id that is too large is always refused, for an embedding makes NaN of it, which spreads.
+    Labels and negative ids are checked only where `weights` are above 0: others are padding.
+
+    Args:
+      inputs: the rows that this process has of a batch, as NumPy arrays.
+      sizes: how many ids there are, by the leaf's name (`Task.num_ids`).
+      where: the dataset and the batch, for the message.
+      first_row: the number in the whole batch of the first row here.
+
+    Raises:
+      ConfigError: names the dataset, the row and the value.
+    """
+    for name, size in sizes.items():
+        x = np.asarray(inputs.get(name, ()))
+        # Two passes over a few integers: what follows is for what one of them has found.
+        if x.dtype.kind not in "iu" or not x.size or (x.min() >= 0 and x.max() < size):
+            continue
+        weighs = _weighs(x, inputs.get("weights")) if name in ("ids", "labels") else False
+        is_wrong = (x < 0) & weighs | (x >= size) & (weighs if name == "labels" else True)
+        for place in np.argwhere(is_wrong)[:1]:
+            if name == "segment_pos":
+                raise ConfigError(
+                    f"{where}: row {first_row + place[0]} of {name} has {x[tuple(place)]}; wanted "
+                    f"are positions from 0 to {size - 1}, for the model has {size}. Shorten the "
+                    "sequences, or give it more (max_seq_length, max_positions)."
+                )
+            raise ConfigError(
+                f"{where}: row {first_row + place[0]} of {name} has {x[tuple(place)]}; wanted are "
+                f"ids from 0 to {size - 1}, for the model's vocab_size is {size} (num_classes of a "
+                "classifier). Enlarge it, or mend the data: pad with 0, and give what is to count "
+                "for nothing a weight of 0."
+            )
+
+
+def _weighs(x: np.ndarray, weights: Any) -> Any:
+    """Returns where the ids `x` have a weight above 0, to be broadcast to their shape."""
+    if weights is None:
+        return True
+    is_counted = np.asarray(weights) > 0
+    if is_counted.shape == x.shape:
+        return is_counted
+    if is_counted.shape == x.shape[:1]:
+        return is_counted.reshape(-1, *(1,) * (x.ndim - 1))
+    return True
 
 
 def _name(path: tuple) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from praxis_lite.inputs import InputPipeline
-from praxis_lite.inputs.batches import check_ids, checked_batches, non_finite_rows
+from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.id_sizes import num_ids_of
+from praxis_lite.sharding.inputs import check_ids
 from praxis_lite.trainer.memory import compile_step
 from praxis_lite.trainer.metrics import JsonLinesWriter, WeightedMean, WeightedScalars
 from praxis_lite.trainer.metrics.progress import metric_text

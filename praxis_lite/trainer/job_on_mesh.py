@@ -15,7 +15,6 @@ from praxis_lite.inputs import InputPipeline
 from praxis_lite.inputs.base import TRAIN, IndexedPipeline, require_same_classes
 from praxis_lite.inputs.batches import (
     check_data,
-    check_ids,
     check_members,
     checked_batches,
     checked_spec,
@@ -27,6 +26,7 @@ from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.partitioner.id_sizes import num_ids_of
 from praxis_lite.sharding import filled_mesh, make_mesh, simulate_devices
+from praxis_lite.sharding.inputs import check_ids
 from praxis_lite.sharding.mesh import CompilerOptions
 from praxis_lite.trainer.job_checks import (
     check_averages,

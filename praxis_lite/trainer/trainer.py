@@ -12,7 +12,6 @@ from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.errors import ConfigError
 from praxis_lite.explain.compiler_warnings import explained_warnings
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.batches import check_ids
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
@@ -21,6 +20,7 @@ from praxis_lite.job.processes.stopping import StopRequest
 from praxis_lite.job.processes.watchdog import SAVING, Watchdog
 from praxis_lite.partitioner import TrainState
 from praxis_lite.partitioner.id_sizes import num_ids_of
+from praxis_lite.sharding.inputs import check_ids
 from praxis_lite.trainer.evaluation import Evaluator, evaluation_line, watched_values
 from praxis_lite.trainer.job_history import is_due, lacks_evaluation, watched_history
 from praxis_lite.trainer.job_on_mesh import JobOnMesh

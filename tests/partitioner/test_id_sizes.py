@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError
-from praxis_lite.inputs.batches import check_ids
 from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel, LinenModel, NnxModel
 from praxis_lite.partitioner.id_sizes import num_ids_of
+from praxis_lite.sharding.inputs import check_ids
 from praxis_lite.tasks.loss import LossTask
 
 VOCAB, CLASSES, DIMS = 37, 7, 5

@@ -14,8 +14,9 @@ from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.stop_strings import stops_in_text
 from praxis_lite.errors import require
 from praxis_lite.inputs import InputPipeline
-from praxis_lite.inputs.batches import check_ids, checked_batches
+from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.partitioner import Partitioner
+from praxis_lite.sharding.inputs import check_ids
 from praxis_lite.trainer.memory import compile_step
 
 # A look at the tokens waits for the devices. Until the next one, rows that should end go on.
