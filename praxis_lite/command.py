@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from praxis_lite.config.user_lines import explained
+from praxis_lite.config.user_lines import described, explained
 from praxis_lite.errors import (
     DISK_FULL,
     ConfigError,
@@ -90,7 +90,8 @@ def _run(
             print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
         if lacking := lack_of_memory(error):
-            print_error(out_of_memory(lacking), wraps=wraps)
+            where = (described(error) or "").rstrip(".")
+            print_error(out_of_memory(where or lacking), wraps=wraps)
             sys.exit(2)
         found = explained(error, traceback_txt())
         if found is None:

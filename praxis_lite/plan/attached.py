@@ -15,6 +15,7 @@ from praxis_lite.plan.predict import StepPlan, plan_of_compiled
 from praxis_lite.plan.report import figures, plan_text, seconds_text
 from praxis_lite.plan.topology import attached_topology
 from praxis_lite.trainer.job_on_mesh import partitioner_of
+from praxis_lite.trainer.memory import compile_step
 
 NUM_STEPS = 10  # Measured, after two that are not.
 _NUM_FIRST = 2
@@ -54,7 +55,7 @@ def measure(job: Job) -> tuple[StepPlan, list[float]]:
     pipeline = job.datasets[TRAIN]
     spec = pipeline.element_spec()
     start = time.monotonic()
-    compiled = partitioner.lower("train", spec).compile()
+    compiled = compile_step(partitioner, "train", pipeline, f"datasets.{TRAIN}")
     plan = plan_of_compiled(
         partitioner, "train", spec, topology, compiled, time.monotonic() - start
     )

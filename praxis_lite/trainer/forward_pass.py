@@ -9,6 +9,7 @@ import numpy as np
 from praxis_lite.errors import ConfigError
 from praxis_lite.inputs.leaves import narrow
 from praxis_lite.inputs.text.token_ids import token_ids
+from praxis_lite.job.processes.host_memory import check_program_fits
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.task import Task
 
@@ -43,6 +44,8 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         static_argnums=2, out_shardings=partitioner.replicated,
     )
 
+    fitting: set[Any] = set()
+
     def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, named))
         others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
@@ -55,8 +58,15 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
                 "predict was given no array. Give it NumPy arrays as the model's call takes them, "
                 "rows first: predict(np.asarray(...))."
             )
-        batch = partitioner.global_batch(arrays)
-        return jax.device_get(compiled(mdl_vars, batch, (structure, others)))
+        inputs = mdl_vars, partitioner.global_batch(arrays), (structure, others)
+        shapes = structure, others, tuple((x.shape, x.dtype) for x in arrays)
+        if shapes not in fitting:
+            check_program_fits(
+                compiled.trace(*inputs).lower().compile(),  # The call finds it.
+                partitioner.mesh.local_devices, "The model's call", "Give it fewer rows at a time.",
+            )
+            fitting.add(shapes)
+        return jax.device_get(compiled(*inputs))
 
     return call
 

@@ -97,7 +97,7 @@ def check_batch_fits(
 def compile_step(
     partitioner: Partitioner, step: str, pipeline: InputPipeline, name: str,
     num_processes: int = 1,
-) -> None:
+) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
 
     Args:
@@ -119,6 +119,7 @@ def compile_step(
         compiled, devices, f"{_STEPS[step]} {name}",
         f"{advice}; or hosts that have more memory.", num_processes,
     )
+    return compiled
 
 
 def compile_init(partitioner: Partitioner, key: jax.Array) -> None:

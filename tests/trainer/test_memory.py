@@ -22,7 +22,7 @@ from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.job.processes import host_memory
 from praxis_lite.partitioner import StateLayout, TrainState
 from praxis_lite.trainer.memory import check_batch_fits, check_fits, saying_what_is_large
-from tests.support.job_runs import CHECKOUT, copy_of_trained, home, launch
+from tests.support.job_runs import CHECKOUT, copy_of_trained, home, launch, loaded
 from tests.support.line_jobs import LINE
 
 MIB = 1 << 20
@@ -238,6 +238,18 @@ def test_any_step_is_looked_at_before_it_runs(argv, number, words, tmp_path, mon
     done = launch(*argv, f"--job_log_dir={job}")
     assert done.code == 2 and words in " ".join(done.err.split()), done
     assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_a_call_from_python_is_looked_at_before_it_runs(tmp_path, monkeypatch):
+    model = loaded(copy_of_trained(tmp_path / "job"))
+    ids = np.ones((7, 11), np.int32)
+    expected = model.predict(ids)
+    large_program(1, monkeypatch)
+    again = model.predict(ids)  # Looked at before.
+    jax.tree.map(np.testing.assert_array_equal, again, expected)
+    with pytest.raises(OutOfMemory, match="The model's call takes 4.0 PiB .*fewer rows"):
+        model.predict(ids[:5])
 
 
 @pytest.mark.slow

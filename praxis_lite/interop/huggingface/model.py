@@ -19,6 +19,7 @@ from praxis_lite.experiment import registry
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs import TokenIds
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
+from praxis_lite.job.processes.host_memory import check_program_fits
 from praxis_lite.partitioner import Partitioner
 from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.trainer.forward_pass import forward_pass
@@ -160,9 +161,12 @@ class HuggingFaceModel:
         batch = partitioner.global_batch({
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
         })
-        found = jax.device_get(
-            partitioner.decode_step(self.mdl_vars, batch, partitioner.key(0))
+        inputs = self.mdl_vars, batch, partitioner.key(0)
+        check_program_fits(
+            partitioner.decode_step.trace(*inputs).lower().compile(),  # The call finds it.
+            partitioner.mesh.local_devices, "generate", "Give it fewer or shorter prompts.",
         )
+        found = jax.device_get(partitioner.decode_step(*inputs))
         return [
             row[0, : length[0]].tolist()
             for row, length in zip(found["output_ids"], found["decode_lengths"], strict=True)
