@@ -236,3 +236,9 @@ def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path
     assert TokenIds().decode([3, 17]) == "3 17"
 
 
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "hello", "3 99999999999", "1.5"])
+def test_a_text_that_is_no_numbers_is_refused_where_tokens_are_numbers(text):
+    with pytest.raises(ConfigError, match="'3 17 5'"):
+        TokenIds().encode(text)

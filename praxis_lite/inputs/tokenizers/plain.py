@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.base import Tokenizer, checked_text
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
@@ -62,8 +63,18 @@ class TokenIds(Tokenizer):
     eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text.
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        """Returns int32[num_tokens] of '3 17 5'."""
-        return np.array([int(word) for word in text.split()], np.int32)
+        """Returns int32[num_tokens] of '3 17 5'.
+
+        Raises:
+          ConfigError: a word is no number, or one that int32 does not hold.
+        """
+        try:
+            return np.array([int(word) for word in text.split()], np.int32)
+        except (ValueError, OverflowError):
+            raise ConfigError(
+                f"{shown(text)!r} is no text of these tokens, which stand for no words. Write "
+                "their numbers with blanks between: '3 17 5'."
+            ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Returns '3 17 5'."""
