@@ -2,8 +2,9 @@
 
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from praxis_lite.errors import ConfigError
 
@@ -26,6 +27,15 @@ def parse_json(text: str) -> Any:
         raise ValueError("brackets within brackets, too deep") from None
 
 
+def opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{os.path.basename(path)} is no plain file")
+    return os.fdopen(number, "rb")
+
+
 def read_json(path: Path) -> Any:
     """Returns the value in a file of at most `MAX_BYTES`.
 
@@ -34,7 +44,7 @@ def read_json(path: Path) -> Any:
     """
     wanted = "Restore the file or start a new job."
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_BYTES:
                 raise ConfigError(
@@ -44,7 +54,7 @@ def read_json(path: Path) -> Any:
             text = file.read(MAX_BYTES).decode("utf-8")
         return parse_json(text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}). {wanted}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {wanted}") from None
     except ConfigError:
         raise
     except ValueError as error:

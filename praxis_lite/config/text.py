@@ -145,16 +145,18 @@ def _texts(config: fdl.Config) -> dict[str, str]:
 
 
 def _check_parameters(config: fdl.Config) -> None:
-    for field in iterate_fields(config):
-        if not isinstance(field.value, fdl.Buildable):
+    below = ((f"{field.path}.", field.value) for field in iterate_fields(config))
+    for prefix, value in (("", config), *below):
+        if not isinstance(value, fdl.Buildable):
             continue
-        function = fdl.get_callable(field.value)
-        for name in (key for key in field.value.__arguments__ if isinstance(key, str)):
+        function = fdl.get_callable(value)
+        for name in (key for key in value.__arguments__ if isinstance(key, str)):
             try:
-                field.value.__signature_info__.validate_param_name(name, function)
+                value.__signature_info__.validate_param_name(name, function)
             except AttributeError:
+                path = shown(f"{prefix}{name}", 300)
                 raise ConfigError(
-                    f"{field.path}.{name}: config.json sets it, and {callable_name(function)} has "
+                    f"{path}: config.json sets it, and {callable_name(function)} has "
                     "no such parameter: the code has changed since the job began. Restore it, or "
                     "start a new job."
                 ) from None

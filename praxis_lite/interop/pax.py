@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.errors import ConfigError, did_you_mean, shown
 from praxis_lite.interop.pax_paths import Place, flat_pax_vars, names_in_pax, place_of
 from praxis_lite.models import NnxModel
 from praxis_lite.models.model import MdlVars, spec_leaves
@@ -195,12 +195,12 @@ class _PaxLayers:
         left_over = _by_path(over)
         if missing or left_over:
             lines = [
-                f"{path}{layers} is missing from Pax's variables."
+                f"{shown(path, 300)}{layers} is missing from Pax's variables."
                 f"{did_you_mean(path.partition('/')[2], left_over)}"
                 for path, layers in missing.items()
             ]
             lines += [
-                f"{path}{layers} is left over: the model has no such weight."
+                f"{shown(path, 300)}{layers} is left over: the model has no such weight."
                 for path, layers in left_over.items()
             ]
             raise ConfigError(

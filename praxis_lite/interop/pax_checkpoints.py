@@ -22,7 +22,7 @@ from praxis_lite.checkpoints.files.origin import Origin
 from praxis_lite.checkpoints.files.step_names import regular_files
 from praxis_lite.checkpoints.files.stored_arrays import StoredArray
 from praxis_lite.checkpoints.files.untrusted_json import is_shape, read_object
-from praxis_lite.errors import ConfigError
+from praxis_lite.errors import ConfigError, shown
 from praxis_lite.job.job_dir import local_directory
 from praxis_lite.job.processes.host_memory import available_bytes
 
@@ -66,7 +66,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
                 stored = self._arrays[path].shape if path in self._arrays else shape
                 if len(stored) != len(shape) or any(map(np.less, stored, shape)):
                     raise ConfigError(
-                        f"{path} has the shape {stored}, and {shape} by its metadata"
+                        f"{shown(path, 300)} has the shape {stored}, and {shape} by its metadata"
                     )
         if not self._arrays:
             raise ConfigError(
@@ -86,8 +86,8 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
         cut = array[tuple(map(slice, self.shape_of(path)))]
         if np.count_nonzero(cut) != np.count_nonzero(array):
             raise ConfigError(
-                f"{path} in {self._directory} has shape {array.shape}, and {cut.shape} by its "
-                "metadata, but what lies beyond that is not zeros. The checkpoint is damaged."
+                f"{shown(path, 300)} in {self._directory} has shape {array.shape}, and {cut.shape} "
+                "by its metadata, but beyond that not all is zeros. The checkpoint is damaged."
             )
         return cut
 
@@ -143,14 +143,14 @@ def _shapes(directory: Path) -> Shapes:
 
     def add(path: str, node: Any) -> None:
         if not isinstance(node, dict):
-            raise ConfigError(f"{name} has no shapes of variables at {path!r}")
+            raise ConfigError(f"{name} has no shapes of variables at {shown(path, 300)!r}")
         if not node.get("_array_metadata_tag"):
             # In the order of JAX's trees, in which a msgpack checkpoint lists its arrays.
             for key in sorted(node):
                 add(f"{path}/{key}" if path else key, node[key])
         elif "unpadded_shape" in node:
             if not is_shape(shape := node["unpadded_shape"]):
-                raise ConfigError(f"{name} has the shape {shape!a:.80} of {path!r}")
+                raise ConfigError(f"{name} has the shape {shape!a:.80} of {shown(path, 300)!r}")
             shapes[path] = tuple(shape)
 
     tree = read_object(directory, name).get("train_state_metadata", {})
@@ -182,7 +182,7 @@ def _msgpack_arrays(state: Path, shapes: Shapes) -> dict[str, np.ndarray]:
     for path, shape in shapes.items():
         if not isinstance(found.get(path), np.ndarray) or found[path].shape != shape:
             raise ConfigError(
-                f"{file} has shape {np.shape(found.get(path))} where {path} should stand, but its "
-                f"metadata says {shape}. The two are not of one checkpoint"
+                f"{file} has shape {np.shape(found.get(path))} where {shown(path, 300)} should "
+                f"stand, but its metadata says {shape}. The two are not of one checkpoint"
             )
     return found

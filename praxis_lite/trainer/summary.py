@@ -1,6 +1,5 @@
 """A job's results as a person wants to read them, from the files in its directory."""
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics import read_json_lines
 from praxis_lite.trainer.metrics.progress import metric_text
+from praxis_lite.trainer.metrics.records import read_records
 
 
 def summary(job: JobDir, *, num_prompts: int = 3) -> str:
@@ -51,14 +51,14 @@ def _continuations(job: JobDir, num_prompts: int) -> list[str]:
         files.sort(key=lambda file: int(file.stem))
         if not files:
             continue
-        records = [json.loads(line) for line in files[-1].read_text("utf-8").splitlines()]
+        records = read_records(files[-1])
         # A command line adds its records to those of others before.
         shown = records[-num_prompts:] if directory.name == COMMAND_LINE else records[:num_prompts]
         number = "" if len(shown) == len(records) else f", {len(shown)} of {len(records)}"
         lines = [f"Continuations ({directory.name}, step {files[-1].stem}{number})"]
         for record in shown:
-            lines.append(_block("prompt", record["prompt"]))
-            lines.append(_block("  goes on", record["continuation"]))
+            lines.append(_block("prompt", str(record.get("prompt", ""))))
+            lines.append(_block("  goes on", str(record.get("continuation", ""))))
         parts.append("\n".join(lines))
     return parts
 

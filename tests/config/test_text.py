@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import shlex
 import subprocess
 import sys
@@ -221,6 +222,15 @@ def test_code_that_has_changed_is_named():
         load(with_corpus("tests.support.callables.gone", "Corpus"))
     with pytest.raises(ConfigError, match=r"corpus\.path: config\.json sets it, and tests.*Mesh"):
         load(with_corpus("tests.support.callables", "Mesh"))
+
+
+def test_a_parameter_of_the_job_itself_that_is_gone_is_named():
+    fields = json.loads(dump_config(fdl.Config(zoo.Corpus, "a"), NAME))
+    for name in ("other", "x" * 5_000):
+        fields["config"]["arguments"] = {name: 1}
+        with pytest.raises(ConfigError, match=f"^{name[:100]}.*: config.json sets it") as refused:
+            load_config(json.dumps(fields), packages=["tests"])
+        assert len(str(refused.value)) < 1_000
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "7", '{"format": 1}'])

@@ -12,6 +12,7 @@ from praxis_lite.checkpoints.huggingface.pretrained import (
     keep_description,
 )
 from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
+from praxis_lite.config.json_text import opened
 from praxis_lite.errors import ConfigError, few, require, require_choice
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.interop.begin_job import begin_job_with, beginning
@@ -108,7 +109,8 @@ def export_job(
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
-        came_from = (job_dir.huggingface / CAME_FROM).read_text("utf-8").strip()
+        with opened(job_dir.huggingface / CAME_FROM) as file:
+            came_from = file.read().decode("utf-8", "replace").strip()
         pretrained.write_adapters(directory, arrays, layers, mesh, dtype, base_model=came_from)
     else:
         arrays = merged_weights(arrays, leaves, layers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.config.json_text import opened
 from praxis_lite.errors import ConfigError, not_written
 from praxis_lite.job.whole_files import write_whole
 
@@ -50,11 +51,11 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.num_kept, self.lost_steps = len(kept), [line["step"] for line in lost]
         self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
         if lost:
-            before = self.lost_path.read_bytes() if self.lost_path.exists() else b""
+            before = _content(self.lost_path)
             write_whole(self.lost_path, before + "".join(map(json_line, lost)).encode())
         content = "".join(map(json_line, kept)).encode()
         # A file that is in order stays the same file: another process may be adding to it.
-        if not self.path.exists() or self.path.read_bytes() != content:
+        if not self.path.exists() or _content(self.path) != content:
             write_whole(self.path, content)
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -89,6 +90,17 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.close()
 
 
+def _content(path: pathlib.Path) -> bytes:
+    """Returns a file's bytes; none, if it does not exist."""
+    try:
+        with opened(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the file's lines, "NaN" and the infinities as floats again.
 
@@ -97,17 +109,23 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = pathlib.Path(path)
     try:
-        # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
-        texts = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+        with opened(path) as file:
+            # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
+            texts = file.read().decode("utf-8", "replace").removesuffix("\n").split("\n")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}). A run writes it; take away what "
+            "lies in its place."
+        ) from None
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
             if not isinstance(line["step"], int):
                 raise TypeError("step is no integer")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number == len(texts) and isinstance(error, ValueError):
                 break
             raise ConfigError(

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import not_written
+from praxis_lite.config.json_text import opened
+from praxis_lite.errors import ConfigError, not_written, shown
 from praxis_lite.job.whole_files import write_whole
 from praxis_lite.trainer.metrics.json_lines import strict_json
 
@@ -34,7 +35,7 @@ def write_records(
     content = "".join(_lines(path, records)).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_bytes() != content:
+        if path.exists() and _content(path) != content:
             number = 1
             while (former := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
@@ -52,11 +53,39 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        lines = _content(path).decode("utf-8", "replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
     except OSError as error:
         raise not_written(path, error) from error
     lines += [line for line in _lines(path, records) if line not in lines]
     write_whole(path, "".join(lines).encode())
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a file; raises ConfigError if it cannot be read, or a line is none."""
+    try:
+        text = _content(path).decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    records = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise ConfigError(
+                f"{path}, line {number}: not a JSON object: {shown(line, 80)!r}. Decode again, or "
+                "mend that line."
+            )
+        records.append(record)
+    return records
+
+
+def _content(path: Path) -> bytes:
+    with opened(path) as file:
+        return file.read()
 
 
 def _lines(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.config.json_text import read_json
 from praxis_lite.trainer.metrics import JsonLinesWriter, read_json_lines
+from praxis_lite.trainer.metrics.records import add_records, read_records
 
 
 def write_steps(path, steps, resume_step=None, **values):
@@ -177,3 +179,42 @@ def test_a_directory_that_was_renamed_or_deleted_is_told(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         writer.write({"step": 2})
     writer.close()
+
+
+IN_ITS_PLACE = {"pipe": os.mkfifo, "folder": os.mkdir}
+
+
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_what_lies_in_a_files_place_is_refused_at_once(kind, tmp_path):
+    for name in ("metrics.jsonl", "metrics.lost.jsonl", "records.jsonl"):
+        IN_ITS_PLACE[kind](tmp_path / name)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read"):
+        read_json_lines(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 3)
+    with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read"):
+        read_records(tmp_path / "records.jsonl")
+    with pytest.raises(ConfigError, match=r"records\.jsonl could not be written"):
+        add_records(tmp_path / "records.jsonl", [{"a": 1}])
+    with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read"):
+        read_json(tmp_path / "records.jsonl")
+    # Lines of steps that are made again are to go where something else lies.
+    os.rename(tmp_path / "metrics.jsonl", tmp_path / "other")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.lost\.jsonl could not be written"):
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 3)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "7", "{", '"a"', "\udcff"])
+def test_records_that_are_none_are_named_by_their_line(line, tmp_path):
+    path = tmp_path / "10.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(ConfigError, match=r"10\.jsonl, line 2: not a JSON object"):
+        read_records(path)
+
+
+def test_brackets_within_brackets_are_no_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("[" * 100_000 + '\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match="line 1: not a JSON object"):
+        read_json_lines(path)

@@ -2,20 +2,14 @@
 
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import IO
 
 import xxhash
 
+from praxis_lite.config.json_text import opened
 
-def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(f"{os.path.basename(path)} is no plain file")
-    return os.fdopen(number, "rb")
+__all__ = ["created", "digest_of", "opened", "partial_path", "partial_paths", "replace"]
 
 
 def digest_of(file: IO[bytes]) -> str:
