@@ -182,3 +182,5 @@ def test_tokens_that_are_no_text_are_numbers():
     assert TokenIds().decode([3, 17, 5]) == "3 17 5"
     assert TokenIds().encode("3 17 5").tolist() == [3, 17, 5]
     assert TokenIds().encode("").dtype == np.int32
+    # Nothing stands before a prompt: no vocabulary has the end of a text.
+    assert TokenIds().encode_prompt("3 17 5").tolist() == [3, 17, 5]

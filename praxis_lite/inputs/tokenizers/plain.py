@@ -60,7 +60,8 @@ class ByteTokenizer(Tokenizer):
 class TokenIds(Tokenizer):
     """Tokens without text, such as made-up tokens; as text they are numbers with blanks."""
 
-    eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text.
+    eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text, and none begins the next.
+    document_start = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
         """Returns int32[num_tokens] of '3 17 5'.
