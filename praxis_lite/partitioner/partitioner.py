@@ -127,11 +127,7 @@ class Partitioner:
     def eval_examples(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> tuple[WeightedScalars, dict[str, jax.Array], jax.Array]:
-        """Returns the metrics and per-example outputs of a batch, on every device.
-
-        Returns:
-          metrics; outputs by name, [B, ...]; and bool [B], False for the pipeline's rows of filler.
-        """
+        """Returns metrics, outputs [B, ...] by name, and bool [B]: False for rows of filler."""
         return self._eval(mdl_vars, batch, key, True)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
