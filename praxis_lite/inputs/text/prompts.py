@@ -83,7 +83,10 @@ class TextPrompts(IndexedPipeline):
 
     @property
     def _width(self) -> int:
-        """Width of the prompt array: `max_prompt_bytes + 1` of bytes, else the longest prompt's."""
+        """Width of the prompt array.
+
+        `max_prompt_bytes + 1` for byte tokenizers, else the longest prompt.
+        """
         if self.tokenizer.token_unit == "byte":
             return self.max_prompt_bytes + 1
         return max(map(len, self._prompts))

@@ -70,7 +70,7 @@ def export_job(
     adapters: str | None = None,
     note: Note = lambda line: None,
 ) -> None:
-    """Exports a checkpoint of a job in Hugging Face format.
+    """Exports one checkpoint of a job in Hugging Face format.
 
     Args:
       job_log_dir: of a job that began with a model of Hugging Face.
