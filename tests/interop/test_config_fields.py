@@ -117,6 +117,15 @@ def test_a_field_is_followed(family, fields, path, value):
     assert leaf == value
 
 
+def test_a_scaling_that_says_nothing_is_as_if_it_were_not_there():
+    for family in ("llama", "gpt_oss"):
+        whole = defaults_of(family)
+        expected = model_of(whole)
+        assert model_of({**whole, "rope_scaling": {}}) == expected
+        del whole["rope_parameters"]
+        assert model_of({**whole, "rope_scaling": {}, "rope_parameters": None}) == expected
+
+
 def test_layers_that_divide_their_scores_differ():
     config = {**defaults_of("gpt2"), "scale_attn_by_inverse_layer_idx": True, "n_layer": 3}
     blocks = model_of(config).transformer_layer_tpl

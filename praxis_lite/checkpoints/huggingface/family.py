@@ -104,6 +104,8 @@ class Family:
             value = config.get(field)
             if value is None and not (field in config and field in self.null_is_none):
                 continue
+            if value == {}:  # A rope_scaling that says nothing is none in transformers, too.
+                continue
             if isinstance(value, str):
                 value = self.read_as.get(field, {}).get(value, value)
             for name in [names] if isinstance(names, str) else names:
