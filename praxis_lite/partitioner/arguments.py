@@ -42,8 +42,13 @@ class CheckedStep:
             return self._compiled(*args)
         except ConfigError:
             raise
-        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
+        except (TypeError, ValueError, AttributeError, KeyError):
             self._check(*args)
+            raise
+        except RuntimeError as error:
+            # A program that failed as it ran has taken its state: that is not what was wrong.
+            if "deleted" in str(error):
+                self._check(*args)
             raise
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.partitioner.arguments import CheckedStep
 from praxis_lite.sharding import constrain
 from tests.decode.toy_models import num_compiled
 from tests.support.lm_runs import batches, partitioner_of
@@ -197,6 +198,29 @@ def test_a_state_that_was_donated_is_refused_and_ends_no_process():
     ):
         with pytest.raises(ConfigError, match="is deleted: a train step takes the memory"):
             call()
+
+
+class Failing:
+    """A compiled step that fails as it runs, its state donated."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def __call__(self, state, batch, key):
+        state.delete()
+        raise jax.errors.JaxRuntimeError(self.words)
+
+
+def test_a_step_that_fails_as_it_runs_says_why_and_not_that_its_state_is_gone():
+    def check(state, batch, key):
+        raise ConfigError("the state is deleted")
+
+    step = CheckedStep(Failing("RESOURCE_EXHAUSTED: Out of memory"), check)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        step(jnp.ones(3), None, None)
+    step = CheckedStep(Failing("Buffer has been deleted or donated"), check)
+    with pytest.raises(ConfigError, match="the state is deleted"):
+        step(jnp.ones(3), None, None)
 
 
 def softmax_of(mdl_vars):
