@@ -26,7 +26,7 @@ def main() -> int:
     """Returns 1 if a defect was not caught, or at another place than its own."""
     parser = argparse.ArgumentParser(prog="python -m tests.testing.defects")
     parser.add_argument("--report", type=Path, help="a Markdown file for the table")
-    parser.add_argument("-k", default="", help="only defects with this in their name")
+    parser.add_argument("-k", default="", help="only defects with this in their name or family")
     args = parser.parse_args()
     # They are compiled, run once, and forgotten.
     flags = os.environ.get("XLA_FLAGS", "")
@@ -41,7 +41,7 @@ def main() -> int:
     with explained_warnings(lambda warning: None):
         for family, defects in FAMILIES.items():
             for defect in defects:
-                if args.k not in defect.name:
+                if args.k not in f"{family}: {defect.name}":
                     continue
                 found = defect.certificate().first_difference
                 missed = defect.missed(found)
