@@ -38,7 +38,9 @@ def model(
     use_remat=True, scan_layers=False, remat_policy: Literal["none", "full"] | None = "full",
     policy_of_remat=Policy.ALL, attn_implementation="xla", kernel="rbf", kernel_init="normal",
     checkpoint_dir="x", scan_unroll=4, num_heads=2, remat_what=None, settings=INNER,
-    more=None, checkpoint_every=5,
+    more=None, checkpoint_every=5, attention="flash", q_block_size=8, num_blocks=3,
+    implementation=None,
+    backend="numpy",
 ):
     """Is built of all kinds of settings."""
 
@@ -56,6 +58,7 @@ def test_they_are_known_by_their_names_wherever_they_stand():
         "use_remat": (True, False), "scan_layers": (False, True), "remat_policy": ("full", "none"),
         "policy_of_remat": (Policy.ALL, Policy.NONE), "attn_implementation": ("xla", "dot_product"),
         "scan_unroll": (4, 2), "gradient_checkpointing": (False, True),
+        "attention": ("flash", "xla"), "q_block_size": (8, 4),
         "vocab_chunk_size": (64, 32), "fused": (True, False),
     }
     # Its other values nobody can know: that is said.

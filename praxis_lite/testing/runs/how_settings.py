@@ -15,16 +15,20 @@ from praxis_lite.testing.runs.variants import buildables, parameters_of, setting
 # Parts of a name between its underscores. Of a switch, of a number, of a text.
 SWITCHES = {
     "remat", "remats", "rematerialize", "rematerialization", "checkpoint", "checkpointing", "scan",
-    "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
+    "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit", "vmap",
+    "vectorize", "vectorized", "offload",
 }
-NUMBERS = {"unroll", "chunk", "chunks"}
+NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
+BLOCKS = {"block", "blocks"}  # Beside what is cut into them: "blocks" alone are layers.
 REMAT = {"remat", "checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
+ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
 # A name with one of these is about files, or about what is computed.
 OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
 # Values to try of a text whose type does not say which there are; a refused one is no fault.
 POLICIES = ("none", "full", "minimal", "nothing", "nothing_saveable", "everything_saveable")
 IMPLEMENTATIONS = ("xla", "dot_product", "einsum", "eager", "reference", "naive", "default")
+FASTER = {"flash", "splash", "cudnn", "pallas", "triton", "fused", "chunked", "sdpa", "math"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +108,12 @@ def _is_known(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return bool(parts & SWITCHES)
     if isinstance(value, int):
-        return bool(parts & NUMBERS)
+        return bool(parts & NUMBERS or (parts & BLOCKS and parts & ATTENTION))
     if not isinstance(value, str | enum.Enum | type(None)):
         return False
-    is_kernel = parts & KERNELS and parts & {"attention", "attn", "atten", "flash", "scan", "loss"}
-    return bool(is_kernel or parts & REMAT)
+    is_kernel = parts & KERNELS and parts & (ATTENTION | {"scan", "loss"})
+    is_named = parts & (KERNELS | ATTENTION) and value in FASTER.union(IMPLEMENTATIONS[:-1])
+    return bool(is_kernel or is_named or parts & REMAT)
 
 
 def _others(name: str, value: Any, kind: Any) -> Iterator[Any]:
