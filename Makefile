@@ -3,7 +3,7 @@
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
 #   make test    runs the tests that are quick (6 minutes)
-#   make test-all  runs them and then the slow ones: processes, kills, every mesh (13 minutes)
+#   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes)
 #   make faults  kills, damages and fills disks, hundreds of times; about half an hour
 #   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
 #   make lint    checks the style
