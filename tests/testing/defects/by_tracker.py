@@ -98,15 +98,15 @@ def _of_first_rows(old):
 
 def _recomputed(old):
     # Megatron-LM 7452, finding 4: what is computed again mixes another device's data in.
-    def remat(step, policy):
+    def remat(step, policy, **settings):
         if policy == "save_everything":
-            return old(step, policy)
+            return old(step, policy, **settings)
 
         def mixed(x, layer):
             x, rest = step(x, layer)
             return x + 1e-3 * jnp.roll(x, 1, axis=0), rest
 
-        return old(mixed, policy)
+        return old(mixed, policy, **settings)
 
     return remat
 
