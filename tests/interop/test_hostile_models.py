@@ -185,7 +185,7 @@ def test_a_tensor_in_two_files_and_two_models_in_a_directory_are_refused(model):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_no_numbers_are_said_by_their_tensor(model, value):
+def test_weights_that_are_no_numbers_are_said_by_their_tensor(model, value, capsys):
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name][3, 4] = value
@@ -194,6 +194,8 @@ def test_weights_that_are_no_numbers_are_said_by_their_tensor(model, value):
     huggingface.load(model, note=lines.append)
     (line,) = (line for line in lines if "WARNING" in line)
     assert name in line and line.count("layers") == 1
+    huggingface.load(model)
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 def test_frequencies_are_skipped_wherever_they_lie(model):
