@@ -53,7 +53,7 @@ faults: $(INSTALLED)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
 
 check-defects: $(INSTALLED)
-	@$(VENV_PYTHON) -m tests.testing.defects --report docs/check_defects.md $(DEFECTS_ARGS)
+	@$(VENV_PYTHON) -m tests.tools.testing.defects --report docs/check_defects.md $(DEFECTS_ARGS)
 
 lint: $(INSTALLED)
 	@$(VENV_PYTHON) -m ruff check .

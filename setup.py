@@ -21,9 +21,9 @@ setup(
     packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
     # The page of --mode=explain --html.
     package_data={
-        "praxis_lite.explain": ["explain_page.html"],
+        "praxis_lite.tools.explain": ["explain_page.html"],
         # What is what in the models of Hugging Face, a table per family.
-        "praxis_lite.checkpoints.huggingface": ["families/*.toml"],
+        "praxis_lite.tools.huggingface": ["families/*.toml"],
     },
     install_requires=[
         # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(8)
 
@@ -24,10 +24,13 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from benchmarks.step_overhead import Step, figures  # noqa: E402
+from praxis_lite.core import (  # noqa: E402
+    Learner,  # noqa: E402
+    Partitioner,
+    ShardMapPartitioner,
+)
 from praxis_lite.experiments.lm import BATCH_OVER_DATA  # noqa: E402
 from praxis_lite.layers import rotary_lm, set_sharding_params  # noqa: E402
-from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.partitioner import Partitioner, ShardMapPartitioner  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 
 VOCAB_SIZE, BATCH, TIME = 256, 64, 64

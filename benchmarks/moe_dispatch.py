@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from praxis_lite.sharding import MeshConfig, constrain, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core import MeshConfig, constrain, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(8)
 
@@ -26,16 +26,16 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 
-from praxis_lite.errors import format_bytes  # noqa: E402
-from praxis_lite.explain import hlo  # noqa: E402
-from praxis_lite.layers import (  # noqa: E402  # noqa: E402
+from praxis_lite.core import NnxModel  # noqa: E402
+from praxis_lite.core.errors import format_bytes  # noqa: E402
+from praxis_lite.core.models.model import spec_leaves  # noqa: E402
+from praxis_lite.layers import (  # noqa: E402
     AuxLoss,
     TransformerFeedForward,
     TransformerFeedForwardMoe,
     intermediates,
 )
-from praxis_lite.models import NnxModel  # noqa: E402
-from praxis_lite.models.model import spec_leaves  # noqa: E402
+from praxis_lite.tools.explain import hlo  # noqa: E402
 
 BATCH, TIME, MODEL, HIDDEN, EXPERTS = 16, 128, 128, 512, 4
 TOKENS = (("data", "expert"), None, None)

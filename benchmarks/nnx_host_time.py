@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(1)
 
@@ -26,8 +26,10 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.partitioner import Partitioner  # noqa: E402
+from praxis_lite.core import (  # noqa: E402
+    Learner,
+    Partitioner,
+)
 from praxis_lite.tasks.loss import LossTask  # noqa: E402
 
 NUM_LAYERS, DIMS, GOAL = 50, 4, 1.3  # A kernel and a bias each.

@@ -20,10 +20,12 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from praxis_lite.explain import hlo  # noqa: E402
-from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.sharding import WeightSpec  # noqa: E402
-from praxis_lite.sharding.weight_spec import spec_items  # noqa: E402
+from praxis_lite.core import (  # noqa: E402
+    Learner,
+    WeightSpec,
+)
+from praxis_lite.core.sharding.weight_spec import spec_items  # noqa: E402
+from praxis_lite.tools.explain import hlo  # noqa: E402
 
 VOCAB, MODEL, HIDDEN, HEADS, LAYERS = 8_192, 384, 1_536, 6, 6  # 13.8 M weights
 GOAL = 1.0

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(8)
 
@@ -25,7 +25,10 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from praxis_lite.explain import hlo, hlo_text  # noqa: E402
+from praxis_lite.core import (  # noqa: E402
+    Learner,
+    Partitioner,
+)
 from praxis_lite.layers import (  # noqa: E402
     SHARDING_PRESETS,
     Pipeline,
@@ -34,9 +37,8 @@ from praxis_lite.layers import (  # noqa: E402
     set_sharding_params,
 )
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule  # noqa: E402
-from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.partitioner import Partitioner  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
+from praxis_lite.tools.explain import hlo, hlo_text  # noqa: E402
 
 NUM_STAGES, BATCH, TIME = 4, 32, 32
 SIZES = dict(vocab_size=64, model_dims=64, hidden_dims=256, num_heads=4, num_layers=8)

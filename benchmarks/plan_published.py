@@ -25,12 +25,12 @@ import numpy as np
 from published_runs import Run, batch_of, mesh_of, partitioner_of, why_not
 from scipy.optimize import least_squares
 
-from praxis_lite.explain import hlo
-from praxis_lite.plan.costs import FITTED, Efficiencies
-from praxis_lite.plan.memory import out_of_memory
-from praxis_lite.plan.predict import mesh_of as mesh_of_devices
-from praxis_lite.plan.predict import timed
-from praxis_lite.plan.topology import topology_of
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.plan.costs import FITTED, Efficiencies
+from praxis_lite.tools.plan.memory import out_of_memory
+from praxis_lite.tools.plan.predict import mesh_of as mesh_of_devices
+from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.topology import topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
 FITTED_FAMILIES = (
@@ -98,7 +98,7 @@ class Row:
 
     def _mesh(self) -> Any:
         if not hasattr(self, "_made"):
-            from praxis_lite.sharding import make_mesh
+            from praxis_lite.core import make_mesh
 
             mesh = make_mesh(mesh_of(self.run), self.devices.devices)
             self._made = mesh_of_devices(mesh, self.devices)

@@ -4,9 +4,9 @@
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
 
 A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
-expects, the seconds that its schedule takes (praxis_lite/plan/schedule.py), and their ratios to
-MaxText's step and to the best one written by hand in plain JAX, both
-compiled in the same way. `--top` shows where the cycles go.
+expects, the seconds that its schedule takes (praxis_lite/tools/plan/schedule.py), and their ratios
+to MaxText's step and to the best one written by hand in plain JAX, both compiled in the same way.
+`--top` shows where the cycles go.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.experimental import topologies
 
-from praxis_lite.explain import hlo
+from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
 from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
@@ -34,14 +34,12 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.plan.chips import CHIPS
-from praxis_lite.plan.costs import Efficiencies
-from praxis_lite.plan.schedule import schedule
-from praxis_lite.plan.timeline import Mesh
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.costs import Efficiencies
+from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.timeline import Mesh
 
 # Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
 MODELS = {

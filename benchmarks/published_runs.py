@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import (
     DotProductAttention,
     Embedding,
@@ -35,11 +36,8 @@ from praxis_lite.layers import (
 from praxis_lite.layers.attention.relative_bias import RelativeBias
 from praxis_lite.layers.stacking.repeats import CHECKPOINT_POLICIES
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.plan.planned_job import PLANNING_OPTIONS
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
 
 Run = dict[str, Any]
 

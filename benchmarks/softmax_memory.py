@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite import layers
-from praxis_lite.models import NnxModel
+from praxis_lite.core import NnxModel
 
 NUM_CLASSES, INPUT_DIMS = 1_000_003, 64
 TOKENS, CHUNK_SIZES = (16, 256), (1024, 4096)

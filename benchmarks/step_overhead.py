@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(8)
 
@@ -27,16 +27,18 @@ import optax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks import plain_jax_lm  # noqa: E402
-from praxis_lite.explain import hlo  # noqa: E402
+from praxis_lite.core import (  # noqa: E402
+    Learner,
+    Partitioner,
+)
 from praxis_lite.layers import (  # noqa: E402
     SHARDING_PRESETS,
     TransformerFeedForward,
     rotary_lm,
     set_sharding_params,
 )
-from praxis_lite.learner import Learner  # noqa: E402
-from praxis_lite.partitioner import Partitioner  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
+from praxis_lite.tools.explain import hlo  # noqa: E402
 
 EVEN = plain_jax_lm.Config(256, 128, 512, num_heads=4, dims_per_head=32, num_layers=4)
 UNEVEN = plain_jax_lm.Config(251, 127, 509, num_heads=3, dims_per_head=32, num_layers=4)

@@ -14,10 +14,8 @@ import optax
 from flax import nnx
 
 from praxis_lite import MeshConfig, Task
+from praxis_lite.core import Learner, Partitioner, constrain, make_mesh, simulate_devices
 from praxis_lite.layers import BaseLayer
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import constrain, make_mesh, simulate_devices
 
 NUM_STEPS = 200
 NUM_ROWS, DIMS, HIDDEN = 61, 13, 37  # Neither 4 nor 2 divides any of them.

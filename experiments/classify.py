@@ -5,9 +5,9 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import Mlp
-from praxis_lite.learner import Learner
 from praxis_lite.tasks.image_classification import ClassificationTask
 
 __all__ = ["Spirals", "spirals"]

@@ -8,13 +8,11 @@ import optax
 from flax import linen as nn
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner, ShardMapPartitioner, WeightSharding
 from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
 from praxis_lite.experiments.vision import Digits
 from praxis_lite.inputs import InMemory
-from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
-from praxis_lite.partitioner import ShardMapPartitioner
-from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
 
 __all__ = [

@@ -6,11 +6,11 @@ import fiddle as fdl
 import optax
 
 from praxis_lite import CheckpointLoadingRules, register
-from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
+from praxis_lite.core import AuxiliaryOptimizer
 from praxis_lite.experiments import lm
 from praxis_lite.inputs import TextCorpus
 from praxis_lite.layers import adapted
-from praxis_lite.learner import AuxiliaryOptimizer
+from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL
 
 __all__ = ["PyDocsFull", "PyDocsLora"]
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.experiments.vision import Digits
-from praxis_lite.learner import Learner
 from praxis_lite.models import FunctionModel
-from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
 
 __all__ = ["DigitsMlp", "DigitsMlpFsdp", "init", "loss", "predict"]

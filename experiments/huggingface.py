@@ -9,9 +9,7 @@ import fiddle as fdl
 import optax
 
 from praxis_lite import register
-from praxis_lite.checkpoints.huggingface.decoder import lm_config
-from praxis_lite.checkpoints.huggingface.decoder_settings import DecoderSettings
-from praxis_lite.checkpoints.huggingface.family import settings_in
+from praxis_lite.core import Learner
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
@@ -25,9 +23,11 @@ from praxis_lite.layers import (
     set_sharding_params,
     with_reference,
 )
-from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
+from praxis_lite.tools.huggingface.decoder import lm_config
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface.family import settings_in
 
 __all__ = [
     "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora", "former_chat_data",

@@ -6,13 +6,12 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.experiments.linen_models import CausalLm, VisionTransformer
 from praxis_lite.experiments.lm import BATCH_OVER_DATA
 from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
 from praxis_lite.experiments.vision import BATCH, Digits
-from praxis_lite.learner import Learner
 from praxis_lite.models import LinenModel
-from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.loss import LossTask
 

@@ -6,6 +6,7 @@ import fiddle as fdl
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner
 from praxis_lite.decode import Sample
 from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, TokenIds, tf_data
 from praxis_lite.inputs.tokenizers import as_tokenizer
@@ -18,7 +19,6 @@ from praxis_lite.layers import (
     rotary_lm,
     set_sharding_params,
 )
-from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 __all__ = ["Llama", "PyDocs", "Synthetic"]

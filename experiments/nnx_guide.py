@@ -13,9 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.inputs import InMemory
-from praxis_lite.learner import Learner
-from praxis_lite.sharding import WeightSharding
 from praxis_lite.tasks.loss import LossTask
 
 __all__ = [

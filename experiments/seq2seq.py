@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner
 from praxis_lite.decode import BeamSearch
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.mixing.shuffle import random_bits
@@ -17,7 +18,6 @@ from praxis_lite.layers import (
     TransformerEncoderDecoder,
     set_sharding_params,
 )
-from praxis_lite.learner import Learner
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 
 __all__ = ["Reverse", "ReversedWords"]

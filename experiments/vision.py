@@ -5,6 +5,7 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite.core import Learner
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
     BatchNorm,
@@ -19,7 +20,6 @@ from praxis_lite.layers import (
     TransformerFeedForward,
     build_vision_transformer,
 )
-from praxis_lite.learner import Learner
 from praxis_lite.tasks.image_classification import ClassificationTask
 
 __all__ = ["Digits", "DigitsResNet", "DigitsViT", "digits"]

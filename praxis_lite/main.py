@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from praxis_lite.command import print_error, run
-from praxis_lite.errors import ConfigError, require
-from praxis_lite.experiment import registry
-from praxis_lite.job import processes
-from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
-from praxis_lite.job.processes.same_everywhere import check_same, versions
-from praxis_lite.job.processes.standard_output import (
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.command import print_error, run
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.job_dir import JobDir, open_for_reading, open_for_training
+from praxis_lite.run.job.processes.same_everywhere import check_same, versions
+from praxis_lite.run.job.processes.standard_output import (
     open_what_is_closed,
     print_log,
     without_lines_of_gloo,
 )
-from praxis_lite.job.processes.start import start
-from praxis_lite.job.shared_job_dir import open_shared
-from praxis_lite.options import check_goes_with_mode, file_path, parser
+from praxis_lite.run.job.processes.start import start
+from praxis_lite.run.job.shared_job_dir import open_shared
+from praxis_lite.run.options import check_goes_with_mode, file_path, parser
 
 if TYPE_CHECKING:
     import fiddle as fdl
 
-    from praxis_lite.trainer.decoding.user_prompts import Prompt
+    from praxis_lite.run.trainer.decoding.user_prompts import Prompt
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> None:
         "Start it once, without --coordinator.",
     )
     if args.mode == "summary":
-        from praxis_lite.trainer.summary import summary
+        from praxis_lite.run.trainer.summary import summary
 
         print(summary(open_for_reading(_job_log_dir(args), writes=False)))
         return
@@ -86,9 +86,9 @@ def _run(args: argparse.Namespace) -> None:
     args.opened = job_dir
     print(f"{experiment}, {args.mode}" + (f", in {job_dir.path}" if job_dir else ""), flush=True)
 
-    from praxis_lite.config.overrides import check_required
-    from praxis_lite.experiment.recorded_job import check_tokenizers, keep_only
-    from praxis_lite.experiment.setting_of import naming_settings
+    from praxis_lite.run.config.overrides import check_required
+    from praxis_lite.run.experiment.recorded_job import check_tokenizers, keep_only
+    from praxis_lite.run.experiment.setting_of import naming_settings
 
     check_required(config)
     prompts = _prompts(args)
@@ -97,12 +97,12 @@ def _run(args: argparse.Namespace) -> None:
         keep_only(config, args.mode, has_prompts=bool(prompts) or is_conversation)
     check_tokenizers(config)
     if args.mode == "check":
-        from praxis_lite.testing.command import check
+        from praxis_lite.tools.testing.command import check
 
         check(args, config, experiment)
         return
     if args.mode == "plan":
-        from praxis_lite.plan.command import plan
+        from praxis_lite.tools.plan.command import plan
 
         plan(args, config, experiment)
         return
@@ -116,26 +116,26 @@ def _run_job(
     prompts: "list[Prompt]",
 ) -> None:
     """Builds a job and trains it, evaluates, decodes or explains it."""
-    from praxis_lite.config.build import build
+    from praxis_lite.run.config.build import build
 
     html = args.html and file_path(args, "--html", "explain.html")
     is_conversation = args.chat and not prompts
     job = build(config)
     if prompts:
-        from praxis_lite.trainer.decoding.user_prompts import with_prompts
+        from praxis_lite.run.trainer.decoding.user_prompts import with_prompts
 
         job = with_prompts(job, prompts)
 
-    from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_of
+    from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_of
 
     partitioner = partitioner_of(job, "load" if is_conversation else args.mode)
-    from praxis_lite.trainer.memory import saying_what_is_large, saying_what_this_cpu_lacks
+    from praxis_lite.run.trainer.memory import saying_what_is_large, saying_what_this_cpu_lacks
 
     with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
         # Imported after the checks, so that an error need not wait for Orbax.
         if args.mode == "explain":
-            from praxis_lite.explain.explain import explain
-            from praxis_lite.plan.attached import figures_of_attached
+            from praxis_lite.tools.explain.explain import explain
+            from praxis_lite.tools.plan.attached import figures_of_attached
 
             explain(
                 partitioner, job.datasets, job.decode_datasets, print, title=experiment, html=html,
@@ -143,8 +143,8 @@ def _run_job(
             )
             return
 
-        from praxis_lite.trainer import launch
-        from praxis_lite.trainer.decoding import decode
+        from praxis_lite.run.trainer import launch
+        from praxis_lite.run.trainer.decoding import decode
 
         on_mesh = JobOnMesh(partitioner, job.datasets, job.decode_datasets, job.run, job_dir)
         if args.mode == "train":
@@ -164,7 +164,7 @@ def _prompts(args: argparse.Namespace) -> "list[Prompt]":
     """Returns the prompts of --prompt and --prompts; none if neither is given."""
     if not args.prompt and args.prompts is None:
         return []
-    from praxis_lite.trainer.decoding.user_prompts import as_conversations, read_prompts
+    from praxis_lite.run.trainer.decoding.user_prompts import as_conversations, read_prompts
 
     prompts = list(args.prompt or ())
     if args.prompts is not None:
@@ -193,7 +193,7 @@ def _job_of_experiment(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobD
         )
     found = registry.get_experiment(args.exp, args.packages)
 
-    from praxis_lite.config.class_attributes import configured
+    from praxis_lite.run.config.class_attributes import configured
 
     config = configured(found, args.settings, registry.allowed_packages(args.packages))
     experiment, job_dir = registry.full_name(found), None
@@ -208,8 +208,8 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobDir]":
     path = _job_log_dir(args)
     job_dir = open_shared(path, lambda: open_for_reading(path))
 
-    from praxis_lite.config.overrides import apply_overrides
-    from praxis_lite.experiment.recorded_job import recorded_config
+    from praxis_lite.run.config.overrides import apply_overrides
+    from praxis_lite.run.experiment.recorded_job import recorded_config
 
     packages = registry.allowed_packages(args.packages)
     loaded = recorded_config(job_dir, packages)
@@ -227,7 +227,7 @@ def _recorded_job(args: argparse.Namespace) -> "tuple[fdl.Config, str, JobDir]":
 def _check_same_command(args: argparse.Namespace, experiment: str, config: "fdl.Config") -> None:
     """Checks, before JAX makes a device, that all processes are about to do the same."""
     if processes.count() > 1:
-        from praxis_lite.config.text import config_lines
+        from praxis_lite.run.config.text import config_lines
 
         lines = dict(line.partition("=")[::2] for line in config_lines(config))
         command = {"--mode": args.mode, "--step": args.step, "experiment": experiment}

@@ -12,14 +12,14 @@ import optax
 from flax import nnx
 
 from praxis_lite import Task
+from praxis_lite.core import Learner
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.task import WeightedScalars
 from praxis_lite.decode import Decoder, Greedy
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
-from praxis_lite.errors import ConfigError, require
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
-from praxis_lite.learner import Learner
-from praxis_lite.task import WeightedScalars
 
 __all__ = ["LanguageModelTask"]
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.task import WeightedScalars
 from praxis_lite.layers import reference_of
-from praxis_lite.task import WeightedScalars
 from praxis_lite.tasks.language_model import LanguageModelTask, require_unpacked
 
 __all__ = ["DpoTask"]

@@ -20,7 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from praxis_lite.sharding import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 MAX_RESIDENT_BYTES = 1536 * 2**20
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(one for name in ("praxis_lite", "tasks", "experiments")
@@ -30,13 +30,11 @@ FUNCTIONS = {
 ALLOWED = {
     ("praxis_lite/inputs/processes/worker_process.py", "multiprocessing"): "to its own children",
     ("praxis_lite/inputs/processes/all_cores.py", "multiprocessing"): "to its own children",
-    ("praxis_lite/config/names.py", "import_module"): "behind the allow-list of configs",
-    ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, in allowed packages",
-    ("praxis_lite/__init__.py", "import_module"): "its own names, from its own table",
-    ("praxis_lite/inputs/__init__.py", "import_module"): "its own names, from its own table",
-    ("praxis_lite/inputs/tokenizers/__init__.py", "import_module"): "its own names, its own table",
-    ("praxis_lite/interop/huggingface/__init__.py", "import_module"): "its own names",
-    ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",
+    ("praxis_lite/run/config/names.py", "import_module"): "behind the allow-list of configs",
+    ("praxis_lite/run/experiment/registry.py", "import_module"): "of experiments, if allowed",
+    ("praxis_lite/public_names.py", "import_module"): "a package's own names, from its stub",
+    ("praxis_lite/former_names.py", "import_module"): "the library's own names, from its table",
+    ("praxis_lite/run/config/paths.py", "get_type_hints"): "annotations of code that is imported",
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite import decode, layers, partitioner
-from praxis_lite.learner import optimizers
+from praxis_lite import decode, layers, optimizers
+from praxis_lite.core import partitioner
 
 TESTS = Path(__file__).parent
 SLOW = "pytest.mark.slow"

@@ -4,9 +4,6 @@ A decoder says how a token is chosen and when a row ends. Never sees a dataset, 
 checkpoint.
 """
 
-from praxis_lite.decode.beam_search import BeamSearch
-from praxis_lite.decode.decoder import Decoder
-from praxis_lite.decode.pax_form import pax_outputs
-from praxis_lite.decode.sampling import Greedy, Sample
+from praxis_lite.public_names import public_names
 
-__all__ = ["BeamSearch", "Decoder", "Greedy", "Sample", "pax_outputs"]
+__getattr__, __dir__, __all__ = public_names(__name__, __file__)

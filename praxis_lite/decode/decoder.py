@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
 
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.layers.base_layer import rebuilt
-from praxis_lite.sharding.varying import on_any_device, varying_alike
 
 # B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes.
 

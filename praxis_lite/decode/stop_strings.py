@@ -7,7 +7,7 @@ import numpy as np
 
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.sampling import Greedy
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
 def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:

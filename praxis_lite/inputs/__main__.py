@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from praxis_lite.command import Parser, status_of
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.stream_digest import stream_digest
+from praxis_lite.run.command import Parser, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,9 +79,9 @@ def _print_digest(args: argparse.Namespace, pipelines: Mapping[str, InputPipelin
 
 def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Data needs no accelerator.
-    from praxis_lite.config.build import build
-    from praxis_lite.config.class_attributes import configured
-    from praxis_lite.experiment import registry
+    from praxis_lite.run.config.build import build
+    from praxis_lite.run.config.class_attributes import configured
+    from praxis_lite.run.experiment import registry
 
     packages = [name for name in args.packages.split(",") if name]
     experiment = registry.get_experiment(args.exp, packages)

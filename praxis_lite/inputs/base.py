@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require, shown
+from praxis_lite.core.errors import ConfigError, require, shown
 
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
     import jax

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.leaves import narrow_dtype
 from praxis_lite.inputs.sources.base import Source

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 
 
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
 from praxis_lite.inputs.leaves import narrow, with_weights
 from praxis_lite.inputs.mixing.shuffle import examples_at, random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
     import jax

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.processes.worker_process import WorkerProcess, share
 

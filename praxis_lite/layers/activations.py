@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, did_you_mean
 
 ActivationFn = Callable[[jax.Array], jax.Array]
 

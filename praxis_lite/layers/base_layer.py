@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims
 from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
-from praxis_lite.sharding import SplitDims
-from praxis_lite.sharding.split_dims import DimSplit
 
 Tree = TypeVar("Tree")
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]

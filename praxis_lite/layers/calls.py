@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, did_you_mean
 
 Init = TypeVar("Init", bound=Callable[..., None])
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 
 Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

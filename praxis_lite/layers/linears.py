@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import (
     BaseLayer,
@@ -20,7 +21,6 @@ from praxis_lite.layers.base_layer import (
     zeros,
 )
 from praxis_lite.layers.initializers import WeightInit
-from praxis_lite.sharding import SplitDims, constrain
 
 # D input dims, F output dims.
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import BaseLayer, ones, require_positive, zeros
-from praxis_lite.sharding import SplitDims, constrain
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
 from praxis_lite.layers.base_layer import BaseLayer
 
 

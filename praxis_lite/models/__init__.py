@@ -1,11 +1,8 @@
-"""How is a model of any library init and apply over plain trees?
+"""How is a model of Linen, or of plain functions, a `Model`?
 
-Never sees a device, a task or what the model computes.
+One of NNX is `praxis_lite.core.NnxModel`. Never sees a device, a task or what the model computes.
 """
 
-from praxis_lite.models.function_model import FunctionModel
-from praxis_lite.models.linen_model import LinenModel
-from praxis_lite.models.model import Model
-from praxis_lite.models.nnx_model import NnxModel
+from praxis_lite.public_names import public_names
 
-__all__ = ["FunctionModel", "LinenModel", "Model", "NnxModel"]
+__getattr__, __dir__, __all__ = public_names(__name__, __file__)

@@ -12,10 +12,10 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
-from praxis_lite.config.paths import callable_name
-from praxis_lite.errors import ConfigError, did_you_mean, require
-from praxis_lite.models.model import MdlVars, Model, whole
-from praxis_lite.sharding import WeightSpec
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.models.model import MdlVars, Model, whole
+from praxis_lite.core.sharding.weight_spec import WeightSpec
+from praxis_lite.run.config.paths import callable_name
 
 PyTree = Any
 Spec = PartitionSpec | tuple | None

@@ -9,8 +9,8 @@ from flax import linen as nn
 from flax.core import meta
 from jax.sharding import AbstractMesh
 
-from praxis_lite.models.model import named_dims
-from praxis_lite.sharding import WeightSpec
+from praxis_lite.core.models.model import named_dims
+from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
 # The shape of a weight as its layer sees it, without the dims of stacks, by path.

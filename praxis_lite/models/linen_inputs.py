@@ -13,7 +13,7 @@ import numpy as np
 from flax import errors as flax_errors
 from flax import linen as nn
 
-from praxis_lite.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, did_you_mean
 
 # What a module's method may call the flag of training, and its value in training.
 TRAINING_FLAGS = {

@@ -8,8 +8,16 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from praxis_lite.errors import require
-from praxis_lite.models.linen_boxes import OwnShapes, boxed_spec, drawing_off_mesh, is_box, unboxed
+from praxis_lite.core.errors import require
+from praxis_lite.core.models.model import MdlVars, Model, whole
+from praxis_lite.core.sharding.weight_spec import WeightSpec
+from praxis_lite.models.linen_boxes import (
+    OwnShapes,
+    boxed_spec,
+    drawing_off_mesh,
+    is_box,
+    unboxed,
+)
 from praxis_lite.models.linen_inputs import (
     arguments_of,
     as_config_error,
@@ -18,8 +26,6 @@ from praxis_lite.models.linen_inputs import (
     flags_of,
     method_of,
 )
-from praxis_lite.models.model import MdlVars, Model, whole
-from praxis_lite.sharding import WeightSpec
 
 PyTree = Any
 

@@ -12,14 +12,11 @@ import optax
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.core import Learner, MeshConfig, NnxModel, Partitioner, make_mesh
 from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.layers import TransformerLm, set_sharding_params
-from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import num_compiled, row_keys
 from tests.support.marks import slow_but

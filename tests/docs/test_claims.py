@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from praxis_lite import main, task
-from praxis_lite.experiment import experiment
-from praxis_lite.learner import learner
-from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.partitioner.compiler_options import init_options
-from praxis_lite.sharding import mesh
-from praxis_lite.trainer.metrics import progress
+from praxis_lite import main
+from praxis_lite.core import Partitioner, ShardMapPartitioner, task
+from praxis_lite.core.learner import learner
+from praxis_lite.core.partitioner.compiler_options import init_options
+from praxis_lite.core.sharding import mesh
+from praxis_lite.run.experiment import experiment
+from praxis_lite.run.trainer.metrics import progress
 from tests.test_import_direction import ORDERS, imports
 
 ROOT = Path(__file__).parents[2]

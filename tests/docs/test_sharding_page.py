@@ -16,7 +16,7 @@ SECTIONS = {
 @pytest.mark.parametrize("title", [title for title, blocks in SECTIONS.items() if blocks])
 def test_the_blocks_of_a_section_run(title, monkeypatch):
     # The devices of the tests are there already.
-    monkeypatch.setattr("praxis_lite.sharding.simulate_devices", lambda num_devices: None)
+    monkeypatch.setattr("praxis_lite.core.simulate_devices", lambda num_devices: None)
     names = {"__name__": "sharding_page"}
     for block in SECTIONS[title]:
         with jax.numpy_rank_promotion("allow"):  # As it is for whoever reads the page.

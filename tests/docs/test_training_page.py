@@ -8,18 +8,22 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from praxis_lite import BestCheckpoints, CheckpointLoadingRules, EarlyStopping
-from praxis_lite.experiments import lm
-from praxis_lite.layers import QuantizationRule, quantized
-from praxis_lite.learner import (
-    AuxiliaryOptimizer,
-    DynamicLossScale,
-    VariationalNoise,
+from praxis_lite import (
+    BestCheckpoints,
+    CheckpointLoadingRules,
+    EarlyStopping,
     optimizers,
     schedules,
 )
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import make_mesh
+from praxis_lite.core import (
+    AuxiliaryOptimizer,
+    DynamicLossScale,
+    Partitioner,
+    VariationalNoise,
+    make_mesh,
+)
+from praxis_lite.experiments import lm
+from praxis_lite.layers import QuantizationRule, quantized
 
 PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

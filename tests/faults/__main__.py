@@ -89,7 +89,7 @@ def _targets(args: argparse.Namespace) -> list[Row]:
 
 def _meshes(args: argparse.Namespace) -> list[Row]:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from praxis_lite.sharding import simulate_devices
+    from praxis_lite.core import simulate_devices
 
     simulate_devices(8)
     from tests.faults import meshes

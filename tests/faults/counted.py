@@ -11,14 +11,14 @@ from tests.faults.zoo import CHECKOUT
 
 def run() -> list[Row]:
     """Returns a row for the checkpoints and one for the names."""
-    from tests.checkpoints.hostile_steps import CASES
-    from tests.experiment.test_hostile_names import NAMES
+    from tests.run.checkpoints.hostile_steps import CASES
+    from tests.run.experiment.test_hostile_names import NAMES
 
     return [
         _row("hostile checkpoints: no escape, no abort", len(CASES),
-             Path("tests/checkpoints/test_hostile.py")),
+             Path("tests/run/checkpoints/test_hostile.py")),
         _row("hostile names: nothing imported", len(NAMES),
-             Path("tests/experiment/test_hostile_names.py")),
+             Path("tests/run/experiment/test_hostile_names.py")),
     ]
 
 

@@ -82,7 +82,7 @@ def fill_disk(path: Path) -> None:
 
 
 def _retry_soon() -> None:
-    from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+    from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 
     of = SaveSettings.of
     SaveSettings.of = lambda run: dataclasses.replace(of(run), retry_seconds=1.0)
@@ -117,7 +117,7 @@ def _paths(args: tuple[Any, ...]) -> str:
 
 
 def _at_step(fault: Mapping[str, Any]) -> None:
-    from praxis_lite.job.processes.stopping import StopRequest
+    from praxis_lite.run.job.processes.stopping import StopRequest
 
     step_ended, made = StopRequest.step_ended, []
 
@@ -144,7 +144,8 @@ def _at_batch(fault: Mapping[str, Any]) -> None:
 
 
 def _in_metrics_line(fault: Mapping[str, Any]) -> None:
-    from praxis_lite.trainer.metrics import JsonLinesWriter, json_lines
+    from praxis_lite.run.trainer.metrics import json_lines
+    from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 
     write, written = JsonLinesWriter.write, []
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.checkpoints.digest import digest_of
-from praxis_lite.trainer.metrics import read_json_lines
+from praxis_lite.run.checkpoints.digest import digest_of
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.faults.zygote import Launch
 
 CLOCKS = {"step_time", "input_time", "examples_per_second"}

@@ -109,7 +109,7 @@ def _prompts(folder: Path) -> None:
 
 
 def _read_prompts(folder: Path) -> None:
-    from praxis_lite.trainer.decoding.user_prompts import _ids, read_prompts
+    from praxis_lite.run.trainer.decoding.user_prompts import _ids, read_prompts
 
     for name in ("a.txt", "b.jsonl"):
         for prompt in read_prompts(folder / name):
@@ -337,16 +337,16 @@ def _hugging_face(family: str, folder: Path) -> None:
 
 
 def _read_hugging_face(folder: Path) -> None:
-    from praxis_lite.interop import huggingface
+    from praxis_lite.tools import huggingface
 
     huggingface.load(folder)
 
 
 def _read_description(folder: Path) -> None:
     """Reads a model's directory but for the values of its tensors: nothing is compiled."""
-    from praxis_lite.checkpoints.huggingface.decoder import lm_config
-    from praxis_lite.checkpoints.huggingface.family import settings_in
-    from praxis_lite.checkpoints.huggingface.tensor_files import TensorFiles
+    from praxis_lite.tools.huggingface.decoder import lm_config
+    from praxis_lite.tools.huggingface.family import settings_in
+    from praxis_lite.tools.huggingface.tensor_files import TensorFiles
 
     lm_config(settings_in(folder))
     TensorFiles(folder)
@@ -358,7 +358,7 @@ def _pax(name: str, folder: Path) -> None:
 
 
 def _read_pax(folder: Path) -> None:
-    from praxis_lite.interop.pax_checkpoints import read_pax_checkpoint
+    from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
 
     dict(read_pax_checkpoint(folder / "job"))
 
@@ -372,7 +372,7 @@ def _nnx(folder: Path) -> None:
 
 
 def _read_nnx(folder: Path) -> None:
-    from praxis_lite.checkpoints.init.nnx_checkpoints import NnxCheckpoint
+    from praxis_lite.run.checkpoints.init.nnx_checkpoints import NnxCheckpoint
 
     for array in NnxCheckpoint(folder / "state").arrays.values():
         array.read()
@@ -407,10 +407,10 @@ def _checkpoint(folder: Path) -> None:
 
 
 def _read_job(folder: Path) -> None:
-    from praxis_lite.checkpoints import tools
-    from praxis_lite.config.build import build
-    from praxis_lite.config.text import load_config_file
-    from praxis_lite.trainer.metrics import read_json_lines
+    from praxis_lite.run.checkpoints import tools
+    from praxis_lite.run.config.build import build
+    from praxis_lite.run.config.text import load_config_file
+    from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 
     loaded = load_config_file(folder / "job/config.json", packages=("faultzoo",))
     build(loaded.config)
@@ -421,8 +421,8 @@ def _read_job(folder: Path) -> None:
 
 
 def _read_checkpoint(folder: Path) -> None:
-    from praxis_lite.checkpoints import tools
-    from praxis_lite.checkpoints.digest import digest_of
+    from praxis_lite.run.checkpoints import tools
+    from praxis_lite.run.checkpoints.digest import digest_of
 
     directory = tools.steps_directory(str(folder / "job"))
     step_dir = tools.step_dir_of(directory, None)

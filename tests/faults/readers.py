@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from tests.faults.mutants import mutate
 from tests.faults.outcome import Row
 

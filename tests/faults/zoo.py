@@ -28,7 +28,7 @@ import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.inputs import InMemory
-from praxis_lite.learner.learner import Learner
+from praxis_lite.core.learner.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 

@@ -126,7 +126,6 @@ def _import_all() -> None:
     import matplotlib.pyplot  # noqa: F401
     import tensorboardX  # noqa: F401
 
-    import praxis_lite.explain.explain
     import praxis_lite.main  # noqa: F401
 
     assert threading.active_count() == 1, threading.enumerate()

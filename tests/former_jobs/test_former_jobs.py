@@ -11,10 +11,10 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from praxis_lite.config.overrides import check_required
-from praxis_lite.config.text import load_config_file
 from praxis_lite.experiments.huggingface import ChatLora
-from praxis_lite.job.job_dir import JobDir
+from praxis_lite.run.config.overrides import check_required
+from praxis_lite.run.config.text import load_config_file
+from praxis_lite.run.job.job_dir import JobDir
 from tests.support.job_runs import lines_of, succeed
 
 FORMER = Path(__file__).parent

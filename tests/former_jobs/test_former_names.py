@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.config.former_names import experiment_today, name_today
-from praxis_lite.config.names import imported, is_allowed, name_of
-from praxis_lite.config.node_form import check
+from praxis_lite.run.config.former_names import experiment_today, name_today
+from praxis_lite.run.config.names import imported, is_allowed, name_of
+from praxis_lite.run.config.node_form import check
 
 FORMER = Path(__file__).parent
 
@@ -39,7 +39,7 @@ def test_a_name_that_is_gone_says_what_to_do(module, name):
 
 def test_a_class_may_be_renamed():
     assert name_today("praxis_lite.weights", "WeightSpec", 2, ()) == (
-        "praxis_lite.sharding", "WeightSpec"
+        "praxis_lite.core.sharding", "WeightSpec"
     )
     for config_format, module in ((2, "experiments.lm"), (3, "praxis_lite.experiments.lm")):
         today = name_today(module, "rotary_lm", config_format, ())

@@ -8,7 +8,7 @@ import grain
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import FromGrain, FromGrainIter, Mixture, WithWorkers
 from praxis_lite.inputs.base import spec_of
 from praxis_lite.inputs.processes.stream_digest import stream_digest

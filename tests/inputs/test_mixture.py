@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import InMemory, Mixture, SyntheticLm, WithWorkers
 from praxis_lite.inputs.processes.stream_digest import stream_digest
 

@@ -10,14 +10,14 @@ import types
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, TokenIds, WithWorkers
 from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.processes.stream_digest import stream_digest
 from praxis_lite.inputs.sources import derived, file_index
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text import packed_text
-from praxis_lite.trainer.job_checks import check_tokens
+from praxis_lite.run.trainer.job_checks import check_tokens
 from tests.support.reads import counted_reads
 
 T = 37

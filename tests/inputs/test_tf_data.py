@@ -77,7 +77,7 @@ def test_without_tensorflow_numpy_runs_and_tf_data_says_what_to_use():
     done = run_python(
         "import sys\n"
         "sys.modules['tensorflow'] = None\n"
-        "from praxis_lite.errors import ConfigError\n"
+        "from praxis_lite.core.errors import ConfigError\n"
         "from praxis_lite.inputs import *\n"
         "corpus = TextCorpus()\n"
         "settings = dict(corpus=corpus, split='train', batch_size=2, seq_len=7, shuffle=True)\n"

@@ -19,7 +19,7 @@ from praxis_lite.inputs.tokenizers import (
     load_tokenizer,
 )
 from praxis_lite.inputs.tokenizers.__main__ import main as command
-from praxis_lite.interop import huggingface
+from praxis_lite.tools import huggingface
 from tests.support.goldens import GOLDENS, golden
 
 LLAMA = GOLDENS / "tokenizers" / "llama3"

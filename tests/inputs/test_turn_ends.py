@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from praxis_lite.checkpoints.huggingface.pretrained import write_turn_ends
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
+from praxis_lite.tools.huggingface.pretrained import write_turn_ends
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -10,6 +10,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
+from praxis_lite.core import NnxModel, WeightSpec
+from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.models.nnx_declarations import declared_spec
 from praxis_lite.layers import (
     FullSoftmax,
     GroupedQueryAttention,
@@ -20,10 +23,6 @@ from praxis_lite.layers import (
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.models import NnxModel
-from praxis_lite.models.model import spec_leaves
-from praxis_lite.models.nnx_declarations import declared_spec
-from praxis_lite.sharding import WeightSpec
 
 AXES = ("replica", "data", "mdl")
 SPLIT_LINEAR = functools.partial(Linear, 5, 7, weight_split_dims_mapping=("data", "mdl"))

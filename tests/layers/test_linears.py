@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import NnxModel
+from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.layers.activations import ACTIVATIONS, activation_fn
-from praxis_lite.models import NnxModel
-from praxis_lite.models.model import spec_leaves
 from tests.support.goldens import pax_options
 
 PAX = pax_options("softmaxes")

@@ -11,13 +11,11 @@ from flax import nnx
 from jax.test_util import check_grads
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import Learner, NnxModel, Partitioner
+from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import BaseLayer
-from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import mdl_vars_of
-from praxis_lite.partitioner import Partitioner
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
 from tests.support.goldens import pax_options
 from tests.support.pax_options import assert_equals_pax
 

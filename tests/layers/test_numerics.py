@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import layers
-from praxis_lite.models import NnxModel
+from praxis_lite.core import NnxModel
 
 
 def test_dropout_keeps_the_expected_value_and_is_off_without_a_key():

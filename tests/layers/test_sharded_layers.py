@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from praxis_lite import layers
-from praxis_lite.models import NnxModel
-from praxis_lite.models.model import spec_leaves
-from praxis_lite.sharding import MeshConfig, constrain, make_mesh
-from praxis_lite.sharding.devices.xla_errors import without_xla_errors
-from praxis_lite.testing.asserts.layers import revealing
+from praxis_lite.core import MeshConfig, NnxModel, constrain, make_mesh
+from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.tools.testing.asserts.layers import revealing
 
 BATCH = ("replica", "data")
 T = 5

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
-from praxis_lite.learner import Learner
+from praxis_lite.core import Learner
+from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.sharding.gather import ShardedWeight
 from praxis_lite.models import FunctionModel
-from praxis_lite.models.model import spec_leaves
-from praxis_lite.partitioner.train_state import state_layout
-from praxis_lite.sharding.gather import ShardedWeight
 from praxis_lite.tasks.loss import LossTask
 
 AXES = {"data": 4, "mdl": 2}

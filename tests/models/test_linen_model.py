@@ -10,8 +10,8 @@ import pytest
 from flax import linen as nn
 
 from praxis_lite import ConfigError
+from praxis_lite.core.sharding.gather import ShardedWeight
 from praxis_lite.models import LinenModel
-from praxis_lite.sharding.gather import ShardedWeight
 
 lecun = nn.initializers.lecun_normal()
 KEY = jax.random.key(3)

@@ -13,10 +13,8 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from praxis_lite.learner import Learner
+from praxis_lite.core import Learner, MeshConfig, Partitioner, WeightSharding, make_mesh
 from praxis_lite.models import LinenModel
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, WeightSharding, make_mesh
 from praxis_lite.tasks.loss import LossTask
 
 lecun = nn.initializers.lecun_normal()

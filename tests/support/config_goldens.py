@@ -7,9 +7,9 @@ A change of a default, anywhere below an experiment, is then seen in the diff.
 
 import sysconfig
 
-from praxis_lite.config.text import config_lines
-from praxis_lite.experiment.registry import HOME, get_experiment
-from praxis_lite.experiment.source_scan import registered_in
+from praxis_lite.run.config.text import config_lines
+from praxis_lite.run.experiment.registry import HOME, get_experiment
+from praxis_lite.run.experiment.source_scan import registered_in
 from tests.support.goldens import GOLDENS
 
 CONFIGS = GOLDENS / "configs"

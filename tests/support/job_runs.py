@@ -24,8 +24,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import praxis_lite
-from praxis_lite.job.job_dir import JobDir
-from praxis_lite.trainer.metrics import read_json_lines
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -41,13 +41,13 @@ import optax
 
 from praxis_lite.layers import rotary_lm
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.checkpoints.steps.best_checkpoints import BestCheckpoints
+from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample
-from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.layers import set_sharding_params
-from praxis_lite.learner.learner import Learner
+from praxis_lite.core.learner.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 TEXTS = Path(__file__).parents[1] / "texts"

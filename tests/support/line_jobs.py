@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.experiment.early_stopping import EarlyStopping
+from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
-from praxis_lite.learner.learner import Learner
+from praxis_lite.core.learner.learner import Learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 

@@ -8,11 +8,9 @@ import jax
 import numpy as np
 import optax
 
+from praxis_lite.core import Learner, MeshConfig, Partitioner, TrainState, make_mesh
 from praxis_lite.decode import Greedy
 from praxis_lite.layers import rotary_lm, set_sharding_params
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner, TrainState
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.support import plain_training
 

@@ -14,10 +14,18 @@ import optax
 from flax import nnx
 
 from praxis_lite import Task
+from praxis_lite.core import (
+    AuxiliaryOptimizer,
+    Learner,
+    MeshConfig,
+    Partitioner,
+    TrainState,
+    make_mesh,
+)
+from praxis_lite.core.partitioner import steps
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base_layer import stacked
-from praxis_lite.learner import AuxiliaryOptimizer, Learner
-from praxis_lite.learner.optimizers import (
+from praxis_lite.optimizers import (
     adafactor,
     adam,
     lion,
@@ -25,8 +33,6 @@ from praxis_lite.learner.optimizers import (
     muon_matrices,
     soap,
 )
-from praxis_lite.partitioner import Partitioner, TrainState, steps
-from praxis_lite.sharding import MeshConfig, make_mesh
 from tests.support.lm_runs import zero_padded
 
 # Sizes, a mesh, and what splits the slots besides what splits their weights.

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import Learner
 from praxis_lite.decode import Sample
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
 from praxis_lite.layers import AuxLoss, BaseLayer, Summary
-from praxis_lite.learner import Learner
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 RNG = np.random.default_rng(15)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, MeshConfig
+from praxis_lite.core import Learner, Partitioner, make_mesh
 from praxis_lite.inputs import PreferenceData
 from praxis_lite.layers import (
     adapted,
@@ -18,11 +19,8 @@ from praxis_lite.layers import (
     set_sharding_params,
     with_reference,
 )
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import make_mesh
+from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tasks.preference import DpoTask
-from praxis_lite.trainer.forward_pass import forward_pass
 
 BETA, SMOOTHING = 0.3, 0.1
 KINDS = ("copy", "adapters")

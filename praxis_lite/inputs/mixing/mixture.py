@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, require, require_choice
+from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, require_same_classes
 from praxis_lite.inputs.mixing import shares
 

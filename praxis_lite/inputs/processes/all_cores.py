@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from praxis_lite.errors import ConfigError, format_bytes
+from praxis_lite.core.errors import ConfigError, format_bytes
 from praxis_lite.inputs.processes import compared
 
 _WORTH_PROCESSES = 16 << 20  # Of work, in bytes: a process starts in half a second.

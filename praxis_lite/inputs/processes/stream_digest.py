@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
 from praxis_lite.inputs.base import IndexedPipeline, InputPipeline, digest_of
 from praxis_lite.inputs.processes.worker_process import WorkerProcess
 

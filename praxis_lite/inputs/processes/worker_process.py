@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from praxis_lite.config.user_lines import ElsewhereError, described
-from praxis_lite.errors import ConfigError, lack_of_memory, out_of_memory
+from praxis_lite.core.errors import ConfigError, lack_of_memory, out_of_memory
+from praxis_lite.core.user_lines import ElsewhereError, described
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers
 from praxis_lite.inputs.processes import compared

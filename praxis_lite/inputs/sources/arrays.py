@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, few, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, few, format_bytes, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of, unreadable

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made

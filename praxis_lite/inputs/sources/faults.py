@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 
 # By the names that a source's `skip` takes.
 FAULTS = {

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.processes.all_cores import on_all_cores
 from praxis_lite.inputs.sources import kept
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.base import (
     IndexedPipeline,
     InputPipeline,

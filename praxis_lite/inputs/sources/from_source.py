@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import IndexedPipeline, described, spec_of
 from praxis_lite.inputs.leaves import stacked
 from praxis_lite.inputs.mixing.shuffle import examples_at

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside

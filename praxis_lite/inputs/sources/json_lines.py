@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, format_bytes, shown
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made

@@ -7,7 +7,7 @@ import numpy as np
 
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text.messages import ASSISTANT, Message, is_empty
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
 class Tokens(NamedTuple):

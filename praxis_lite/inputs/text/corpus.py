@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import BLOCK_BYTES, read_documents
-from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.loading import as_tokenizer
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 
 SPLITS = ("train", "heldout")
 

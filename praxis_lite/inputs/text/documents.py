@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.sources.base import Part, Source
 from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived, left_out
 from praxis_lite.inputs.sources.faults import BadExample, applied
@@ -20,7 +20,9 @@ from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.encoding import KEYS, encoded
 from praxis_lite.inputs.text.pairs import Pair
-from praxis_lite.inputs.tokenizers import TokenIds, Tokenizer, as_tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.loading import as_tokenizer
+from praxis_lite.inputs.tokenizers.plain import TokenIds
 
 
 @dataclasses.dataclass(eq=False)

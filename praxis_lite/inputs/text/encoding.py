@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import shown
+from praxis_lite.core.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import checked, decoded
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
 from praxis_lite.inputs.text.messages import ASSISTANT, conversation, is_empty, of_alpaca
 from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
 
 # What an example may hold, and where, unless told otherwise; None: under several names of its own.

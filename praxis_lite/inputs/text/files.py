@@ -3,7 +3,7 @@
 import codecs
 import os
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.texts import decoded
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from praxis_lite.errors import shown
+from praxis_lite.core.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import plain
 

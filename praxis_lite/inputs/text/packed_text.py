@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order, examples_at
 from praxis_lite.inputs.sources import kept
@@ -23,7 +23,7 @@ from praxis_lite.inputs.text.packing import (
     unpacked,
     without_gaps,
 )
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
     import jax

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.errors import shown
+from praxis_lite.core.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.texts import plain
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
 from praxis_lite.inputs.text.messages import ASSISTANT, USER, conversation, is_empty
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
 class Pair(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.mixing.shuffle import examples_at
 from praxis_lite.inputs.sources.base import Source
@@ -17,7 +17,8 @@ from praxis_lite.inputs.text.about_python import about_python
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.documents import Documents
 from praxis_lite.inputs.text.pairs import Pair
-from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.loading import as_tokenizer
 
 if TYPE_CHECKING:
     import jax

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order, random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
-from praxis_lite.inputs.tokenizers import Tokenizer
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
     import jax

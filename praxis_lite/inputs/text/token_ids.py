@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 
 _MOST = 2**31 - 1
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _LOG_LINE = re.compile(rb"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ |WARNING: All log messages before absl::")

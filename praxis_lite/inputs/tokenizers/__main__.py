@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from praxis_lite.command import Parser, status_of
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.files.whole_files import new_directory
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
@@ -14,8 +14,8 @@ from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKE
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
 from praxis_lite.inputs.tokenizers.show import description
-from praxis_lite.job.job_dir import local_directory
-from praxis_lite.job.whole_files import new_directory
+from praxis_lite.run.command import Parser, status_of
+from praxis_lite.run.job.job_dir import local_directory
 
 # GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
 # digits, punctuation, blanks and ends of lines.

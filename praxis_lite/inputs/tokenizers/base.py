@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 
 

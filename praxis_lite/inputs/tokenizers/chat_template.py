@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"

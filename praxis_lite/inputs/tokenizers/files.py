@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.errors import ConfigError, few, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, few, format_bytes, shown
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"

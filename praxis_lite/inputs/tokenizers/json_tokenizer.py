@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.base import checked_text
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
@@ -17,7 +17,11 @@ from praxis_lite.inputs.tokenizers.files import (
 )
 from praxis_lite.inputs.tokenizers.rust_library import errors_of_rust, read_tokenizer
 from praxis_lite.inputs.tokenizers.special.named_tokens import FLAGS, Token
-from praxis_lite.inputs.tokenizers.special.special_tokens import SpecialTokens, Vocabulary, resolved
+from praxis_lite.inputs.tokenizers.special.special_tokens import (
+    SpecialTokens,
+    Vocabulary,
+    resolved,
+)
 
 _MOST = 2**32  # Ids are so many to the library; it leaves out those that stand for no token.
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.files import (
     MODEL_FILES,

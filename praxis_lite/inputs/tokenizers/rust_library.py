@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.files import json_object, read_file
 
 # How many times as long a normalizer may make a text.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.base import checked_text
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
@@ -20,9 +20,21 @@ from praxis_lite.inputs.tokenizers.files import (
     TokenizerFiles,
     read_file,
 )
-from praxis_lite.inputs.tokenizers.special.named_tokens import Token, checked_number, checked_switch
-from praxis_lite.inputs.tokenizers.special.special_tokens import SpecialTokens, Vocabulary, resolved
-from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ENDED, class_of, is_renumbered
+from praxis_lite.inputs.tokenizers.special.named_tokens import (
+    Token,
+    checked_number,
+    checked_switch,
+)
+from praxis_lite.inputs.tokenizers.special.special_tokens import (
+    SpecialTokens,
+    Vocabulary,
+    resolved,
+)
+from praxis_lite.inputs.tokenizers.special.tokenizer_classes import (
+    ENDED,
+    class_of,
+    is_renumbered,
+)
 
 # Sentinels of T5, of which published models have 100, and models of other kinds up to 1,000.
 MAX_EXTRA_IDS = 10_000

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from praxis_lite.errors import shown
+from praxis_lite.core.errors import shown
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ROLES
 

@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 
 MOST_SOURCE = 50_000  # Characters of a template; published ones have 30,000 at most.
 MOST_NODES = 10_000  # Of a template's tree, which is compiled.

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.cache import Cache, append, empty_cache, keep_encoded
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
@@ -23,7 +24,6 @@ from praxis_lite.layers.stacking.tensor_parallel import (
     check_tensor_parallel,
 )
 from praxis_lite.layers.stochastics import Dropout
-from praxis_lite.sharding import constrain
 
 # B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
 

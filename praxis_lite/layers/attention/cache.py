@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]

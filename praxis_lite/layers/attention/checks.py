@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.layers.attention.masks import HIDE_LATER, LARGE_NEGATIVE
 from praxis_lite.layers.base_layer import require_positive
 

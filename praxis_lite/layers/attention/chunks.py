@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.varying import varying_alike
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
-from praxis_lite.sharding.varying import varying_alike
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head, C queries or keys of a chunk.

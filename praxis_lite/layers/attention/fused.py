@@ -10,12 +10,11 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
+from praxis_lite.core.sharding.varying import varying_axes, varying_over
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.sharding import SplitDims, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import without_axes
-from praxis_lite.sharding.varying import varying_axes, varying_over
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
 from praxis_lite.layers.attention.projections import (
@@ -20,7 +21,6 @@ from praxis_lite.layers.attention.projections import (
 )
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
 

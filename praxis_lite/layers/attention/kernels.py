@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.sharding.mesh import compiled_platform
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.attention.blocks import blocked_attention
 from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
@@ -20,7 +22,6 @@ from praxis_lite.layers.attention.fused import (
 )
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.stochastics import Dropout
-from praxis_lite.sharding import SplitDims, compiled_platform
 
 _ALL = frozenset(
     {

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
@@ -19,7 +20,6 @@ from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalE
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
 from praxis_lite.layers.stochastics import Dropout
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T queries, S keys, D model dims, N heads, K dims of a head without position, R those that
 # rotate, V dims of a value, L dims of the latent.

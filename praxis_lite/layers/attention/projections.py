@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     Initializer,
@@ -16,8 +17,6 @@ from praxis_lite.layers.base_layer import (
     xavier,
     zeros,
 )
-from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.sharding.split_dims import DimSplit
 
 # D model dims, N heads, K dims per head.
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base_layer import BaseLayer, require_positive, xavier
-from praxis_lite.sharding import SplitDims
 
 # B batch, T queries, S keys, N heads, X buckets.
 

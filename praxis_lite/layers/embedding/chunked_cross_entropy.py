@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
+from praxis_lite.core.sharding.varying import varying_alike
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
-from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.sharding.split_dims import DimSplit, num_shards_of
-from praxis_lite.sharding.varying import varying_alike
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
 # Less than any logit, and still finite after a logit is subtracted.

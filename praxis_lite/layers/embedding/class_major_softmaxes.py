@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import Initializer
 from praxis_lite.layers.calls import takes_settings_of
@@ -14,7 +15,6 @@ from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.linears import Bias
-from praxis_lite.sharding import constrain
 
 # D input dims, V classes.
 

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require_choice
+from praxis_lite.core.errors import require_choice
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.split_dims import (
+    SplitDims,
+    constrain,
+    num_shards_of,
+    to_partition_spec,
+    without_axes,
+)
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     Initializer,
@@ -14,9 +22,6 @@ from praxis_lite.layers.base_layer import (
     require_positive,
     xavier,
 )
-from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import num_shards_of, to_partition_spec, without_axes
 
 # B batch, T time, D model dims, V classes.
 LOOKUP_STYLES = ("index", "matmul")

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, xavier
 from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch (or 1), T time, D model dims, N heads, K dims per head.
 

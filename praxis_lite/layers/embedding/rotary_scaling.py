@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
 from praxis_lite.layers.base_layer import require_positive
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding

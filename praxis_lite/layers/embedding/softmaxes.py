@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require, require_choice
+from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import (
     AuxLoss,
     BaseLayer,
@@ -18,10 +19,13 @@ from praxis_lite.layers.base_layer import (
 )
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
-from praxis_lite.layers.embedding.cross_entropy import TokenStats, cross_entropy, stats_of_logits
+from praxis_lite.layers.embedding.cross_entropy import (
+    TokenStats,
+    cross_entropy,
+    stats_of_logits,
+)
 from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup, placed
 from praxis_lite.layers.linears import FeedForward
-from praxis_lite.sharding import SplitDims, constrain
 
 # D input dims, V classes.
 

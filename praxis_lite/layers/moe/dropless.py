@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.moe.dispatch import combine, dispatch
 from praxis_lite.layers.moe.experts import Glu, Weights, first_axes, through_experts
-from praxis_lite.sharding import SplitDims
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
 # token, n tokens, X devices that the experts are split over, R rows for experts.

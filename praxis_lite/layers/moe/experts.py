@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.split_dims import (
+    DimSplit,
+    SplitDims,
+    constrain,
+    to_partition_spec,
+    without_axes,
+)
 from praxis_lite.layers.base_layer import Initializer, xavier
-from praxis_lite.sharding import SplitDims, constrain, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import DimSplit, without_axes
 
 # G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.layers.moe import routing
 from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_seats
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require, require_choice
+from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import AuxLoss, Summary, require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
@@ -19,8 +20,6 @@ from praxis_lite.layers.moe.routing import sentence_means
 from praxis_lite.layers.moe.shared_experts import SharedExperts
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stochastics import Dropout
-from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.sharding.split_dims import DimSplit
 
 # B batch, T time, D model dims, F hidden dims, G groups, S tokens of a group, E experts, K experts
 # of a token, C seats of an expert for a group.

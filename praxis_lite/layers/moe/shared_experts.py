@@ -3,10 +3,10 @@
 import jax
 from flax import nnx
 
+from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.linears import Linear
-from praxis_lite.sharding.split_dims import DimSplit
 
 # B batch, T time, D model dims, F hidden dims.
 

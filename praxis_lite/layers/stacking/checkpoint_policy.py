@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.errors import require_choice
+from praxis_lite.core.errors import require_choice
 
 _POLICIES = jax.checkpoint_policies
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import require
-from praxis_lite.sharding import SplitDims, padded_shape, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import without_axes
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.padding import padded_shape
+from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
 
 
 class HalfBlock(NamedTuple):

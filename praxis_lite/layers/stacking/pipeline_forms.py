@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 
 # R repeats, S stages, P layers of one stage in one repeat, L = R S P layers, M microbatches.
 

@@ -12,14 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.split_dims import (
+    DimSplit,
+    SplitDims,
+    to_partition_spec,
+    without_axes,
+)
+from praxis_lite.core.sharding.varying import varying_alike
 from praxis_lite.layers.base_layer import assigned_values
 from praxis_lite.layers.stacking.checkpoint_policy import remat
 from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule
-from praxis_lite.sharding import SplitDims, to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.split_dims import DimSplit, without_axes
-from praxis_lite.sharding.varying import varying_alike
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
 # leading dims of their arrays: x_M is [M, rows, ...].

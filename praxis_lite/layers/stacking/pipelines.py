@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     assign,
@@ -34,8 +35,6 @@ from praxis_lite.layers.stacking.pipeline_ticks import (
     pick,
     run_ticks,
 )
-from praxis_lite.sharding import SplitDims, constrain
-from praxis_lite.sharding.split_dims import DimSplit
 
 __all__ = ["Pipeline", "from_repeated", "to_repeated"]
 

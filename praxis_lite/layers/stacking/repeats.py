@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.mesh import compiled_platform
+from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base_layer import (
     BaseLayer,
     assign,
@@ -17,11 +19,13 @@ from praxis_lite.layers.base_layer import (
     stacked,
 )
 from praxis_lite.layers.calls import scope_of
-from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, check_policy, remat
+from praxis_lite.layers.stacking.checkpoint_policy import (
+    CHECKPOINT_POLICIES,
+    check_policy,
+    remat,
+)
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout
-from praxis_lite.sharding import compiled_platform
-from praxis_lite.sharding.split_dims import DimSplit
 
 __all__ = ["CHECKPOINT_POLICIES", "Repeat", "StackedTransformer"]
 

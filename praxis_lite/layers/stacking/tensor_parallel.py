@@ -12,7 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.split_dims import DimSplit, to_partition_spec, without_axes
 from praxis_lite.layers.stacking.half_blocks import (
     HalfBlock,
     filled,
@@ -20,10 +22,7 @@ from praxis_lite.layers.stacking.half_blocks import (
     of_shape,
     parts_of_weights,
 )
-from praxis_lite.sharding import to_partition_spec
-from praxis_lite.sharding.logical_axes import axes_of
-from praxis_lite.sharding.rings import gathered_and_scattered, in_ring
-from praxis_lite.sharding.split_dims import DimSplit, without_axes
+from praxis_lite.layers.stacking.rings import gathered_and_scattered, in_ring
 
 # What moves along the axis, by the name of the setting.
 TENSOR_PARALLEL = {

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.base_layer import BaseLayer, require_floating, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding

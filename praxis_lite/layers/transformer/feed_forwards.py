@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base_layer import require_positive
 from praxis_lite.layers.calls import takes_settings_of
@@ -20,7 +21,6 @@ from praxis_lite.layers.stacking.tensor_parallel import (
     check_tensor_parallel,
 )
 from praxis_lite.layers.stochastics import Dropout
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T time, D model dims, F hidden dims.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.layers.attention.masks import (
     causal_mask,
     convert_paddings_to_mask,

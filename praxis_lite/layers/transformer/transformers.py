@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.masks import HIDE_LATER
 from praxis_lite.layers.base_layer import BaseLayer

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, zeros
 from praxis_lite.layers.normalizations import check_epsilon
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, T time, C channels, G groups.
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import (
     BaseLayer,
@@ -20,7 +21,6 @@ from praxis_lite.layers.base_layer import (
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, H height (or time), W width, C input channels, D output channels.
 PADDINGS = ("SAME", "VALID")

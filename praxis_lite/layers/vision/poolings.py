@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require, require_choice
+from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
 from praxis_lite.layers.vision.convolutions import PADDINGS, check_sizes
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, H height (or time), W width, C channels, T time.
 POOLING_TYPES = ("MAX", "AVG")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import require
+from praxis_lite.core.errors import require
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import BaseLayer, require_positive
 from praxis_lite.layers.stochastics import StochasticResidual

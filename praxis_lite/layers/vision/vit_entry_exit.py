@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, require_positive, zeros
 from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
 from praxis_lite.layers.linears import FeedForward
@@ -20,7 +21,6 @@ from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.layers.vision.convolutions import check_sizes
 from praxis_lite.layers.vision.poolings import GlobalPooling
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, H height, W width, C channels, P patch size, N tokens, D model dims.
 _over_tokens = functools.partial(GlobalPooling, pooling_dims=(1,))

@@ -10,13 +10,13 @@ import fiddle as fdl
 import jax
 from flax import nnx
 
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.stacking.repeats import StackedTransformer
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
-from praxis_lite.sharding import SplitDims, constrain
 
 # B batch, H height, W width, C channels, P patch size, N tokens, D model dims.
 

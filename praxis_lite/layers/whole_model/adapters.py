@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.split_dims import DimSplit, constrain
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
     CombinedQKVProjectionLayer,
@@ -27,8 +28,6 @@ from praxis_lite.layers.attention.projections import (
 from praxis_lite.layers.base_layer import BaseLayer, zeros
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.layers.linears import Einsum, Linear
-from praxis_lite.sharding import constrain
-from praxis_lite.sharding.split_dims import DimSplit
 
 ADAPTER_WEIGHTS = ("lora_a", "lora_b")
 

@@ -34,11 +34,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.whole_model.adapters import DENSE
-from praxis_lite.sharding import constrain
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.layers.whole_model.adapters import adapted_layers, without_adapters
 
 REFERENCE = "reference"

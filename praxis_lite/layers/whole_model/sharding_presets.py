@@ -14,6 +14,8 @@ and a layer of your own splits as this library's do once it has a row:
 from collections.abc import Mapping
 from typing import Any
 
+from praxis_lite.core.sharding.mesh import CompilerOptions
+from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
 from praxis_lite.layers.attention.relative_bias import RelativeBias
@@ -30,8 +32,6 @@ from praxis_lite.layers.vision.batch_norms import BatchNorm, GroupNorm
 from praxis_lite.layers.vision.classifiers import ClassificationModel
 from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
 from praxis_lite.layers.vision.vits import VisionTransformer
-from praxis_lite.sharding.mesh import CompilerOptions
-from praxis_lite.sharding.split_dims import DimSplit
 
 # Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. For a mesh
 # whose axes have other names, write dicts as these.

@@ -8,7 +8,8 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.embedding.positional_embeddings import (
     PositionalEmbedding,
     TrainablePositionalEmbedding,
@@ -19,7 +20,6 @@ from praxis_lite.layers.whole_model.sharding_presets import (
     LOGICAL_DIMS,
     SHARDING_PRESETS,
 )
-from praxis_lite.sharding.split_dims import DimSplit
 
 Preset = Mapping[str, DimSplit]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.processes.all_cores import num_cores, on_all_cores
 from praxis_lite.inputs.sources.faults import BadExample
 

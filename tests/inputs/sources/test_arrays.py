@@ -5,7 +5,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import NpyFiles
 
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from pyarrow import feather, ipc
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import ArrowFiles, Parquet
 from praxis_lite.inputs.sources.faults import BadExample
 

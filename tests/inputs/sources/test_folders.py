@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import ImageFiles, TextFiles
 from praxis_lite.inputs.sources.faults import BadExample
 

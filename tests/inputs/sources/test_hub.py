@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import HuggingFaceDataset, Tfds
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import JsonLines
 from praxis_lite.inputs.sources import json_lines
 from praxis_lite.inputs.sources.faults import BadExample

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import (
     ArrowFiles,
     Documents,

@@ -10,7 +10,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import ArrayRecords, TfRecords
 from praxis_lite.inputs.sources import records
 from praxis_lite.inputs.sources.faults import BadExample

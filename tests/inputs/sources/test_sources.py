@@ -14,7 +14,7 @@ import grain
 import numpy as np
 import pytest
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import (
     ArrayRecords,
     ArrowFiles,

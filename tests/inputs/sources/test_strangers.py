@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from PIL import Image
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import (
     FromSource,
     HuggingFaceDataset,

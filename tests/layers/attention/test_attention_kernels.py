@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.explain import hlo
 from praxis_lite.layers.attention import fused as attention_fused
 from praxis_lite.layers.attention import kernels as attention_kernels
 from praxis_lite.layers.attention.blocks import blocked_attention
@@ -18,6 +17,7 @@ from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.kernels import Workload, choose_kernel
 from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.tools.explain import hlo
 
 B, N, G, K = 2, 6, 3, 5
 rng = np.random.default_rng(0)

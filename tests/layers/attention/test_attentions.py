@@ -10,8 +10,8 @@ from flax import nnx
 from jax.test_util import check_grads
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import NnxModel
 from praxis_lite.layers.attention import masks as attention_masks
-from praxis_lite.models import NnxModel
 from tests.support.goldens import golden_arrays, pax_options
 
 partial = functools.partial

@@ -11,11 +11,10 @@ from jax.test_util import check_grads
 
 from benchmarks.softmax_memory import allowed_bytes, temporary_bytes
 from praxis_lite import layers
-from praxis_lite.explain import hlo
+from praxis_lite.core import MeshConfig, NnxModel, make_mesh
+from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
-from praxis_lite.models import NnxModel
-from praxis_lite.models.model import spec_leaves
-from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.tools.explain import hlo
 from tests.support.marks import slow_but
 
 # B batch, T time, D input dims, V classes, C classes of a chunk.

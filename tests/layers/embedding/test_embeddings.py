@@ -11,10 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.explain import hlo
+from praxis_lite.core import MeshConfig, NnxModel, make_mesh
 from praxis_lite.layers.embedding import embeddings
-from praxis_lite.models import NnxModel
-from praxis_lite.sharding import MeshConfig, make_mesh
+from praxis_lite.tools.explain import hlo
 from tests.support.goldens import pax_options
 from tests.support.pax_options import flat, mdl_vars_from
 

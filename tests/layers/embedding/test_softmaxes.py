@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, intermediates
 from praxis_lite.layers.embedding.cross_entropy import stats_of_logits
-from praxis_lite.models import NnxModel
 from tests.support.goldens import pax_options
 from tests.support.pax_options import flat, mdl_vars_from
 

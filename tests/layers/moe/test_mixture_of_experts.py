@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, TransformerFeedForwardMoe, intermediates
-from praxis_lite.models import NnxModel
 from tests.support.goldens import pax_options
 from tests.support.marks import slow_but
 from tests.support.pax_options import flat, mdl_vars_from

@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import Learner, NnxModel
+from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.layers import RgLru, RgLruBlock
-from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
-from praxis_lite.models.model import spec_leaves
 from tests.support.marks import slow_but
 
 B, T, D, N, K = 3, 11, 7, 3, 5

@@ -12,10 +12,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite import ConfigError
+from praxis_lite.core import Learner, MeshConfig, NnxModel, Partitioner, constrain, make_mesh
+from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments import pipelined as pipelined_experiments
-from praxis_lite.explain import hlo, hlo_text
 from praxis_lite.layers import (
     AuxLoss,
     BaseLayer,
@@ -29,11 +30,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base_layer import zeros
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
-from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import mdl_vars_of
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, constrain, make_mesh
+from praxis_lite.tools.explain import hlo, hlo_text
 from tests.support.marks import slow_but
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches.

@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError
+from praxis_lite.core import Learner, NnxModel
+from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import (
     AuxLoss,
     BaseLayer,
@@ -25,9 +27,6 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.stacking import repeats
 from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAMES
-from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
-from praxis_lite.models.nnx_model import mdl_vars_of
 from praxis_lite.tasks.image_classification import ClassificationTask
 
 NUM_LAYERS, DIMS = 3, 7

@@ -13,16 +13,14 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.explain import hlo
+from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, DotProductAttention, TransformerFeedForward
 from praxis_lite.layers.base_layer import variables
 from praxis_lite.layers.whole_model.adapters import lora
 from praxis_lite.layers.whole_model.quantization import QuantizationRule, quantized
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.testing.asserts.layers import assert_near
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.testing.asserts.layers import assert_near
 from tests.layers.whole_model import preset_runs
 
 DIMS, PER_HEAD = 16, 4

@@ -11,11 +11,9 @@ import optax
 import pytest
 
 from praxis_lite import layers
+from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.layers.attention import kernels
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner, ShardMapPartitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers.whole_model import preset_runs
 from tests.support import packed_rows

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.test_util import check_grads
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.models import NnxModel
-from praxis_lite.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_lite.core import NnxModel
+from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial

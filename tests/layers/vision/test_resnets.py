@@ -11,11 +11,9 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.learner import Learner
-from praxis_lite.models import NnxModel
-from praxis_lite.partitioner import Partitioner
+from praxis_lite.core import Learner, NnxModel, Partitioner
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial

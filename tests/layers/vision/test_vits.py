@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import NnxModel
 from praxis_lite.layers.vision.vit_entry_exit import image_to_patch
-from praxis_lite.models import NnxModel
-from praxis_lite.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial

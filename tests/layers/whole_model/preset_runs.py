@@ -13,12 +13,10 @@ import optax
 from jax.sharding import Mesh
 
 from praxis_lite import layers
-from praxis_lite.explain import hlo
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
-from praxis_lite.learner import Learner
-from praxis_lite.partitioner import Partitioner
-from praxis_lite.sharding import MeshConfig, make_mesh
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tools.explain import hlo
 from tests.support.lm_runs import structs, zero_padded
 
 NUM_LAYERS, NUM_STEPS = 2, 3

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.core import NnxModel
+from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.experiments import vision
 from praxis_lite.layers import LOGICAL_DIMS, SHARDING_PRESETS, BaseLayer, set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import LEFT_WHOLE
-from praxis_lite.models import NnxModel
-from praxis_lite.models.model import spec_leaves
 from tests.layers.whole_model import preset_runs
 from tests.layers.whole_model.preset_runs import AXES, EVEN, both_ends
 

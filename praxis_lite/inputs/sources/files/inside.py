@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from praxis_lite.errors import ConfigError, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, format_bytes, shown
 
 _LARGEST_JSON = 1 << 26  # Bytes.
 _DEEPEST = 100  # Of TFDS and Hugging Face, a feature within features has two or three.

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from praxis_lite.errors import ConfigError, not_written, require
+from praxis_lite.core.errors import ConfigError, not_written, require
 
 # Writes files into the folder that it is given, or returns the examples of the one file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]

@@ -7,7 +7,7 @@ from typing import IO
 
 import xxhash
 
-from praxis_lite.config.json_text import opened
+from praxis_lite.files.json_text import opened
 
 __all__ = ["created", "digest_of", "opened", "partial_path", "partial_paths", "replace"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from praxis_lite.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.inputs.sources.columnar import Batches, mapped, row_of, validate
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of

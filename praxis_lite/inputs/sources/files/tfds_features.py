@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
 from praxis_lite.inputs.sources.files.inside import json_inside
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.files import (
     ADDED_TOKENS,
     CONFIG,
@@ -19,7 +19,11 @@ from praxis_lite.inputs.tokenizers.files import (
     TokenizerFiles,
     wrong_field,
 )
-from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ROLES, class_of, default_tokens
+from praxis_lite.inputs.tokenizers.special.tokenizer_classes import (
+    ROLES,
+    class_of,
+    default_tokens,
+)
 
 # No vocabulary has as many.
 MAX_ID = 2**24 - 1

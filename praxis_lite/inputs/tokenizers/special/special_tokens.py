@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from praxis_lite.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.tokenizers.files import CONFIG, GENERATION_CONFIG, TokenizerFiles
 from praxis_lite.inputs.tokenizers.special.named_tokens import (
     MAX_ID,

@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING
 
-from praxis_lite.errors import ConfigError
+from praxis_lite.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from praxis_lite.inputs.tokenizers.base import Tokenizer

@@ -1,0 +1,16 @@
+# Where each public name is defined; `__init__.py` loads it on first use.
+
+from praxis_lite.core.errors import ConfigError as ConfigError
+from praxis_lite.core.sharding.mesh import MeshConfig as MeshConfig
+from praxis_lite.core.task import Task as Task
+from praxis_lite.run.checkpoints.init.loading_rules import (
+    CheckpointLoadingRules as CheckpointLoadingRules,
+)
+from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints as BestCheckpoints
+from praxis_lite.run.experiment.early_stopping import EarlyStopping as EarlyStopping
+from praxis_lite.run.experiment.experiment import Experiment as Experiment
+from praxis_lite.run.experiment.experiment import Job as Job
+from praxis_lite.run.experiment.registry import register as register
+from praxis_lite.run.experiment.run_config import RunConfig as RunConfig
+from praxis_lite.run.trained_model import TrainedModel as TrainedModel
+from praxis_lite.run.trained_model import load as load

@@ -1,0 +1,73 @@
+"""Dynamic loss scaling: keeps the gradients of a float16 pass from vanishing or overflowing."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.errors import require
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A factor of the loss that halves when a gradient overflows and else grows now and then.
+
+    The step multiplies the loss by it and divides the float32 gradients by it: what float16 would
+    round to zero on the way back (less than 6e-8) survives. Powers of two change no other digit.
+    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 does not need it.
+
+    Attributes:
+      initial_scale: of the first step.
+      growth_interval: after so many finite steps in a row the scale is multiplied by
+        growth_factor.
+      growth_factor: above 1.
+      backoff_factor: multiplies the scale after a step that is not finite; between 0 and 1.
+      min_scale, max_scale: the scale stays between them.
+
+    Raises:
+      ConfigError: a setting is out of its range.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self):
+        lowest, highest = self.min_scale, self.max_scale
+        is_integer = isinstance(self.growth_interval, int) and self.growth_interval is not True
+        for setting, is_right, wanted in (
+            ("growth_interval", is_integer and self.growth_interval > 0, "a number of steps"),
+            ("growth_factor", 1.0 < self.growth_factor < math.inf, "a number above 1"),
+            ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "a number between 0 and 1"),
+            ("min_scale", 0.0 < lowest < math.inf, "a number above 0"),
+            ("max_scale", lowest <= highest < math.inf, f"a number of min_scale ({lowest}) on"),
+            (
+                "initial_scale", lowest <= self.initial_scale <= highest,
+                f"a number from min_scale ({lowest}) to max_scale ({highest})",
+            ),
+        ):
+            require(is_right, f"DynamicLossScale.{setting}", getattr(self, setting), wanted)
+
+    def init(self) -> dict[str, jax.Array]:
+        """Returns scalars: scale (float32), and num_good_steps (int32) since it last changed."""
+        return {
+            "scale": jnp.asarray(self.initial_scale, jnp.float32),
+            "num_good_steps": jnp.zeros((), jnp.int32),
+        }
+
+    def update(
+        self, state: dict[str, jax.Array], is_finite: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the state after a step; is_finite: its loss and all its gradients were."""
+        num_good_steps = state["num_good_steps"] + 1
+        grows = is_finite & (num_good_steps >= self.growth_interval)
+        factor = jnp.where(is_finite, 1.0, self.backoff_factor)
+        factor = jnp.where(grows, self.growth_factor, factor)
+        return {
+            "scale": jnp.clip(state["scale"] * factor, self.min_scale, self.max_scale),
+            "num_good_steps": jnp.where(is_finite & ~grows, num_good_steps, 0),
+        }

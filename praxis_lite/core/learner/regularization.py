@@ -1,0 +1,89 @@
+"""Noise on weights while gradients are taken: variational noise, by regex over weight paths."""
+
+import dataclasses
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.errors import ConfigError, few, require
+from praxis_lite.core.learner.path_masks import compiled_patterns
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class VariationalNoise:
+    """Gradients are taken at weights with Gaussian noise; the update is of those without.
+
+    Pax's `task.train.variational_noise`, whose patterns start with `params/`; Graves 2011,
+    "Practical variational inference for neural networks".
+
+    Attributes:
+      scale: standard deviation of the noise.
+      regex: a weight has noise where this matches its path from the start (`re.match`), such as
+        "lm/embedding" or ".*ff_layer".
+      start_step: the first step with noise.
+
+    Raises:
+      ConfigError: a setting is out of range, or `regex` is not a regular expression.
+    """
+
+    scale: float
+    regex: str
+    start_step: int = 0
+
+    def __post_init__(self):
+        require(
+            self.scale > 0, "VariationalNoise.scale", self.scale, "a positive standard deviation",
+            "For no noise, leave variational_noise None.",
+        )
+        step = self.start_step
+        require(step >= 0, "VariationalNoise.start_step", step, "0 or a later step")
+        compiled_patterns("VariationalNoise.regex", (self.regex,))
+
+    def check(self, weights: PyTree) -> None:
+        """Raises a ConfigError if the pattern matches no weight of a nested dict."""
+        paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
+        if any(self._matches(path) for path in paths):
+            return
+        hint = " Leave out params/." if self.regex.startswith("params/") else ""
+        raise ConfigError(
+            f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
+            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Mend it, or take the "
+            "noise out."
+        )
+
+    def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
+        """Returns `params`, with noise from `start_step` on where the pattern matches.
+
+        A weight's noise depends on the key, its path and its logical shape alone: not on the mesh,
+        nor on what other weights there are.
+
+        Args:
+          params: nested dict of the weights that are trained; see `check`.
+          key: of this step; other draws may be made with it.
+          step: int32 scalar.
+        """
+        self.check(params)
+        scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
+
+        def with_noise(path: tuple, weight: jax.Array) -> jax.Array:
+            name = _name(path)
+            if not self._matches(name):
+                return weight
+            # Of this name: dropout and others fold the same key with small numbers.
+            weight_key = jax.random.fold_in(key, zlib.crc32(f"variational_noise/{name}".encode()))
+            noise = scale * jax.random.normal(weight_key, weight.shape)
+            return weight + noise.astype(weight.dtype)
+
+        return jax.tree_util.tree_map_with_path(with_noise, params)
+
+    def _matches(self, path: str) -> bool:
+        return re.match(self.regex, path) is not None
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,181 @@
+"""Where an optimizer's slots live: which dims of its weight each slot has, and so how it splits.
+
+No table of optimizers: the optimizer itself is asked. `init` is traced on weights whose dims all
+have different sizes, and a slot's dims are recognised by their sizes. A slot of the weight's own
+shape splits as the weight; a factored one drops the reduced dim's axis; scalars are replicated.
+
+With `slot_mesh_axes` slots split as their weights would over more axes (`extended_specs`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from praxis_lite.core.learner.weight_groups import Group
+from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
+from praxis_lite.core.sharding.padding import padded_shape
+from praxis_lite.core.sharding.split_dims import to_partition_spec
+from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
+
+PyTree = Any
+Shape = tuple[int, ...]
+Path = tuple[str, ...]
+
+
+def extended_specs(
+    weight_specs: PyTree, slot_mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
+) -> PyTree:
+    """Returns the PartitionSpec of each weight, split over `slot_mesh_axes` too.
+
+    What an update needs besides weights follows these: slots, averages, gradients, new weights.
+    With weights that are replicated over the axes this is ZeRO-1 (Rajbhandari et al. 2020), or the
+    sharded weight update of Xu et al. 2020 (https://arxiv.org/abs/2004.13336).
+
+    The axes that the weight's spec does not use yet go to one dim, behind the axes that are there,
+    so that a device's part of a slot lies within its part of the weight. It is the dim that then
+    has the least padding, the largest of several; a stacked dim only where no other will do, for a
+    gradient comes layer by layer. A weight without a dim of as many elements as devices stays as it
+    is.
+
+    Args:
+      weight_specs: nested dict of WeightSpec.
+      slot_mesh_axes: names of mesh axes.
+      axis_sizes: devices along each mesh axis, in the mesh's order.
+
+    Raises:
+      ConfigError: an axis that the mesh does not have, or one named twice.
+    """
+    # Checked as the mapping of one dim that splits over all of them.
+    (entry,) = to_partition_spec(
+        [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
+    )
+
+    def extended(path: tuple, weight: WeightSpec) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = weight.partition_spec(tuple(axis_sizes), name)
+        return _extended(spec, weight, axes_of(entry), axis_sizes)
+
+    return jax.tree_util.tree_map_with_path(extended, weight_specs, is_leaf=_is_weight_spec)
+
+
+def _extended(
+    spec: PartitionSpec, weight: WeightSpec, mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
+) -> PartitionSpec:
+    entries = [axes_of(entry) for entry in spec]
+    used = {axis for axes in entries for axis in axes}
+    added = tuple(axis for axis in mesh_axes if axis not in used)
+    if not added:
+        return spec
+    stack_rank = len(weight.stack_shape)
+    candidates = []
+    for dim, size in enumerate(weight.shape):
+        axes = entries[dim] + added
+        if size < math.prod(axis_sizes[axis] for axis in axes):
+            continue
+        candidate = PartitionSpec(*spec[:dim], entry_of(axes), *spec[dim + 1 :])
+        stored = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
+        candidates.append(((dim < stack_rank, stored, -size, dim), candidate))
+    return min(candidates)[1] if candidates else spec
+
+
+def slot_specs(
+    groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
+) -> dict[str, PyTree]:
+    """Returns the PartitionSpec of every slot, by group as `Learner.init` makes them.
+
+    Args:
+      groups: of WeightGroups.
+      weight_specs: nested dict of WeightSpec.
+      partition_specs: the same tree of specs, extended to the weights' ranks.
+    """
+    return {
+        name: _group_slot_specs(group, group.of(weight_specs), group.of(partition_specs))
+        for name, group in groups.items()
+    }
+
+
+def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
+    stack_rank = len(group.stack_shape)
+    split = dict(_leaves(partition_specs))
+    weights = {
+        path: (weight.shape[stack_rank:], tuple(split[path]))
+        for path, weight in spec_items(weight_specs)
+    }
+
+    def slots_if(resize: Callable[[Shape], Shape]) -> PyTree:
+        structs = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype),
+            weight_specs,
+            is_leaf=_is_weight_spec,
+        )
+        return jax.eval_shape(group.optimizer.init, structs)
+
+    slots = slots_if(lambda shape: shape)
+    probes = [(jax.tree.leaves(slots_if(resize)), resize)
+              for resize in (_distinct_above, _distinct_below)]
+    specs = []
+    for i, (path, slot) in enumerate(_leaves(slots)):
+        # A slot's path ends with its weight's, unless it is of the optimizer as a whole.
+        ends = (path[start:] for start in range(len(path)))
+        weight = next((weights[end] for end in ends if end in weights), None)
+        if weight is None:
+            specs.append(PartitionSpec(*(None,) * (stack_rank + slot.ndim)))
+            continue
+        shape, spec = weight
+        candidates = [(probe[i].shape, resize(shape)) for probe, resize in probes]
+        dims = _recognise(slot.shape, shape, candidates)
+        # A dim that comes twice, as in a preconditioner [d, d], splits once: an axis cannot split
+        # two dims.
+        own = [
+            None if dim is None or dim in dims[:position] else spec[stack_rank + dim]
+            for position, dim in enumerate(dims)
+        ]
+        specs.append(PartitionSpec(*spec[:stack_rank], *own))
+    return jax.tree.unflatten(jax.tree.structure(slots), specs)
+
+
+def _recognise(
+    slot_shape: Shape, shape: Shape, candidates: Sequence[tuple[Shape, Shape]]
+) -> Sequence[int | None]:
+    """Maps each slot dim to the weight dim it follows (None if the optimizer made it)."""
+    for probed_slot, probed in candidates:
+        dims = [probed.index(size) if size in probed else None for size in probed_slot]
+        # A dim of the slot's own has its size whatever the weight's sizes. Where it has not, the
+        # optimizer decides otherwise at the probed sizes (whether to factor).
+        wanted = [own if d is None else shape[d] for d, own in zip(dims, probed_slot, strict=True)]
+        if wanted == list(slot_shape):
+            return dims
+    return range(len(shape)) if slot_shape == shape else [None] * len(slot_shape)
+
+
+def _distinct_above(shape: Shape) -> Shape:
+    """Returns the sizes, raised as little as makes them differ, in the same order, and above 1."""
+    sizes, floor = list(shape), 2
+    for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d)):
+        sizes[dim] = max(shape[dim], floor)
+        floor = sizes[dim] + 1
+    return tuple(sizes)
+
+
+def _distinct_below(shape: Shape) -> Shape:
+    """Returns the sizes, lowered as little as makes them differ, in the same order."""
+    sizes, ceiling = list(shape), max(shape, default=0)
+    for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d), reverse=True):
+        sizes[dim] = min(shape[dim], ceiling)
+        ceiling = sizes[dim] - 1
+    return tuple(sizes) if min(sizes, default=2) > 1 else _distinct_above(shape)
+
+
+def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
+    """Returns the leaves with the names that dicts give on the way to them."""
+    return [
+        (tuple(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def _is_weight_spec(x: Any) -> bool:
+    return isinstance(x, WeightSpec)

@@ -1,0 +1,94 @@
+"""Which layer of a model an error comes from: its path, read off the error's traceback.
+
+A layer does not know its own path: its parent gives it a name only once it is built.
+"""
+
+import ast
+import contextlib
+import inspect
+import itertools
+import textwrap
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+from flax import nnx
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.layers.calls import attribute_name
+
+
+@contextlib.contextmanager
+def naming_the_layer() -> Iterator[None]:
+    """Puts the path of the layer that raised a ConfigError in front of its message."""
+    try:
+        yield
+    except ConfigError as error:
+        path = layer_path(error.__traceback__)
+        if not path or hasattr(error, "layer_path"):
+            raise
+        named = type(error)(f"{path}: {error}")
+        named.layer_path = path
+        raise named from error
+
+
+def layer_path(traceback: TracebackType | None) -> str:
+    """Returns the path of the layer that was being built or called when an error was raised.
+
+    For instance "transformer/blocks/self_attention"; "" of the model itself.
+    """
+    # Several frames in a row may be one layer's: Flax's, its constructor, a function in it.
+    per_layer = [list(same) for _, same in itertools.groupby(_module_frames(traceback), _layer_id)]
+    names = []
+    for frames, children in itertools.pairwise(per_layer):
+        constructors = [one for one in frames if one[0].f_code.co_name == "__init__"]
+        # The innermost, perhaps a base class's, was building the child.
+        (frame, position), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
+        if constructors:
+            names.append(_assigned_name(frame, position))
+        else:
+            names.append(attribute_name(frame.f_locals["self"], child_frame.f_locals["self"]))
+    return "/".join(filter(None, names))
+
+
+def _layer_id(frame_and_position: tuple[FrameType, tuple]) -> int:
+    return id(frame_and_position[0].f_locals["self"])
+
+
+def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, tuple]]:
+    """Yields the frames of layers' methods, each with the source position that it has reached."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if isinstance(frame.f_locals.get("self"), nnx.Module):
+            positions = list(frame.f_code.co_positions())
+            yield frame, positions[traceback.tb_lasti // 2]
+        traceback = traceback.tb_next
+
+
+def _assigned_name(frame: FrameType, position: tuple) -> str:
+    """Returns the name that a constructor was about to give to the object it was building."""
+    line, _, column, _ = position
+    try:
+        lines, first_line = inspect.getsourcelines(frame.f_code)
+        source = "".join(lines)
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, SyntaxError):  # Without the source, the message has no path.
+        return ""
+    if line is None or column is None:
+        return ""
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    at = (line - first_line + 1, column - indent)
+
+    def holds(node: ast.expr) -> bool:
+        return (node.lineno, node.col_offset) <= at < (node.end_lineno, node.end_col_offset)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and holds(node.value):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=True)
+                target = next((name for name, value in pairs if holds(value)), target)
+            if isinstance(target, ast.Attribute):
+                return target.attr
+            if isinstance(target, ast.Name):
+                return target.id
+    return ""

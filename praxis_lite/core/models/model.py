@@ -1,0 +1,80 @@
+"""The steps' needs of any model: init and apply over plain nested dicts."""
+
+import abc
+from typing import Any
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.gather import ShardedWeight
+from praxis_lite.core.sharding.weight_spec import WeightSpec
+
+# {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
+MdlVars = dict[str, Any]
+
+
+class Model(abc.ABC):
+    """A model as the trees of its variables, split once, outside every step.
+
+    A learner may touch "params"; "non_trainable" is what a pass assigns (statistics, caches).
+    """
+
+    @abc.abstractmethod
+    def init(self, key: jax.Array) -> MdlVars:
+        """Returns freshly drawn variables, without the padding of any mesh."""
+
+    @abc.abstractmethod
+    def weight_specs(self) -> MdlVars:
+        """Returns the tree of `init` with a WeightSpec at each leaf; no array is made."""
+
+    @abc.abstractmethod
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> Any:
+        """Returns the module that a task calls, with `mdl_vars` in it, for a pass of a traced step.
+
+        Args:
+          mdl_vars: unpadded arrays, or `ShardedWeight`s, which are gathered when used.
+          key: for dropout and the like in training; None: evaluation or decoding.
+          eval_key: for what the module's own random streams draw in evaluation or decoding; None:
+            the same numbers in every pass.
+        """
+
+    @abc.abstractmethod
+    def non_trainable(self, module: Any) -> dict[str, Any]:
+        """Returns the "non_trainable" variables as the pass through `module` left them."""
+
+
+def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
+    """Returns (path, WeightSpec) for each leaf of `Model.weight_specs`."""
+    leaves = jax.tree_util.tree_flatten_with_path(
+        weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec)
+    )[0]
+    return [(jax.tree_util.keystr(p, simple=True, separator="/"), spec) for p, spec in leaves]
+
+
+def whole(mdl_vars: Any) -> Any:
+    """Returns the tree with each `ShardedWeight` gathered."""
+    return jax.tree.map(
+        lambda x: x.whole() if isinstance(x, ShardedWeight) else x,
+        mdl_vars,
+        is_leaf=lambda x: isinstance(x, ShardedWeight),
+    )
+
+
+def named_dims(path: str, declared_by: str, names: tuple, shape: tuple[int, ...]) -> tuple:
+    """Returns the names that a declaration gives to dims, with None for the last dims without.
+
+    Raises:
+      ConfigError: there are more names than dims; names `path`.
+    """
+    num_over = len(names) - len(shape)
+    if num_over > 0:
+        raise ConfigError(
+            f"{path}: {declared_by} has {len(names)} entries, but the weight has {len(shape)} "
+            f"dims, {shape}. Remove {num_over} of them."
+        )
+    return names + (None,) * -num_over

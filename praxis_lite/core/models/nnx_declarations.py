@@ -1,0 +1,84 @@
+"""How a variable of an NNX module says that it splits: Flax's metadata, or a layer's mapping."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.models.model import named_dims
+from praxis_lite.core.models.nnx_variables import Leaf, value_of
+from praxis_lite.core.sharding.weight_spec import WeightSpec
+
+
+def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
+    """Returns a variable's declaration, its names not yet turned into mesh axes.
+
+    Flax's `out_sharding` (from `nnx.with_partitioning`, `nnx.with_metadata` and
+    `nnx.Param(..., out_sharding=)`; once `sharding=`) becomes `logical_axes`, whose entries may be
+    mesh axes or names: only the rules and the mesh tell. `sharding_rules` becomes
+    `logical_axis_rules`. A mapping of one of our layers comes first.
+
+    Raises:
+      ConfigError: `out_sharding` is longer than the weight's rank, or not a sequence of names, or
+        `sharding_rules` are not pairs; names `path`.
+    """
+    metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    spec = WeightSpec(
+        shape=tuple(value_of(leaf).shape),
+        dtype=value_of(leaf).dtype,
+        split_dims_mapping=metadata.get("split_dims_mapping"),
+        stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
+    )
+    # As Flax, an empty one counts as absent.
+    if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):
+        return spec
+    names = _names(path, metadata["out_sharding"])
+    stack = spec.stack_split_dims_mapping
+    own = named_dims(path, f"out_sharding {names}", names, spec.shape[len(stack) :])
+    return dataclasses.replace(
+        spec,
+        logical_axes=(*stack, *own),
+        logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
+        declared_by=f"nnx out_sharding {names}",
+    )
+
+
+def _names(path: str, out_sharding: Any) -> tuple:
+    """Returns the entries of whatever Flax takes, a tuple, PartitionSpec, NamedSharding or Format.
+
+    The mesh of a NamedSharding is not looked at: a job has its own.
+    """
+    found = out_sharding
+    if isinstance(found, jax.experimental.layout.Format):
+        found = found.sharding
+    if isinstance(found, NamedSharding):
+        found = found.spec
+    is_sequence = isinstance(found, PartitionSpec | Sequence) and not isinstance(found, str)
+    entries = tuple(found) if is_sequence else (object(),)
+    if not all(_is_entry(entry) for entry in entries):
+        raise ConfigError(
+            f"{path}: out_sharding is {out_sharding!r}; wanted is a name or None for each "
+            "dimension, such as (None, 'model')."
+        )
+    free = PartitionSpec.UNCONSTRAINED
+    return tuple(None if entry is free else entry for entry in entries)
+
+
+def _is_entry(entry: Any) -> bool:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED or isinstance(entry, str):
+        return True
+    return isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry)
+
+
+def _rules(path: str, sharding_rules: Any) -> tuple[tuple[str, Any], ...]:
+    try:
+        return tuple((name, axes) for name, axes in sharding_rules or ())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: sharding_rules are {sharding_rules!r}; wanted are pairs of a name and its "
+            "mesh axes, such as (('embed', None), ('hidden', 'model'))."
+        ) from error

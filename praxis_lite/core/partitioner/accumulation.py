@@ -1,0 +1,145 @@
+"""Gradients and metrics of a batch, made whole or a micro-batch at a time: the same numbers."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.task import WeightedScalars
+
+PyTree = Any
+Batch = Mapping[str, jax.Array]
+# (fixed, params, non_trainable, inputs, key) -> (what is differentiated, (metrics, new
+# non_trainable))
+LossFn = Callable[
+    [PyTree, PyTree, PyTree, Batch, jax.Array], tuple[jax.Array, tuple[WeightedScalars, PyTree]]
+]
+# `value_and_grad` below, or another function of the same arguments.
+ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
+
+
+def value_and_grad(
+    loss_fn: LossFn,
+    fixed: PyTree,
+    params: PyTree,
+    non_trainable: PyTree,
+    inputs: Batch,
+    key: jax.Array,
+    *,
+    num_micro_batches: int = 1,
+    inputs_split_mapping: InputsSplitMapping = None,
+    lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
+) -> tuple[WeightedScalars, PyTree, PyTree]:
+    """Returns (metrics, new non_trainable, float32 gradients of params) of a whole batch.
+
+    Where the loss is a weighted mean over rows, any number of micro-batches gives what one batch
+    does, to rounding: gradients are summed in float32, each times the "loss" metric's weight, and
+    divided by the sum of the weights once; metrics are weighted means likewise. A micro-batch of
+    weight 0 counts for nothing, even if its values are NaN. A loss that is not a sum over rows is
+    another number than that of the whole batch: a router's load-balancing loss is the weighted
+    mean of those of the micro-batches, batch norm takes the statistics of each.
+
+    Activations are those of one micro-batch at a time; besides there is a float32 sum of gradients.
+
+    Args:
+      loss_fn: of what follows, in this order, for the whole batch or a micro-batch.
+      fixed: what no gradient is taken of: `{"frozen": weights, "loss_scale": scalar}`.
+      params: the weights to differentiate by.
+      non_trainable: handed from micro-batch to micro-batch, in order.
+      inputs: arrays [B, ...], cut so that row r is in micro-batch r % N; scalars go to each whole.
+      key: each micro-batch gets its own, folded with its index.
+      num_micro_batches: N. With 1 there is no loop, and the key goes to loss_fn as it is.
+      inputs_split_mapping: by which the rows of each micro-batch are split, as the batch's are.
+      lay_out: returns gradients with the layout stated in which they are summed.
+
+    Raises:
+      ConfigError: N does not divide B; while tracing, before anything compiles.
+    """
+    grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
+    if num_micro_batches == 1:
+        (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
+        return metrics, non_trainable, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
+        grad_sums, non_trainable = carry
+        micro_batch, index = x
+        (_, (metrics, new)), grads = grad_fn(
+            fixed,
+            params,
+            non_trainable,
+            _spread(micro_batch, inputs_split_mapping),
+            jax.random.fold_in(key, index),
+        )
+        weight = metrics["loss"][1]
+        counts = weight != 0
+        grad_sums = jax.tree.map(
+            lambda total, g: total + jnp.where(counts, g.astype(jnp.float32) * weight, 0.0),
+            grad_sums,
+            lay_out(grads),
+        )
+        new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, non_trainable)
+        return (grad_sums, new), metrics
+
+    zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), params))
+    micro_batches = _cut(inputs, num_micro_batches)
+    (grad_sums, non_trainable), metrics = jax.lax.scan(
+        add, (zeros, non_trainable), (micro_batches, jnp.arange(num_micro_batches))
+    )
+    metrics = {name: _weighted_mean(*pairs) for name, pairs in metrics.items()}
+    total = metrics["loss"][1]
+    divisor = jnp.where(total == 0, 1.0, total)
+    return metrics, non_trainable, jax.tree.map(lambda g: g / divisor, grad_sums)
+
+
+def _weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean of [N] values, and its weight; if all weights are 0, their plain mean."""
+    weights = weights.astype(jnp.float32)
+    total = jnp.sum(weights)
+    weighted_sum = jnp.sum(jnp.where(weights != 0, values * weights, 0.0))
+    mean = weighted_sum / jnp.where(total == 0, 1.0, total)
+    return jnp.where(total == 0, jnp.mean(values), mean), total
+
+
+def _cut(inputs: Batch, num_micro_batches: int) -> Batch:
+    """Returns the inputs by micro-batch: [B, ...] -> [N, B / N, ...], scalars -> [N].
+
+    Rows lie on the devices in blocks. Row r goes to micro-batch r % N, so that each device has as
+    many rows of every micro-batch, and keeps them: no data moves.
+    """
+    num_rows = num_rows_of(inputs)
+    if num_rows % num_micro_batches:
+        divisors = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
+        raise ConfigError(
+            f"Learner.gradient_accumulation_steps is {num_micro_batches}, which does not divide "
+            f"the {num_rows} rows of a batch. Make the batch size of the training data a multiple "
+            f"of {num_micro_batches}, or gradient_accumulation_steps one of {divisors}."
+        )
+    shape = (num_rows // num_micro_batches, num_micro_batches)
+
+    def cut(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (num_micro_batches,))
+        return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
+
+    return jax.tree.map(cut, inputs)
+
+
+def _spread(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
+    """Returns a micro-batch with its layout stated: rows split as those of a whole batch.
+
+    Without it XLA would keep uneven rows on every device, and compute everything there.
+    """
+    axis_names = jax.sharding.get_abstract_mesh().axis_names
+    mapping = inputs_split_mapping or {}
+
+    def spread(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return x
+        split = mapping.get(f"map_{x.ndim}d")
+        return constrain(x, (axis_names,) if split is None else split)
+
+    return jax.tree.map(spread, micro_batch)

@@ -1,0 +1,48 @@
+"""Which options XLA compiles steps with."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.sharding.mesh import CompilerOptions
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+_PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def init_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Returns compiler options under which init, which runs once, compiles fast.
+
+    LLVM spends half a second on each random draw on CPU; nearly without its optimisations a tenth.
+    Not at level 0: there it rounds a product before a sum or not as the code around them is, which
+    depends on the shard's shape, and a weight's last bit on the mesh.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_backend_optimization_level": 1} if is_cpu else None
+
+
+def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
+    """Returns those of the mesh's platform, for `jax.jit`, or None if there are none.
+
+    Raises:
+      ConfigError: a platform has another name, or XLA does not know an option or takes another
+        value; nothing large was compiled.
+    """
+    for platform in options or {}:
+        require_choice("mesh.compiler_options: a platform", platform, PLATFORMS)
+    platform = mesh.devices.flat[0].platform
+    chosen = dict((options or {}).get(_PLATFORM_OF.get(platform, platform), {}))
+    if not chosen:
+        return None
+    whole = NamedSharding(mesh, PartitionSpec())
+    try:
+        jax.jit(lambda: 0, out_shardings=whole, compiler_options=chosen).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).partition(": ")[2] or str(error)
+        raise ConfigError(
+            f"mesh.compiler_options of {platform}: {said.strip().rstrip('.')}. Wanted are options "
+            "that XLA has in this version of jaxlib or libtpu, by their names without dashes."
+        ) from None
+    return chosen

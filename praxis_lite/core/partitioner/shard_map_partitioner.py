@@ -1,0 +1,261 @@
+"""Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.partitioner import accumulation, steps
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.per_device import on_each_device
+from praxis_lite.core.partitioner.sums_over_devices import (
+    counting,
+    mean_change,
+    summed,
+    weighted_means,
+)
+from praxis_lite.core.sharding.gather import MappedWeight, mapped_weight, sharded
+from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.mesh import CompilerOptions
+from praxis_lite.core.sharding.padding import pad_tree, unpad_tree
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.varying import varying_over
+from praxis_lite.core.sharding.weight_spec import WeightSpec
+from praxis_lite.core.task import Task, WeightedScalars
+
+PyTree = Any
+WHOLE = PartitionSpec()
+
+
+class ShardMapPartitioner(Partitioner):
+    """A Partitioner with explicit collectives along some axes in train and eval steps.
+
+    Same interface, same state: a checkpoint of the one restores in the other. Along `data_axes`
+    each device has its rows of a batch and runs the model on them as if it were alone:
+
+    - a weight that is split over them (fully sharded data parallelism) is there as a block,
+      gathered where the model reads it, and again in the backward pass where that computes a
+      layer anew; its gradient is reduce-scattered;
+    - gradients of other weights, metrics and batch statistics are summed over devices once a step,
+      after all micro-batches. The compiler alone sums gradients once per micro-batch.
+
+    What splits over the mesh's other axes is left to the compiler (tensor parallelism). Init, the
+    learner's update, decoding and checkpoints are those of `Partitioner`.
+
+    Means over devices are weighted by the metrics' weights, so that losses and gradients are those
+    of one device. What is not a sum over rows is another number, as with micro-batches: batch norm
+    takes a device's own statistics, and the running ones become the mean of the devices', weighted
+    as the loss; a router balances the load of a device. Each device has a key of its own.
+
+    Rows that do not divide are filled up with copies of the first, of which `weights` are 0. JAX
+    tracks in the model what differs between devices (`check_vma`).
+
+    Args:
+      task, mesh: see Partitioner.
+      data_axes: the axes that are taken out of the compiler's hands.
+
+    Raises:
+      ConfigError: an axis is not in the mesh, or all of them have one device while others have
+        more; a weight's dim is split over a data axis and another one; a stack's layers are split
+        over a data axis.
+    """
+
+    def __init__(
+        self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",),
+        compiler_options: CompilerOptions | None = None,
+    ):
+        self.data_axes = _checked_axes(data_axes, mesh)
+        # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
+        self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
+        require(
+            self._num_parts > 1 or mesh.size == 1,
+            f"The number of devices along ShardMapPartitioner.data_axes {self.data_axes}",
+            self._num_parts, f"2 or more on the mesh {dict(mesh.shape)}, for XLA cannot compile it",
+            "Take Partitioner for it, or another mesh.",
+        )
+        super().__init__(
+            task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand,
+            compiler_options=compiler_options,
+        )
+        layout, groups = self._mdl_layout.select("params"), self.layout.groups
+        self._weights = jax.tree_util.tree_map_with_path(
+            self._mapped_weight, layout.shapes, layout.specs, groups.weight_specs
+        )
+        self._trained, self._frozen = groups.split(self._weights)
+        declared = task.weight_sharding
+        self._on_each_device = functools.partial(
+            on_each_device, data_axes=self.data_axes,
+            axis_rules=declared.rules_in_use if declared else (),
+        )
+
+    def _mapped_weight(
+        self, path: tuple, true: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
+    ) -> MappedWeight:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
+        return mapped_weight(name, true.shape, num_layers, spec, self.data_axes, sizes)
+
+    def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
+        """As Partitioner's; also refuses rows that do not divide in a batch without `weights`."""
+        super().check_batch(element_spec, step)
+        if step != "decode":
+            num_micro_batches = self.task.learner.gradient_accumulation_steps
+            self._num_padding_rows(element_spec, num_micro_batches if step == "train" else 1)
+
+    def _num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
+        """Returns the rows that a batch lacks to divide over devices and micro-batches."""
+        num_rows, multiple = num_rows_of(inputs), self._num_parts * num_micro_batches
+        num_missing = -num_rows % multiple
+        if num_missing and "weights" not in inputs:
+            raise ConfigError(
+                f"A batch has {num_rows} rows, but {self._num_parts} devices along "
+                f"{self.data_axes} with {num_micro_batches} micro-batches share a multiple of "
+                f"{multiple}, and it has no leaf 'weights' to mark rows of padding: it has "
+                f"{sorted(inputs)}. Make the batch size a multiple of {multiple}, or give each row "
+                "a weight (1.0) that the task's loss is weighted by."
+            )
+        return num_missing
+
+    def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
+        num_missing = self._num_padding_rows(inputs, num_micro_batches)
+        if not num_missing:
+            return inputs
+
+        def filled_up(x: jax.Array) -> jax.Array:
+            # With a true row: of zeros a loss may be NaN, and so is 0 times that in a gradient.
+            if x.ndim == 0:
+                return x
+            return jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))])
+
+        weights = inputs["weights"]
+        no_weights = [(0, num_missing)] + [(0, 0)] * (weights.ndim - 1)
+        return jax.tree.map(filled_up, dict(inputs)) | {"weights": jnp.pad(weights, no_weights)}
+
+    def _value_and_grad_by_hand(
+        self,
+        loss_fn: accumulation.LossFn,
+        fixed: Mapping[str, Any],
+        trainable: PyTree,
+        non_trainable: PyTree,
+        inputs: Mapping[str, jax.Array],
+        key: jax.Array,
+        *,
+        num_micro_batches: int,
+        inputs_split_mapping: InputsSplitMapping,
+        lay_out: Callable[[PyTree], PyTree],
+    ) -> tuple[WeightedScalars, PyTree, PyTree]:
+        del lay_out  # The slots' layout names data axes too: sums lie here as the weights do.
+        inputs = self._padded(inputs, num_micro_batches)
+        # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
+        # the loss: float16 does not hold much more.
+        size = inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)
+        size = max(size, 1) / self._num_parts / num_micro_batches
+
+        def on_a_device(
+            inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
+        ) -> tuple[WeightedScalars, PyTree, PyTree]:
+            # As a device's own: JAX would else sum a gradient wherever a micro-batch meets a
+            # weight that all devices have. What is summed is said below, once.
+            fixed, blocks, old, key = varying_over(
+                (fixed, blocks, non_trainable, key), self.data_axes
+            )
+            fixed = {**fixed, "frozen": sharded(fixed["frozen"], self._frozen)}
+
+            def local_loss(
+                fixed: Any, blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array
+            ) -> Any:
+                inputs, counts = counting(inputs)
+                params = sharded(blocks, self._trained)
+                loss, (metrics, new) = loss_fn(fixed, params, old, inputs, key)
+                metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+                weight = jax.lax.stop_gradient(metrics["loss"][1])
+                new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
+                # A sum over rows, which devices and micro-batches add to: each has the weight 1.
+                one = {"loss": (jnp.zeros(()), jnp.ones(()))}
+                metrics = one | {f"mean/{name}": pair for name, pair in metrics.items()}
+                # Devices are summed over, so each has a term of its own, even of equal numbers.
+                return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
+
+            metrics, new, grads = accumulation.value_and_grad(
+                local_loss, fixed, blocks, old, inputs,
+                jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
+                num_micro_batches=num_micro_batches,
+                inputs_split_mapping=inputs_split_mapping,
+                lay_out=lambda grads: jax.tree.map(
+                    lambda g, weight: constrain(g, tuple(weight.spec)), grads, self._trained
+                ),
+            )
+            del metrics["loss"]
+            metrics = {name.removeprefix("mean/"): pair for name, pair in metrics.items()}
+            with jax.named_scope("sum_over_devices"):
+                grads = jax.tree.map(
+                    lambda g, weight: summed(g, weight, self.data_axes), grads, self._trained
+                )
+                new = mean_change(non_trainable, new, metrics["loss"][1], self.data_axes)
+            metrics = weighted_means(metrics, self.data_axes)
+            total = metrics["loss"][1] / (size * num_micro_batches)
+            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            return metrics, new, jax.tree.map(lambda g: g * factor, grads)
+
+        blocks, specs = self._blocks(trainable, self._trained)
+        frozen_blocks, frozen_specs = self._blocks(fixed["frozen"], self._frozen)
+        metrics, non_trainable, grads = self._on_each_device(
+            on_a_device,
+            inputs,
+            (
+                fixed | {"frozen": frozen_blocks},
+                dict.fromkeys(fixed, WHOLE) | {"frozen": frozen_specs},
+            ),
+            (blocks, specs),
+            (non_trainable, WHOLE),
+            (key, WHOLE),
+            out=(WHOLE, WHOLE, specs),
+        )
+        whole_specs = jax.tree.map(lambda weight: weight.spec, self._trained)
+        return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
+
+    def _eval_by_hand(
+        self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
+        def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
+            inputs, counts = counting(inputs)
+            blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
+            params = sharded(blocks, self._weights)
+            mdl_vars = {"params": params, "non_trainable": non_trainable}
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
+            metrics, examples = steps.eval_step(task, mdl_vars, inputs, key)
+            metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+            return weighted_means(metrics, self.data_axes), examples
+
+        metrics, examples = self._on_each_device(
+            on_a_device,
+            self._padded(inputs, 1),
+            self._blocks(mdl_vars["params"], self._weights),
+            (mdl_vars["non_trainable"], WHOLE),
+            (jax.random.key(0) if key is None else key, WHOLE),
+            out=(WHOLE, PartitionSpec(self.data_axes)),
+        )
+        num_rows = num_rows_of(inputs)
+        return metrics, {name: x[:num_rows] for name, x in examples.items()}
+
+    def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns unpadded weights as they enter the devices' programs, padded; and their specs."""
+        specs = jax.tree.map(lambda weight: weight.spec, weights)
+        mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
+        return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
+
+
+def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    require(
+        not unknown and axes and len(set(axes)) == len(axes), "ShardMapPartitioner.data_axes", axes,
+        f"one axis or more of the mesh's {mesh.axis_names}, each once",
+        did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
+    )
+    return axes

@@ -1,0 +1,107 @@
+"""Pure train, eval and decode steps, as if on a single device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.learner.weight_groups import WeightGroups, merged
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.accumulation import Batch
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.task import Task
+
+
+def init_state(task: Task, key: jax.Array, groups: WeightGroups | None = None) -> TrainState:
+    """Returns a fresh state: variables drawn at their logical shapes, empty slots, step 0.
+
+    Args:
+      groups: of the layout; None: of what the model declares, without a mesh.
+    """
+    mdl_vars = task.model.init(key)
+    opt_states = task.learner.init(mdl_vars["params"], groups or _declared_groups(task))
+    return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states)
+
+
+def _declared_groups(task: Task) -> WeightGroups:
+    return task.learner.groups(task.model.weight_specs()["params"])
+
+
+def train_step(
+    task: Task,
+    state: TrainState,
+    inputs: Batch,
+    key: jax.Array,
+    *,
+    groups: WeightGroups | None = None,
+    value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the state after an update, and metrics.
+
+    Args:
+      key: of the whole run; the step is folded into it.
+      groups: as of `init_state`.
+      value_and_grad: how gradients are made and summed.
+
+    Returns:
+      The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
+    """
+    key = jax.random.fold_in(key, state.step)
+    learner = task.learner
+    groups = groups or _declared_groups(task)
+    params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
+    trainable, frozen = groups.split(params)
+    if learner.variational_noise is not None:  # Of the weights that are differentiated only.
+        trainable = learner.variational_noise.apply(trainable, key, state.step)
+    is_scaled = learner.loss_scale is not None
+    scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())
+
+    def loss_fn(
+        fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[dict, Any]]:
+        params = merged(trainable, fixed["frozen"])
+        module = task.module({"params": params, "non_trainable": non_trainable}, key)
+        metrics, _ = task.outputs("compute_loss", module, task.cast_inputs(inputs), key)
+        loss = metrics["loss"][0]
+        scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
+        return scaled_loss, (metrics, task.model.non_trainable(module))
+
+    metrics, new_non_trainable, grads = value_and_grad(
+        loss_fn, {"frozen": frozen, "loss_scale": scale}, trainable, non_trainable, inputs, key,
+        num_micro_batches=learner.gradient_accumulation_steps,
+        inputs_split_mapping=task.inputs_split_mapping,
+        lay_out=groups.lay_out,
+    )
+    if is_scaled:
+        grads = jax.tree.map(lambda g: g / scale, grads)
+    new_params, opt_states, learner_scalars, is_skipped = learner.update(
+        grads, state.opt_states, params, groups, metrics["loss"][0]
+    )
+    # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
+    new_non_trainable = jax.tree.map(
+        lambda new, old: jnp.where(is_skipped, old, new), new_non_trainable, non_trainable
+    )
+    new_state = TrainState(
+        step=state.step + 1,
+        mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
+        opt_states=opt_states,
+    )
+    return new_state, {"metrics": metrics, "learner": learner_scalars}
+
+
+def eval_step(
+    task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array | None = None
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Returns metrics, name -> (value, weight), without dropout; and the per-example outputs.
+
+    Args:
+      key: of the batch and the step of the weights; None: one that is always the same.
+    """
+    key = jax.random.key(0) if key is None else key
+    module = task.module(mdl_vars, eval_key=key)
+    return task.outputs("compute_eval_loss", module, task.cast_inputs(inputs), key)
+
+
+def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
+    """Returns the task's decoded outputs, a row per example; `key` as in `eval_step`."""
+    return task.decode(task.module(mdl_vars, eval_key=key), task.cast_inputs(inputs), key)

@@ -1,0 +1,228 @@
+"""Which devices there are and how a mesh is laid over them. Nothing else asks JAX for devices."""
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.devices.grid import of_each_process, simulated_grid, torus_grid
+from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
+
+MAX_SIMULATED_DEVICES = 256
+_SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
+
+CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices lie along each named axis.
+
+    Attributes:
+      ici_mesh_shape: devices along each axis within a slice (fast interconnect). One size may be
+        -1: as many as there are devices for.
+      dcn_mesh_shape: slices along each axis (data-centre network); None: there is one slice.
+      axis_names: the names that split-dims mappings use, outermost axis first.
+      allow_unused_devices: accept a mesh smaller than the accelerators there are.
+      allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
+        not match the torus otherwise; collectives along it then share links with another axis.
+      compiler_options: by platform ("cpu", "gpu", "tpu"), options of XLA by name for the train,
+        eval and decode steps; those of other platforms wait until a job runs there.
+    """
+
+    ici_mesh_shape: Sequence[int]
+    dcn_mesh_shape: Sequence[int] | None = None
+    axis_names: Sequence[str] = ("replica", "data", "mdl")
+    allow_unused_devices: bool = False
+    allow_split_physical_axes: bool = False
+    compiler_options: CompilerOptions | None = dataclasses.field(default=None, hash=False)
+
+    def __post_init__(self):
+        names = tuple(self.axis_names)
+        if len(set(names)) != len(names):
+            raise ConfigError(f"mesh.axis_names {names} names an axis twice. Make them distinct.")
+        for field in ("ici_mesh_shape", "dcn_mesh_shape"):
+            shape = getattr(self, field)
+            if shape is None:
+                continue
+            may_fill = field == "ici_mesh_shape"
+            is_right = len(shape) == len(names) and list(shape).count(-1) <= may_fill and all(
+                isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
+                for size in shape
+            )
+            wanted = f"one positive integer for each of the axes {names}" + (
+                ", or -1 for one of them" if may_fill else ""
+            )
+            change = f"Fix mesh.{field} or mesh.axis_names."
+            require(is_right, f"mesh.{field}", tuple(shape), wanted, change)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Devices along each axis: the ICI and DCN shapes multiplied, axis by axis.
+
+        Raises:
+          ConfigError: a size is -1, and `filled_mesh` has not filled it.
+        """
+        if -1 in self.ici_mesh_shape:
+            raise ConfigError(
+                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} has a size of -1, which is "
+                "known only where the devices are. Call filled_mesh(config) first, or say a number."
+            )
+        dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
+        return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"The mesh {dict(zip(self.axis_names, self.shape, strict=True))}"
+
+
+def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
+    """Returns `config` with the size of -1, if any, such that all devices are used.
+
+    Args:
+      num_devices: that there are; None: those that JAX shows, attached or simulated.
+
+    Raises:
+      ConfigError: the other sizes do not divide the number of devices.
+    """
+    if -1 not in config.ici_mesh_shape:
+        return config
+    count = len(all_devices()) if num_devices is None else num_devices
+    others = math.prod(size for size in config.ici_mesh_shape if size != -1)
+    others *= math.prod(config.dcn_mesh_shape or ())
+    if count % others:
+        raise ConfigError(
+            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} cannot be filled: its other sizes "
+            f"make {others} (slices included), which does not divide {count} devices. Change them."
+        )
+    shape = tuple(count // others if size == -1 else size for size in config.ici_mesh_shape)
+    return dataclasses.replace(config, ici_mesh_shape=shape)
+
+
+def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
+    """Makes JAX's CPU backend show `num_devices` devices; call it before JAX makes an array.
+
+    Each of several processes simulates its part of them, and at most MAX_SIMULATED_DEVICES; a
+    larger mesh needs devices that exist. Programs on accelerators see no change. A device count
+    that the user has set in the environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS) is kept.
+
+    Returns the number that this process is to simulate, where the user has set none.
+
+    On jax 0.10 and few cores a step with independent collectives may hang, and aborts after 40 s:
+    each device starts those that are ready in an order of its own and waits in one for peers that
+    wait in another. So NPROC enlarges XLA's pool of threads, and XLA must not schedule for
+    concurrency: with that scheduler lm.PyDocs hung within 253 steps, without it not in 700.
+    """
+    # Where it does not divide, `make_mesh` says so: an accelerator may be there.
+    leave_absent_tpus_alone()
+    num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
+    os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _SCHEDULER_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_SCHEDULER_FLAG}=false".strip()
+    if not _is_chosen_by_user():
+        # Where JAX has made its devices already, as in a notebook, they stay: `make_mesh` says so.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", num_simulated)
+    return num_simulated
+
+
+def all_devices() -> list[jax.Device]:
+    """Returns the devices that JAX shows, attached or simulated, of all processes."""
+    leave_absent_tpus_alone()
+    return jax.devices()
+
+
+def simulated_devices(count: int) -> list[jax.Device]:
+    """Returns simulated CPU devices, whatever is attached: `count`, or as many as JAX makes."""
+    simulate_devices(count)
+    return jax.devices("cpu")[:count]
+
+
+def _is_chosen_by_user() -> bool:
+    """Returns True if the environment says how many CPU devices are simulated."""
+    return "JAX_NUM_CPU_DEVICES" in os.environ or (
+        "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    )
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns the mesh of `config` with Auto axes, over `devices` or all devices there are.
+
+    On CPU, where devices are simulated, they are taken in order; on accelerators `mesh_utils`
+    orders them by their interconnect (and slices by the DCN shape).
+
+    Raises:
+      ConfigError: there are too few devices, or accelerators are left over without
+        `allow_unused_devices`.
+    """
+    devices = list(all_devices() if devices is None else devices)
+    wanted, platform = config.num_devices, devices[0].platform
+    if wanted > len(devices):
+        limit = f", of which at most {MAX_SIMULATED_DEVICES} are simulated"
+        if _is_chosen_by_user():
+            more = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
+        elif platform == "cpu" and wanted <= MAX_SIMULATED_DEVICES:
+            more = f" For more, call simulate_devices({wanted}) before JAX makes its first array."
+        else:
+            more = ""
+        raise ConfigError(
+            f"{config} needs {wanted} devices, but there are {len(devices)} "
+            f"({platform}{limit if platform == 'cpu' else ''}). Change mesh.ici_mesh_shape (or "
+            f"mesh.dcn_mesh_shape) so that its product is at most that.{more}"
+        )
+    if wanted < len(devices) and platform != "cpu" and not config.allow_unused_devices:
+        raise ConfigError(
+            f"{config} uses {wanted} of {len(devices)} {platform} devices; the others would idle. "
+            "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
+        )
+    num_processes = len({device.process_index for device in devices})
+    if platform == "cpu" and num_processes > 1:
+        devices = of_each_process(config, devices, num_processes)
+    else:
+        devices = devices[:wanted]
+    lay_out = simulated_grid if platform == "cpu" else torus_grid
+    grid = lay_out(config, devices)
+    if len({device.process_index for device in devices}) < num_processes:
+        raise ConfigError(
+            f"{config} has no device of some of the {num_processes} processes. Enlarge "
+            "mesh.ici_mesh_shape, or start fewer."
+        )
+    # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
+    return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def attached_devices() -> tuple[int, str]:
+    """Returns how many devices there are, attached or simulated, and their platform."""
+    devices = all_devices()
+    return len(devices), devices[0].platform
+
+
+def attached_mesh(config: MeshConfig) -> MeshConfig:
+    """Returns a mesh with the axes of `config` over all accelerators attached, or a CPU.
+
+    It is `config` itself if it has as many devices. Else all devices lie along its longest axis,
+    the first of equals, so that what it splits over that axis stays split.
+    """
+    devices = all_devices()
+    count = len(devices) if devices[0].platform != "cpu" else 1
+    config = filled_mesh(config, count)
+    if config.num_devices == count:
+        return config
+    longest = config.shape.index(max(config.shape))
+    shape = tuple(count if axis == longest else 1 for axis in range(len(config.shape)))
+    return dataclasses.replace(config, ici_mesh_shape=shape, dcn_mesh_shape=None)
+
+
+def compiled_platform() -> str:
+    """Returns the platform that is compiled for: of the mesh set, which need not be attached."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform

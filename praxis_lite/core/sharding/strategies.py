@@ -1,0 +1,139 @@
+"""Strategies: which rules split which array, by patterns of their paths.
+
+For trees that declare nothing. Patterns and the string form are Big Vision's; a leaf has the rules
+of the first pattern that matches its whole path.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.rule_names import (
+    JobMesh,
+    Leaf,
+    Outcome,
+    Rule,
+    Spec,
+    parsed_rules,
+    rule_text,
+)
+from praxis_lite.core.sharding.split_dims import to_partition_spec
+
+# (pattern, rules) pairs; see `parsed_rules`.
+Strategy = Sequence[tuple[str, Any]]
+
+
+class BadPattern(ConfigError, re.error):
+    """A pattern that is not a regular expression."""
+
+    __init__ = Exception.__init__  # re.error's wants the position.
+
+
+def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
+    """Returns (pattern, rules) pairs, the patterns checked and the rules parsed.
+
+    Raises:
+      BadPattern: a pattern is not a regular expression; a re.error too.
+      ConfigError: see `parsed_rules`; or an entry is not a pair.
+    """
+    pairs = []
+    for entry in strategy:
+        is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
+        require(is_pair, "strategy: an entry", entry, "a pair (pattern, rules)")
+        pattern, rules = entry
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise BadPattern(
+                f"strategy: {pattern!r} is no regular expression: {error}. Mend the pattern."
+            ) from error
+        if not isinstance(rules, str) and isinstance(rules, Sequence) and not rules:
+            raise ConfigError(
+                f"strategy: the pattern {pattern!r} has no rules ({rules!r}). Write 'replicate' "
+                "for weights that are to be whole, or remove the pattern."
+            )
+        pairs.append((pattern, rules))
+    # A pattern that cannot be read comes before a rule that cannot, as in Big Vision.
+    return tuple((pattern, parsed_rules(rules)) for pattern, rules in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class RuledSplit:
+    """What rules made of a leaf.
+
+    Attributes:
+      spec: mesh axes per dim.
+      decided_by: the rules that changed the spec, as a strategy has them; "": nothing changed it.
+      notes: what is to be reported: why it is whole, or was not split further.
+      pattern: the one with these rules.
+    """
+
+    spec: Spec
+    decided_by: str = ""
+    notes: tuple[str, ...] = ()
+    pattern: str = ""
+
+
+def rule_shardings(
+    leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
+) -> dict[str, RuledSplit | None]:
+    """Returns by path the rules' split of each leaf; None for a leaf that no pattern matches.
+
+    Args:
+      leaves: of a tree.
+      strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf has the rules of the first
+        pattern that matches its whole path, applied in order, each to what the last one left.
+      job_mesh: sizes of the mesh axes, and what the job says of names and padding.
+
+    Raises:
+      ConfigError: two rules want one dim or one axis twice, an axis is not in the mesh, and what
+        the rules raise; names the leaf.
+    """
+    pairs = parsed_strategy(strategy)
+    splits: dict[str, RuledSplit | None] = {}
+    for leaf in leaves:
+        index = first_match(pairs, leaf.path)
+        if index is None:
+            splits[leaf.path] = None
+            continue
+        pattern, rules = pairs[index]
+        split = apply_rules(leaf, rules, job_mesh)
+        splits[leaf.path] = dataclasses.replace(split, pattern=pattern)
+    return splits
+
+
+def first_match(pairs: Sequence[tuple[str, Any]], path: str) -> int | None:
+    """Returns the place of the first pattern that matches the whole path."""
+    return next((i for i, (pattern, _) in enumerate(pairs) if re.fullmatch(pattern, path)), None)
+
+
+def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSplit:
+    """Returns how `rules`, in order, split a leaf.
+
+    Raises:
+      ConfigError: see `rule_shardings`.
+    """
+    spec = (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec)))
+    notes, skipped, deciding = [], [], []
+    for rule in rules:
+        text, outcome = rule_text(rule), rule(spec, leaf, job_mesh)
+        if not isinstance(outcome, Outcome):
+            outcome = Outcome(outcome)
+        # Whatever a rule returns, of a user's own too, is one entry per dim and each axis once.
+        checked = to_partition_spec(
+            outcome.spec,
+            tuple(job_mesh.axis_sizes),
+            rank=len(leaf.shape),
+            path=f"{leaf.path}, split by {text}",
+        )
+        if tuple(checked) != spec:
+            deciding.append(outcome.by or text)
+        spec = tuple(checked)
+        if outcome.note:
+            notes.append(f"{text}: {outcome.note}")
+        if outcome.skipped:
+            skipped.append(f"{text}: left whole, {outcome.skipped}")
+    is_whole = all(entry is None for entry in spec)
+    return RuledSplit(spec, "|".join(deciding), tuple([*notes, *skipped] if is_whole else notes))

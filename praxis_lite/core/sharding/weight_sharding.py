@@ -1,0 +1,264 @@
+"""The mesh axes that each weight splits over, whatever way it was declared: a tree of specs."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.sharding.logical_axes import MeshAxes, axes_of, checked_rules
+from praxis_lite.core.sharding.rule_names import JobMesh, Leaf, Rule, Spec, rule_text
+from praxis_lite.core.sharding.rules import LogicalPartitioning
+from praxis_lite.core.sharding.strategies import apply_rules, first_match, parsed_strategy
+from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
+
+PyTree = Any
+AxisRules = Sequence[tuple[str, MeshAxes | Sequence[str]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSharding:
+    """A job's rules for weights whose layers declare no mesh axes.
+
+    Attributes:
+      strategy: (pattern, rules) pairs. A weight has the rules of the first pattern that matches
+        the whole of its path under params; rules are a string such as
+        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule, or a list of both. They start from what
+        the layer declares in mesh axes. Names count only where the rules say
+        `logical_partitioning`; those of a weight that no pattern matches are resolved directly.
+        None: no weight has rules.
+      logical_axis_rules: (name, mesh axes) pairs, of which the first that fits wins; or several
+        such lists by name.
+      logical_axis_rules_name: which of several.
+      allow_padding: `fsdp` may split a dim that its devices do not divide.
+      unmapped_logical_axes: what a name is that has no rule and is not a mesh axis: an "error",
+        or not split and reported ("replicate").
+      stack_axis_names: names of leading dims that count layers: an optimizer that looks at whole
+        tensors sees one layer at a time.
+
+    Raises:
+      ConfigError: a pattern or rule cannot be read, `strategy` or the rules of a pattern are
+        empty, or `logical_axis_rules_name` names no list.
+    """
+
+    strategy: Sequence[tuple[str, Any]] | None = None
+    logical_axis_rules: Mapping[str, AxisRules] | AxisRules = ()
+    logical_axis_rules_name: str | None = None
+    allow_padding: bool = True
+    unmapped_logical_axes: Literal["error", "replicate"] = "error"
+    stack_axis_names: Sequence[str] = ("layers",)
+
+    def __post_init__(self):
+        unmapped, names = self.unmapped_logical_axes, self.stack_axis_names
+        require(
+            unmapped in ("error", "replicate"), "WeightSharding.unmapped_logical_axes", unmapped,
+            "'error' or 'replicate'",
+        )
+        wanted = f"a sequence of names, such as ({names!r},)"
+        require(not isinstance(names, str), "WeightSharding.stack_axis_names", names, wanted)
+        if self.strategy is not None and not len(self.strategy):
+            raise ConfigError(
+                f"WeightSharding.strategy is {self.strategy!r}, which says nothing; wanted are "
+                """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add one, or leave it """
+                "out (None) where logical_axis_rules or the layers decide."
+            )
+        # Read once here, so that what is wrong is said before a model is built.
+        _ = self.pairs, self.rules_in_use
+
+    @functools.cached_property
+    def pairs(self) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
+        """The strategy with its rules parsed."""
+        return parsed_strategy(self.strategy or ())
+
+    @functools.cached_property
+    def rules_in_use(self) -> tuple[tuple[str, MeshAxes], ...]:
+        """The logical axis rules in use."""
+        rules, name = self.logical_axis_rules, self.logical_axis_rules_name
+        setting = "WeightSharding.logical_axis_rules"
+        if not isinstance(rules, Mapping):
+            if name is not None:
+                raise ConfigError(
+                    f"{setting}_name is {name!r}, but logical_axis_rules are one list. Remove the "
+                    "name, or give several lists by name."
+                )
+            return checked_rules(rules, setting)
+        checked = {key: checked_rules(one, f"{setting}[{key!r}]") for key, one in rules.items()}
+        if name not in checked:
+            raise ConfigError(
+                f"{setting}_name is {name!r}, and the lists are {', '.join(checked) or 'none'}."
+                f"{did_you_mean(name or '', checked)} Set it to one of them."
+            )
+        return checked[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingDecisions:
+    """What was decided of every weight of a job on a mesh.
+
+    Attributes:
+      weight_specs: the model's tree, every split as mesh axes, `declared_by` filled in.
+      notes: sentences on what was left whole or dropped; one for all weights of which it is true.
+    """
+
+    weight_specs: PyTree
+    notes: tuple[str, ...] = ()
+
+
+def decide_shardings(
+    weight_specs: PyTree, declared: WeightSharding | None, axis_sizes: Mapping[str, int]
+) -> ShardingDecisions:
+    """Returns the splits of all weights over the axes of a mesh.
+
+    Args:
+      weight_specs: {"params", "non_trainable"}: nested dicts of WeightSpec, as the model declares
+        them. Patterns see the first only.
+      declared: the job's rules; None: it has no rules.
+      axis_sizes: devices along each mesh axis, in the mesh's order.
+
+    Raises:
+      ConfigError: a pattern matches no weight, two rules want one dim, an axis is not in the mesh,
+        a name has no rule, there are more names than dims; names the weight.
+    """
+    declared = declared or WeightSharding()
+    check_axes(declared.rules_in_use, axis_sizes)
+    job_mesh = JobMesh(
+        axis_sizes, declared.rules_in_use, declared.allow_padding,
+        unmapped_is_error=declared.unmapped_logical_axes == "error",
+    )
+    paths = sorted("/".join(path) for path, _ in spec_items(weight_specs.get("params", {})))
+    _check_patterns(declared.pairs, paths)
+    has_rules = bool(declared.pairs or declared.rules_in_use)
+    used: set[int] = set()
+    notes: dict[str, list[str]] = {}  # What is to be said, and of which weights.
+
+    def decided(path: tuple[str, ...], spec: WeightSpec) -> WeightSpec:
+        leaf, is_param = _leaf(path, spec, declared, axis_sizes), path[0] == "params"
+        index = first_match(declared.pairs, leaf.path) if is_param else None
+        if index is not None:
+            used.add(index)
+            split, by, said = _by_strategy(spec, leaf, *declared.pairs[index], job_mesh)
+        elif leaf.logical_axes is not None:
+            split, by, said = _by_names(spec, leaf, job_mesh)
+        else:
+            split, by, said = _as_declared(spec, leaf, is_noted=has_rules and is_param)
+        for note in said:
+            notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
+        if split is None:
+            return dataclasses.replace(spec, declared_by=by)
+        return dataclasses.replace(
+            spec,
+            stack_split_dims_mapping=split[: leaf.num_stacked],
+            split_dims_mapping=split[leaf.num_stacked :],
+            logical_axes=None,
+            logical_axis_rules=(),
+            declared_by=by,
+        )
+
+    def mapped(node: Any, path: tuple[str, ...]) -> Any:  # In the order in which layers declare.
+        if isinstance(node, WeightSpec):
+            return decided(path, node)
+        return {name: mapped(child, (*path, name)) for name, child in node.items()}
+
+    decided_specs = mapped(weight_specs, ())
+    sentences = [f"{_some(weights)}: {text}." for text, weights in notes.items()]
+    sentences += [
+        f"rule '{pattern}': earlier patterns have all the weights that it matches."
+        for index, (pattern, _) in enumerate(declared.pairs) if index not in used
+    ]
+    return ShardingDecisions(decided_specs, tuple(sentences))
+
+
+def _leaf(
+    path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, axis_sizes: Mapping[str, int]
+) -> Leaf:
+    """Returns a weight as rules see it: its whole shape, split as its layer declares."""
+    start = tuple(spec.partition_spec(tuple(axis_sizes), "/".join(path)))
+    num_stacked, names = len(spec.stack_split_dims_mapping), spec.logical_axes
+    if names is not None:
+        ruled = {*dict(declared.rules_in_use), *dict(spec.logical_axis_rules), *axis_sizes}
+        is_stack = [name in declared.stack_axis_names for name in names]
+        num_named = is_stack.index(False) if False in is_stack else len(is_stack)
+        # A stack's own mapping has decided its dims; a stack needs no rule.
+        names = tuple(
+            None if dim < num_stacked or (is_stack[dim] and name not in ruled) else name
+            for dim, name in enumerate(names)
+        )
+        num_stacked = max(num_stacked, min(num_named, len(spec.shape)))
+    name = "/".join(path[1:] if path[0] == "params" else path)
+    rules = spec.logical_axis_rules
+    return Leaf(name, spec.shape, spec.dtype, names, rules, start, num_stacked)
+
+
+# How a weight splits (of the whole shape; None: as the layer declares), what decided it, and notes.
+_Decision = tuple[Spec | None, str, Sequence[str]]
+
+
+def _by_strategy(
+    spec: WeightSpec, leaf: Leaf, pattern: str, rules: Sequence[Rule], job_mesh: JobMesh
+) -> _Decision:
+    split = apply_rules(leaf, rules, job_mesh)
+    source, notes = f"rule '{pattern}'", list(split.notes)
+    by = split.decided_by or f"{'|'.join(map(rule_text, rules))} leaves it as it is"
+    start = f"{_declared_by(spec)}, then " if any(leaf.spec) else ""
+    if leaf.logical_axes and not any(isinstance(rule, LogicalPartitioning) for rule in rules):
+        notes.append("logical names do not count, for want of logical_partitioning")
+    notes = [f"{source}: {note}" for note in notes]
+    return split.spec, f"{start}{source}: {by}", notes
+
+
+def _by_names(spec: WeightSpec, leaf: Leaf, job_mesh: JobMesh) -> _Decision:
+    split, source = apply_rules(leaf, (LogicalPartitioning(),), job_mesh), _declared_by(spec)
+    by = f"{source}: {split.decided_by or 'no mesh axis'}"
+    notes = [note.removeprefix("logical_partitioning: ") for note in split.notes]
+    return split.spec, by, [f"{source}: {note}" for note in notes]
+
+
+def _as_declared(spec: WeightSpec, leaf: Leaf, *, is_noted: bool) -> _Decision:
+    is_silent = spec.split_dims_mapping is None and not any(leaf.spec)
+    notes = ("left whole: no pattern or name splits it",) if is_silent and is_noted else ()
+    return None, _declared_by(spec), notes
+
+
+def _declared_by(spec: WeightSpec) -> str:
+    if spec.declared_by:
+        return spec.declared_by
+    if spec.logical_axes is not None:
+        return f"logical axes {tuple(spec.logical_axes)}"
+    if spec.split_dims_mapping is not None:
+        return "weight_split_dims_mapping"
+    is_stack = any(spec.stack_split_dims_mapping)
+    return "the stack's split" if is_stack else "default: no split declared"
+
+
+def check_axes(rules: AxisRules, axis_sizes: Mapping[str, int]) -> None:
+    """Raises a ConfigError if a rule names an axis that the mesh does not have."""
+    for name, entry in rules:
+        for axis in axes_of(entry):
+            if axis not in axis_sizes:
+                raise ConfigError(
+                    f"WeightSharding.logical_axis_rules: {(name, entry)} has the axis '{axis}', "
+                    f"but the mesh has {tuple(axis_sizes)}.{did_you_mean(axis, axis_sizes)} Fix "
+                    "the rule or mesh.axis_names."
+                )
+
+
+def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> None:
+    for pattern, _ in pairs:
+        if any(re.fullmatch(pattern, path) for path in paths):
+            continue
+        hint = did_you_mean(pattern, paths)
+        if part := next((path for path in paths if re.search(pattern, path)), ""):
+            hint = f" It matches a part of {part}: begin it with '.*', or end it so."
+        if pattern.startswith("params/"):
+            hint = " A path does not begin with params/."
+        raise ConfigError(
+            f"WeightSharding.strategy: {pattern!r} matches no weight. A pattern is of whole paths."
+            f"{hint} There are {_some(paths) or 'no weights'}."
+        )
+
+
+def _some(weights: Sequence[str], limit: int = 3) -> str:
+    if len(weights) <= limit:
+        return ", ".join(weights)
+    return f"{len(weights)} weights, such as {', '.join(weights[: limit - 1])}"

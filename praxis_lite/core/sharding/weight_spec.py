@@ -1,0 +1,63 @@
+"""A layer's declaration of a weight: its shape, its dtype and its split."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """A weight as the partitioner sees it.
+
+    Attributes:
+      shape: stacked dims first.
+      dtype: of the stored weight.
+      split_dims_mapping: split of the dims that the layer declared; None: replicated.
+      stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length says how
+        many leading dims are layers rather than a tensor's own dims.
+      logical_axes: a name or None per dim of the whole shape, which rules turn into mesh axes; in
+        place of the two mappings. None: the weight has no names.
+      logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
+      declared_by: what decided the split, as the layout reports it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    split_dims_mapping: SplitDims = None
+    stack_split_dims_mapping: tuple[DimSplit, ...] = ()
+    logical_axes: tuple[str | None, ...] | None = None
+    logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
+    declared_by: str = ""
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        return self.shape[: len(self.stack_split_dims_mapping)]
+
+    def partition_spec(self, axis_names: tuple[str, ...], path: str) -> PartitionSpec:
+        """Returns the spec of the whole array, extended to its rank.
+
+        Raises:
+          ConfigError: the mapping does not fit the shape or the axes; names `path`.
+        """
+        own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
+        mapping = tuple(self.split_dims_mapping or ())
+        # Checked by itself first: the message then shows what the layer's author wrote.
+        to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
+        return to_partition_spec(
+            self.stack_split_dims_mapping + mapping, axis_names, rank=len(self.shape), path=path
+        )
+
+
+def spec_items(
+    weight_specs: Any, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], WeightSpec]]:
+    """Yields (path, spec) of every weight of a nested dict."""
+    for name, child in weight_specs.items():
+        if isinstance(child, WeightSpec):
+            yield (*prefix, name), child
+        else:
+            yield from spec_items(child, (*prefix, name))

@@ -1,0 +1,254 @@
+"""HOW a thing is computed: a model, its loss, its metrics, its decoding, and how it learns."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.learner.learner import Learner
+from praxis_lite.core.models.model import MdlVars, Model
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.core.sharding.gather import ShardedWeight
+from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.weight_sharding import WeightSharding
+from praxis_lite.models.function_model import check_takes
+
+# A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.
+WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
+# An array [B, ...] per name, a row for each example of the batch.
+PerExampleOut = Mapping[str, jax.Array]
+LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
+
+
+class Task(abc.ABC):
+    """The computation of a subclass, written as if for a single device.
+
+    Args:
+      model: a `Model`; or called with `rngs`, it returns an NNX module.
+      learner: how its parameters are updated.
+      weight_sharding: rules for weights whose layers name no mesh axes; None: no rules.
+      inputs_split_mapping: how batches are resharded by rank inside every step: `map_1d`,
+        `map_2d`, ... to split dims. None: they stay split over the whole mesh.
+      fprop_dtype: float32 weights and float32 arrays of a batch, but for its `weights`, are cast to
+        it for each pass, for a model that has no such setting itself; what is stored stays float32.
+        None: nothing is cast.
+
+    Raises:
+      ConfigError: `fprop_dtype` is not a float; while a step is traced, the model has its own.
+    """
+
+    weight_unit = "examples"  # What the weight of "loss" counts; names the metric of speed.
+    required_inputs: tuple[str, ...] = ()
+    required_decode_inputs: tuple[str, ...] = ()
+    # What makes the loss more than a sum over rows, such as "a contrast of all pairs"; for
+    # --mode=check, which then holds parts of a batch against the same parts on one device.
+    couples_rows: str | None = None
+
+    def __init__(
+        self,
+        model: Model | Callable[..., nnx.Module],
+        learner: Learner,
+        *,
+        weight_sharding: WeightSharding | None = None,
+        inputs_split_mapping: InputsSplitMapping = None,
+        fprop_dtype: jnp.dtype | None = None,
+    ):
+        name = type(self).__name__
+        if fprop_dtype is not None and not jnp.issubdtype(fprop_dtype, jnp.floating):
+            raise ConfigError(
+                f"{name}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; wanted is a float, such as "
+                "bfloat16, or None to cast nothing."
+            )
+        self.fprop_dtype = fprop_dtype
+        if not isinstance(learner, Learner):
+            raise ConfigError(
+                f"{name}.learner is a {type(learner).__name__}; wanted is a Learner: "
+                "fdl.Config(Learner, optimizer=..., learning_rate=...)."
+            )
+        for setting, found, kind, example in (
+            ("weight_sharding", weight_sharding, WeightSharding, "fdl.Config(WeightSharding, ...)"),
+            ("inputs_split_mapping", inputs_split_mapping, Mapping, '{"map_2d": ("data", None)}'),
+        ):
+            wanted = f"None, or a {kind.__name__}, such as {example}"
+            require(found is None or isinstance(found, kind), f"{name}.{setting}", found, wanted)
+        self.model = model if isinstance(model, Model) else NnxModel(model)
+        self.learner = learner
+        self.weight_sharding = weight_sharding
+        self.inputs_split_mapping = inputs_split_mapping
+
+    def module(
+        self,
+        mdl_vars: MdlVars,
+        key: jax.Array | None = None,
+        eval_key: jax.Array | None = None,
+    ) -> Any:
+        """Returns `Model.module` with its float32 weights in `fprop_dtype`."""
+        if self.fprop_dtype is None:
+            return self.model.module(mdl_vars, key, eval_key)
+
+        def cast(weight: Any) -> Any:
+            if isinstance(weight, ShardedWeight):
+                # What is gathered, not the block: gradients are summed in float32.
+                return dataclasses.replace(weight, gather=lambda x: self._cast(weight.gather(x)))
+            return self._cast(weight)
+
+        is_sharded = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
+        params = jax.tree.map(cast, mdl_vars["params"], is_leaf=is_sharded)
+        module = self.model.module({**mdl_vars, "params": params}, key, eval_key)
+        own = getattr(module, "linen_module", module)
+        if hasattr(own, "fprop_dtype"):
+            raise ConfigError(
+                f"{type(self).__name__}.fprop_dtype is {jnp.dtype(self.fprop_dtype).name}, but "
+                f"{type(own).__name__} has an fprop_dtype of its own. Leave the task's out, and "
+                "set the model's: task.model.fprop_dtype."
+            )
+        return module
+
+    def cast_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch as a pass gets it: float32 arrays in `fprop_dtype`, but for `weights`."""
+        if self.fprop_dtype is None:
+            return dict(inputs)
+        return {
+            name: x if name == "weights" else jax.tree.map(self._cast, x)
+            for name, x in inputs.items()
+        }
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.fprop_dtype) if x.dtype == jnp.float32 else x
+
+    @abc.abstractmethod
+    def compute_loss(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
+    ) -> LossOutputs:
+        """Returns metrics, among them "loss": what training minimises, and its weight.
+
+        A pair (metrics, per-example outputs) may be returned as well: `--mode=eval` writes the
+        outputs, arrays [B, ...] by name, a line for each row that is not filler. Training drops
+        them.
+
+        Args:
+          model: the module with its weights: of `Model.module`.
+          inputs: a batch without rows of padding.
+          key: for dropout and the like; None in evaluation.
+        """
+
+    def compute_eval_loss(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
+    ) -> LossOutputs:
+        """Returns the report of an evaluation of a batch: `compute_loss` without a key.
+
+        Override it where an evaluation draws random numbers, such as a diffusion's time steps.
+
+        Args:
+          key: of the run's seed, the step of the weights and the batch, so that evaluating the
+            same weights again draws the same numbers. Dropout is off in spite of it.
+        """
+        return self.compute_loss(model, inputs, None)
+
+    def outputs(
+        self,
+        method: Literal["compute_loss", "compute_eval_loss"],
+        model: Any,
+        inputs: Mapping[str, jax.Array],
+        key: jax.Array | None,
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+        """Returns the result of a method above in the form a step needs, as two dicts.
+
+        Returns:
+          metrics, name -> (value, weight); per-example outputs, name -> [B, ...].
+
+        Raises:
+          ConfigError: the method takes other arguments, or returns something else than pairs of
+            scalars (value, weight), "loss" among them, and outputs with the batch's rows; names
+            what was found.
+        """
+        name = f"{type(self).__name__}.{method}"
+        check_takes(name, getattr(self, method), "model", "inputs", "key")
+        found, examples = getattr(self, method)(model, inputs, key), {}
+        if isinstance(found, tuple) and [isinstance(x, Mapping) for x in found] == [True, True]:
+            found, examples = found
+        num_rows = num_rows_of(inputs)
+        for output, x in examples.items():
+            if jnp.shape(x)[:1] != (num_rows,):
+                raise ConfigError(
+                    f"{name} returns the per-example output {output!r} as {_kind(x)}; wanted is an "
+                    f"array with the {num_rows} rows of the batch first. A mean over rows is a "
+                    "metric."
+                )
+        return _checked_scalars(name, found), dict(examples)
+
+    def decode(
+        self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns arrays with a row per example; `key` is as in `compute_eval_loss`."""
+        raise ConfigError(f"{type(self).__name__} does not decode: it has no method `decode`.")
+
+    def decode_to_records(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Returns a JSON-able record for each example of a decoded batch, without filler."""
+        raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
+
+    def num_ids(self) -> Mapping[str, int]:
+        """Returns how many ids there are for the integers of a batch's leaves, by their names.
+
+        Batches with others are refused, see `check_ids`. {}: nothing is known, unless overridden.
+        """
+        return {}
+
+    def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
+        """Checks that a batch has the leaves that the task reads.
+
+        Raises:
+          ConfigError: a key is missing; names it, what there is, and the dataset.
+        """
+        for name in required:
+            if name not in inputs:
+                raise ConfigError(
+                    f"{type(self).__name__} reads the key '{name}', but batches of {what} have "
+                    f"{sorted(inputs)}.{did_you_mean(name, inputs)} Rename it in the input "
+                    "pipeline, or use a pipeline made for this task."
+                )
+
+
+_WANTED = (
+    'wanted is a pair (value, weight) of scalars for each name, "loss" among them: return '
+    '{"loss": (loss, weight)}, where the weight is what the loss is a mean over, such as '
+    'jnp.sum(inputs["weights"]) or the number of rows'
+)
+
+
+def _checked_scalars(name: str, found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    if not isinstance(found, Mapping) or "loss" not in found:
+        names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else _kind(found)
+        raise ConfigError(f"{name} returns {names}; {_WANTED}.")
+    for metric, pair in found.items():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(map(_is_scalar, pair)):
+            raise ConfigError(
+                f"{name} returns {_kind(pair)} as {metric!r}; {_WANTED}. What is to be written for "
+                f"each row is a per-example output: return (metrics, {{{metric!r}: ...}})."
+            )
+    if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
+        raise ConfigError(
+            f"{name} returns {_kind(found['loss'][0])} as the loss, which has no gradient; wanted "
+            "is a float. Counts can be other metrics."
+        )
+    return dict(found)
+
+
+def _is_scalar(found: Any) -> bool:
+    return isinstance(found, int | float) or getattr(found, "shape", None) == ()
+
+
+def _kind(found: Any) -> str:
+    if isinstance(found, tuple | list):
+        return f"a {type(found).__name__} of ({', '.join(map(_kind, found))})"
+    if hasattr(found, "dtype") and hasattr(found, "shape"):
+        return f"{found.dtype}{list(found.shape)}"
+    return "None" if found is None else f"a {type(found).__name__}"

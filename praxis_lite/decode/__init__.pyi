@@ -1,0 +1,7 @@
+# Where each public name is defined; `__init__.py` loads it on first use.
+
+from praxis_lite.decode.beam_search import BeamSearch as BeamSearch
+from praxis_lite.decode.decoder import Decoder as Decoder
+from praxis_lite.decode.pax_form import pax_outputs as pax_outputs
+from praxis_lite.decode.sampling import Greedy as Greedy
+from praxis_lite.decode.sampling import Sample as Sample

@@ -1,0 +1,83 @@
+"""JSON from a file that anyone may have written: of limited size, and with a single reading."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+from praxis_lite.core.errors import ConfigError
+
+# The config of a large model takes 0.1 MiB.
+MAX_BYTES = 16 * 2**20
+
+
+def parse_json(text: str) -> Any:
+    """Returns the value of the text.
+
+    Raises:
+        ValueError: it is not JSON, has a key twice, NaN, an infinity, a number too large for
+            64 bits, or brackets too deep; `str()` of it is the reason.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
+        )
+    except RecursionError:
+        raise ValueError("brackets within brackets, too deep") from None
+
+
+def opened(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{os.path.basename(path)} is no plain file")
+    return os.fdopen(number, "rb")
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value in a file of at most `MAX_BYTES`.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is not JSON.
+    """
+    wanted = "Restore the file or start a new job."
+    try:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_BYTES:
+                raise ConfigError(
+                    f"{path} is damaged, or praxis_lite did not write it: it has {size} bytes, and "
+                    f"{MAX_BYTES} at most are read. {wanted}"
+                )
+            text = file.read(MAX_BYTES).decode("utf-8")
+        return parse_json(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {wanted}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged, or praxis_lite did not write it ({error}). {wanted}"
+        ) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:80]} is too large for 64 bits")
+    return value

@@ -1,0 +1,95 @@
+"""Files that a reader sees whole: the old or the new file, whenever the process is killed."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError, few, not_written
+
+# In a directory that is being written: the files that are not whole yet.
+PARTIAL = ".partial"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file beside `path`, on disk, and then gives it that name.
+
+    A kill may leave `.NAME.new` behind, which the next call writes over. Raises ConfigError if it
+    cannot be written; an old file stays as it is.
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise not_written(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # A file stands where its directory was.
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, last: str) -> Iterator[Path]:
+    """Yields a folder for files that come into a new or an empty directory once all are written.
+
+    What a killed process left in that folder, `.partial` in the directory, is removed; so the same
+    command goes on. If what follows fails the directory is as it was.
+
+    Args:
+      path: of the directory.
+      last: the name of the file that comes last, without which readers see nothing.
+
+    Raises:
+      ConfigError: the directory has files, or the disk does not take some.
+    """
+    partial, moved = path / PARTIAL, []
+    made = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be made ({error.strerror}). Name a new directory, below one that you "
+            "can write."
+        ) from error
+    try:
+        there = sorted(one.name for one in path.iterdir() if one.name != PARTIAL)
+        if there:
+            half = ", half written when a command was ended" if partial.exists() else ""
+            raise ConfigError(
+                f"{path} has files already ({few(there)}{half}), and only a new or an empty "
+                "directory is written into. Name a new directory."
+            )
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        for name in sorted(os.listdir(partial), key=lambda name: (name == last, name)):
+            _sync(partial / name)
+            moved.append(path / name)
+            os.replace(partial / name, path / name)
+        partial.rmdir()
+    except BaseException as error:
+        _take_back(path, partial, moved, made)
+        if isinstance(error, OSError) and not isinstance(error, ConfigError):
+            raise not_written(path, error, "it writes them anew") from error
+        raise
+
+
+def _take_back(path: Path, partial: Path, moved: list[Path], made: bool) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(partial, ignore_errors=True)
+        for file in moved:
+            file.unlink(missing_ok=True)
+        if made:
+            path.rmdir()
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,118 @@
+"""Names that the library's modules had in an earlier version: imported still, with a warning.
+
+A public name that moves is added here, and taken out after the next minor version. A config.json
+has its own, older ones as well (`run/config/former_names.py`).
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+# Where a module and all below it are today; of two that fit, the longer counts.
+MODULES = {
+    "praxis_lite.checkpoints": "praxis_lite.run.checkpoints",
+    "praxis_lite.checkpoints.huggingface": "praxis_lite.tools.huggingface",
+    "praxis_lite.command": "praxis_lite.run.command",
+    "praxis_lite.config": "praxis_lite.run.config",
+    "praxis_lite.errors": "praxis_lite.core.errors",
+    "praxis_lite.experiment": "praxis_lite.run.experiment",
+    "praxis_lite.explain": "praxis_lite.tools.explain",
+    "praxis_lite.interop": "praxis_lite.tools",
+    "praxis_lite.interop.pax": "praxis_lite.tools.pax.weights",
+    "praxis_lite.interop.pax_checkpoints": "praxis_lite.tools.pax.checkpoints",
+    "praxis_lite.interop.pax_job": "praxis_lite.tools.pax.job",
+    "praxis_lite.interop.trained_model": "praxis_lite.run.trained_model",
+    "praxis_lite.job": "praxis_lite.run.job",
+    "praxis_lite.learner": "praxis_lite.core.learner",
+    "praxis_lite.learner.optimizers": "praxis_lite.optimizers",
+    "praxis_lite.learner.schedules": "praxis_lite.schedules",
+    "praxis_lite.models.model": "praxis_lite.core.models.model",
+    "praxis_lite.models.nnx_model": "praxis_lite.core.models.nnx_model",
+    "praxis_lite.partitioner": "praxis_lite.core.partitioner",
+    "praxis_lite.plan": "praxis_lite.tools.plan",
+    "praxis_lite.sharding": "praxis_lite.core.sharding",
+    "praxis_lite.task": "praxis_lite.core.task",
+    "praxis_lite.testing": "praxis_lite.tools.testing",
+    "praxis_lite.trainer": "praxis_lite.run.trainer",
+}
+
+# Single names that left a module which is still there.
+NAMES = {
+    ("praxis_lite.models", "Model"): "praxis_lite.core",
+    ("praxis_lite.models", "NnxModel"): "praxis_lite.core",
+}
+
+
+def module_today(name: str) -> str | None:
+    """Returns today's name of a module of an earlier version, or None if it has no other."""
+    prefix = name
+    while prefix and prefix not in MODULES:
+        prefix = prefix.rpartition(".")[0]
+    return MODULES[prefix] + name[len(prefix):] if prefix else None
+
+
+def install() -> None:
+    """Lets former modules be imported, and run with `python -m`."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def warn(former: str, today: str) -> None:
+    """Says that a name has moved: a DeprecationWarning, at the line that uses it."""
+    warnings.warn(
+        f"{former} is {today} now, and the former name goes with the next minor version. Change "
+        "the import.", DeprecationWarning, stacklevel=3,
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("praxis_lite."):
+            return None
+        today = module_today(fullname)
+        if today is None or importlib.util.find_spec(today) is None:
+            return None
+        return importlib.util.spec_from_loader(fullname, _Former(today), is_package=True)
+
+
+class _Former(importlib.abc.InspectLoader):
+    """A module under its former name, which hands on what today's has."""
+
+    def __init__(self, today: str) -> None:
+        self._today = today
+
+    def get_source(self, fullname: str) -> None:
+        return None
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        """Returns the code of today's module: what `python -m` runs."""
+        warn(fullname.removesuffix(".__main__"), self._today.removesuffix(".__main__"))
+        return importlib.util.find_spec(self._today).loader.get_code(self._today)
+
+    def is_package(self, fullname: str) -> bool:
+        return True
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        today = self._today
+
+        def __getattr__(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            # A package of the core shows its names in the core alone.
+            for home in (today, "praxis_lite.core") if ".core." in today else (today,):
+                loaded = importlib.import_module(home)
+                if name in getattr(loaded, "__all__", vars(loaded)):
+                    warn(f"{module.__name__}.{name}", f"{home}.{name}")
+                    vars(module)[name] = getattr(loaded, name)  # Warned of once.
+                    return vars(module)[name]
+            raise AttributeError(f"module {today!r} has no attribute {name!r}")
+
+        module.__getattr__ = __getattr__

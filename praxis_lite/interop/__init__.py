@@ -1,1 +1,0 @@
-"""Weights of other systems as this library's, and back."""

@@ -1,0 +1,139 @@
+"""Which weights are matrices, for Muon; AdamW has the rest.
+
+Muon (Keller Jordan 2024) replaces the momentum of a matrix by the nearest orthogonal one, about, by
+five Newton-Schulz steps. optax has it, and asks how each weight is a matrix:
+
+    optimizer=fdl.Partial(
+        optax.contrib.muon, consistent_rms=0.2, weight_decay=0.1, adam_b2=0.95,
+        muon_weight_dimension_numbers=fdl.Config(muon_matrices),
+    )
+
+`consistent_rms=0.2` scales a step to the size of AdamW's, so that both take AdamW's learning rate
+and weight decay (Liu et al. 2025, https://arxiv.org/abs/2502.16982); without it a step is scaled by
+sqrt(max(1, outputs / inputs)) and wants a rate of about 0.02. optax's defaults: beta 0.95 with
+Nesterov, which its AdamW then uses too, eps 1e-8, no weight decay.
+
+Slots: of a matrix one of its shape, half of Adam's; of the others Adam's two.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from optax.contrib import MuonDimensionNumbers
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.learner.path_masks import path_mask
+
+PyTree = Any
+
+# Ends of the paths of embeddings, softmaxes and weights that are not matrices, such as biases.
+_ADAMW = re.compile(
+    r"(.*/)?((softmax|logits)/.+|emb_var|(pre|ap)pend_cls_embs|wrb|lora_[ab]|conv/w"
+    r"|b|bias|beta|gamma|scale|a_param|(input|a)_gate_b)"
+)
+# How the layers of this library use their weights: inputs, weight -> outputs.
+_EQUATIONS = tuple(
+    (re.compile(rf"(.*/)?{path}"), equation)
+    for path, equation in (
+        ("(query|key|value|linear_[xy])/w", "d,dnk->nk"),
+        ("(post|linear_out)/w", "nk,dnk->d"),
+        ("post/w", "h,dh->d"),  # attention_combine_dims
+        ("combined_qkv/w", "cd,cdnk->cnk"),
+        ("combined_qkv/w", "cd,cdh->ch"),
+        ("(wi|wi_gate|wo)_0", "ed,edf->ef"),
+        ("(input|a)_gate_w", "nk,nkl->nl"),
+        (".+", "d,df->f"),
+    )
+)
+
+
+def muon_matrices(
+    equations: Mapping[str, str | None] | None = None,
+) -> Callable[[PyTree], PyTree]:
+    """Returns optax's `muon_weight_dimension_numbers`: a function from weights to their matrices.
+
+    Weights of attentions are matrices of model dims by all heads; each of a combined query, key and
+    value, each expert, each block of a gate is a matrix of its own. Embeddings, softmaxes, biases,
+    scales, low-rank adapters and weights of one dim are AdamW's.
+
+    Args:
+      equations: patterns, matched from the start of a weight's path under params (`re.match`), to
+        the einsum that the weight is used in, or to None for AdamW; before the library's own, and
+        the first that matches counts. A dim that is summed over is the matrix's input, one of the
+        outputs alone its output; one of both numbers matrices:
+
+          {"network/.*/w": "hwi,hwio->o",           # a convolution
+           ".*/post/w": "nk,nkd->d",                # use_nhd_shape
+           ".*/router/w": None}
+
+    Raises:
+      ConfigError: a pattern is not a regular expression, or an equation makes no matrix. Later, on
+        a weight: one of three dims or more has no equation, or an equation of another number of
+        dims; names the path.
+    """
+    own = [
+        (pattern, path_mask(include=pattern), equation, equation and _dims(equation))
+        for pattern, equation in (equations or {}).items()
+    ]
+
+    def matrices(weights: PyTree) -> PyTree:
+        masks = [mask(weights) for _, mask, _, _ in own]
+
+        def matrix(path: tuple, weight: Any, *matches: bool) -> MuonDimensionNumbers | None:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            for (pattern, _, equation, dims), is_match in zip(own, matches, strict=True):
+                if not is_match:
+                    continue
+                if equation is None:
+                    return None
+                if len(_letters(equation)[1]) != weight.ndim:
+                    raise ConfigError(
+                        f"muon_matrices: {equation!r}, for {pattern!r}, has a weight of "
+                        f"{len(_letters(equation)[1])} dims, but {name} is {list(weight.shape)}. "
+                        "Mend the equation, or the pattern if it should not match this weight."
+                    )
+                return dims
+            return _library_matrix(name, weight)
+
+        return jax.tree_util.tree_map_with_path(matrix, weights, *masks)
+
+    return matrices
+
+
+def _library_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
+    if weight.ndim < 2 or _ADAMW.fullmatch(name):
+        return None
+    for pattern, equation in _EQUATIONS:
+        if pattern.fullmatch(name) and len(_letters(equation)[1]) == weight.ndim:
+            return _dims(equation)
+    raise ConfigError(
+        f"muon_matrices: how {name}, {list(weight.shape)}, is a matrix is not known. Say in "
+        f"`equations` which einsum it is used in, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} "
+        "for a convolution, or None for AdamW."
+    )
+
+
+def _letters(equation: str) -> tuple[str, str, str]:
+    """Returns the letters of inputs, weight and outputs."""
+    found = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
+    if not found:
+        raise ConfigError(
+            f"muon_matrices: {equation!r} is not an einsum of inputs and a weight, such as "
+            "'d,dnk->nk'. Write one, or None for AdamW."
+        )
+    return found.groups()
+
+
+def _dims(equation: str) -> MuonDimensionNumbers:
+    inputs, weight, outputs = _letters(equation)
+    summed = tuple(i for i, dim in enumerate(weight) if dim in inputs and dim not in outputs)
+    made = tuple(i for i, dim in enumerate(weight) if dim in outputs and dim not in inputs)
+    unused = set(weight) - set(inputs) - set(outputs)
+    if not summed or not made or unused or len(set(weight)) < len(weight):
+        raise ConfigError(
+            f"muon_matrices: {equation!r} makes no matrix of the weight. It needs a dim that the "
+            "inputs share with it, a dim that the outputs share with it, and each dim once."
+        )
+    return MuonDimensionNumbers(summed, made)

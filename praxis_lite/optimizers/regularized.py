@@ -1,0 +1,109 @@
+"""Regularisation around any optimizer, as every optimizer of Pax has it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.learner.path_masks import Patterns, path_mask
+from praxis_lite.optimizers.settings import require_not_negative
+
+
+def regularized(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    optimizer: Callable[..., optax.GradientTransformation],
+    l1_regularizer_weight: float = 0.0,
+    l2_regularizer_weight: float = 0.0,
+    decoupled_weight_decay: float = 0.0,
+    skip_lp_1d_vectors: bool = False,
+    skip_lp_regularization: Patterns = (),
+    ewc_regularizer_weight: float = 0.0,
+) -> optax.GradientTransformation:
+    """Returns an optimizer with any of three regularisations, and EWC, as Pax applies them.
+
+        fdl.Partial(regularized, optimizer=fdl.Partial(adam, beta2=0.99),
+                    decoupled_weight_decay=0.1, skip_lp_regularization=".*/norm")
+
+    L1 and L2 go into the gradient that the optimizer sees, after the learner's clipping, and so
+    into its slots. The decoupled decay (Loshchilov and Hutter 2019) goes past it.
+
+    Args:
+      learning_rate: a number, or a schedule of the number of updates made.
+      optimizer: called with `learning_rate`, returns the transformation.
+      l1_regularizer_weight: times the signs of the weights, added to the gradient.
+      l2_regularizer_weight: times the weights, added to the gradient.
+      decoupled_weight_decay: times the learning rate and the weights, taken from the weights.
+      skip_lp_1d_vectors: scalars and vectors have no L1 and L2; the decoupled decay they have, in
+        Pax too.
+      skip_lp_regularization: a pattern, or several, of the weights that are left out of all three:
+        those of Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path
+        under params (`re.match`).
+      ewc_regularizer_weight: elastic weight consolidation (Kirkpatrick et al. 2017,
+        arXiv:1612.00796) with all weights alike: half of this, times the learning rate and how far
+        a weight is from what the job began with, is taken from it, past the slots. What it began
+        with is a slot of each weight. For factors of some weights, give them an
+        AuxiliaryOptimizer.
+
+    Raises:
+      ConfigError: two regularisations are set, a weight is negative, or a pattern is not a regular
+        expression.
+    """
+    weights = {
+        "l1_regularizer_weight": l1_regularizer_weight,
+        "l2_regularizer_weight": l2_regularizer_weight,
+        "decoupled_weight_decay": decoupled_weight_decay,
+    }
+    ewc = ewc_regularizer_weight
+    require_not_negative("regularized", **weights, ewc_regularizer_weight=ewc)
+    used = [name for name, weight in weights.items() if weight]
+    if len(used) > 1:
+        raise ConfigError(
+            f"regularized: {used[0]} and {used[1]} are both set, but only one can be, as in Pax. "
+            "Set the other to 0."
+        )
+    exclude = skip_lp_regularization
+    lp_mask = path_mask(exclude=exclude, skip_1d_vectors=skip_lp_1d_vectors)
+    parts = [optimizer(learning_rate=learning_rate)]
+    if l1_regularizer_weight:
+        l1 = optax.stateless_with_tree_map(lambda g, w: g + l1_regularizer_weight * jnp.sign(w))
+        parts.insert(0, optax.masked(l1, lp_mask))
+    if l2_regularizer_weight:
+        parts.insert(0, optax.add_decayed_weights(l2_regularizer_weight, mask=lp_mask))
+    if decoupled_weight_decay:
+        rate = _scaled(learning_rate, -decoupled_weight_decay)
+        parts.append(optax.add_decayed_weights(rate, mask=path_mask(exclude=exclude)))
+    if ewc:
+        parts.append(_towards_the_first(_scaled(learning_rate, -0.5 * ewc)))
+    return optax.chain(*parts)
+
+
+class EwcState(NamedTuple):
+    """How many updates were made, and the weights before the first."""
+
+    count: jax.Array
+    pretrain_vars: Any
+
+
+def _towards_the_first(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    def init(weights: Any) -> EwcState:
+        # Copies: an array that is in the state twice could not be donated.
+        return EwcState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, weights))
+
+    def update(updates: Any, state: EwcState, weights: Any = None) -> tuple[Any, EwcState]:
+        factor = rate(state.count) if callable(rate) else rate
+        updates = jax.tree.map(
+            lambda u, w, first: u + factor * (w - first), updates, weights, state.pretrain_vars
+        )
+        return updates, EwcState(optax.safe_increment(state.count), state.pretrain_vars)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _scaled(learning_rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
+    if callable(learning_rate):
+        return lambda count: factor * learning_rate(count)
+    return factor * learning_rate

@@ -1,0 +1,175 @@
+"""A single save: the state taken to the host at once, all else in a thread of its own.
+
+Orbax writes `N.saving`; then all arrays are looked for in it, every file is digested and made
+sure to be on disk, the manifest and the commit are written, and the folder gets its number. What
+fails on one process fails on all of them, and leaves nothing behind.
+"""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.files.open_folder import OpenFolder, own_names
+from praxis_lite.run.checkpoints.files.origin import Origin
+from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.run.checkpoints.steps import step_dirs, step_files
+from praxis_lite.run.job import processes
+
+_MEET_SECONDS = 3600.0
+
+
+class FailedSave(ConfigError):
+    """A checkpoint could not be written; says which, why, and what to do."""
+
+
+class BackgroundSave:
+    """A save that has begun.
+
+    Attributes:
+      step: of the state.
+      error: what made it fail, or None if nothing did so far.
+      failed_alone: True if it failed where others of several processes may not have.
+
+    Args:
+      directory: of all steps.
+      manifest: what is known of the state; its files are added.
+      name: of this save among all of the job, the same on all processes.
+      published: called by the first process once the step has its number.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: dict[str, Any],
+        name: str,
+        published: Callable[[int], None],
+    ):
+        self.step: int = manifest["step"]
+        self.error: Exception | None = None
+        self.failed_alone = False
+        self._directory, self._manifest, self._published = directory, manifest, published
+        self._folder = directory / f"{self.step}.saving"
+        self._meeting = _Meeting(name)
+        self._opened: OpenFolder | None = None
+        self._writing: OrbaxWrite | None = None
+        # No daemon: an interpreter that ends waits for it.
+        self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
+
+    def begin(self, state: TrainState) -> None:
+        """Returns once `state` is on the host, or once that has failed; see `error`."""
+        try:
+            if processes.is_first():
+                self._clear()
+            self._opened = OpenFolder(self._directory)  # Held: `why` reads its name.
+            self._writing = OrbaxWrite(self._meeting.meet)
+            self._writing.begin(self._opened.path / self._folder.name, state)
+        except Exception as error:
+            self.failed_alone = processes.count() > 1
+            self._fail(error)
+        else:
+            self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._writing.wait()
+            if processes.is_first():
+                self._check_readable()
+                self._manifest["files"] = step_files.file_digests(self._folder, sync=True)
+                step_dirs.commit(self._folder, self._manifest)
+                step_dirs.publish(self._folder, self._directory / str(self.step))
+            self._meeting.meet()
+        except Exception as error:
+            self._fail(error)
+        else:
+            if processes.is_first():
+                self._published(self.step)
+        finally:
+            self._writing.close()
+
+    def _check_readable(self) -> None:
+        """Checks that a restore would find all that was to be saved; reads no array.
+
+        Orbax may write less than it was given, and say nothing.
+        """
+        try:
+            stored_arrays(self._folder, self._manifest, Origin(self._folder, advice=""))
+        except ConfigError as error:
+            raise ConfigError(f"What was written cannot be read back. {error}") from None
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        if not self.failed_alone:
+            self._meeting.tell(why(error))
+        if processes.is_first():
+            try:
+                self._clear()
+            except OSError as second:
+                self.error.add_note(f"{self._folder} could not be removed: {second}")
+
+    def _clear(self) -> None:
+        """Removes the files that a save of this step wrote so far."""
+        for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
+            if path.name.startswith(self._folder.name):
+                step_dirs.remove_leftover(path)
+
+
+class _FailedThere(Exception):
+    """A save failed, on which processes and why."""
+
+
+class _Meeting:
+    """Where the processes of a save wait for each other, and hear of each other's errors.
+
+    Orbax lets them meet after all have written and after the first has put it together; then we
+    do, once the step has its number. A process that fails says so where the others wait next.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._left = name, ["written", "put together", "published"]
+
+    def meet(self, error: str = "") -> None:
+        place = self._left.pop(0)
+        texts = processes.exchange(f"{self._name}/{place}", error, _MEET_SECONDS)
+        failed = [f"{processes.name(i)}: {text}" for i, text in enumerate(texts) if text]
+        if failed:
+            self._left.clear()
+            raise _FailedThere("; ".join(failed))
+
+    def tell(self, error: str) -> None:
+        """Tells an error, unless it is what another process told."""
+        if self._left:
+            with contextlib.suppress(Exception):  # What it says is known here.
+                self.meet(error or "an error without words")
+
+
+def why(error: BaseException) -> str:
+    """Returns the reason of a failure in a few words: the system's, and the place, if known."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (_place(str(error.filename)) if error.filename else "")
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, _FailedThere | ConfigError):
+        return text
+    # TensorStore: OUT_OF_RANGE: ... Failed writing: "PATH": ... [os_error_code='27']
+    if code := re.search(r"os_error_code='(\d+)'", text):
+        paths = re.findall(r'"(/[^"]+)"', text)
+        return os.strerror(int(code[1])) + (_place(paths[-1]) if paths else "")
+    return f"{type(error).__name__}: {own_names(text)[:300]}" if text else type(error).__name__
+
+
+def _place(path: str) -> str:
+    # Names below that folder are Orbax's, and long.
+    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", own_names(path)) + ")"

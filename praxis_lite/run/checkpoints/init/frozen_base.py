@@ -1,0 +1,72 @@
+"""Weights that are frozen before anything has trained them: adapters over noise."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
+from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
+
+Path = tuple[str, ...]
+# Weights beside a frozen one that are so many times smaller adapt it.
+_THIN = 2
+
+
+def check_frozen_base(layout: StateLayout, loaded: Collection[str], *, may_be_new: bool) -> None:
+    """Checks that the weights that a new state freezes come from somewhere.
+
+    It is refused where adapters, or other thin weights, are trained beside a frozen matrix that is
+    drawn; and where more than half of all parameters are such matrices. A vector may be anything
+    that is counted or set, such as a correction of loads.
+
+    Args:
+      layout: of the TrainState.
+      loaded: paths in mdl_vars, "params/...", of what is not drawn.
+      may_be_new: run.frozen_may_be_new.
+
+    Raises:
+      ConfigError: names these weights.
+    """
+    if may_be_new:
+        return
+    specs = dict(spec_items(layout.groups.weight_specs))
+    trained = {path for group in layout.groups.by_name.values() for path in group.paths}
+    new = {
+        path: _size(spec) for path, spec in specs.items()
+        if path not in trained and "/".join(("params", *path)) not in loaded and _is_matrix(spec)
+    }
+    beside: dict[Path, list[Path]] = {}
+    for path in trained:
+        beside.setdefault(path[:-1], []).append(path)
+    adapted = [path for path in new if _is_adapted(path, new[path], beside, specs)]
+    is_most = sum(new.values()) > sum(map(_size, specs.values())) / 2
+    if not adapted and not is_most:
+        return
+    names = ["/".join(path) for path in adapted or new]
+    what = "Adapters are" if adapted else "Few weights are"
+    raise ConfigError(
+        f"{what} to be trained over weights that are frozen and newly drawn, so they would "
+        f"stay noise: {len(names)} weights, {few(names, 5)}. Give trained weights: --set "
+        "run.init_from_huggingface=DIRECTORY (HF_DIR=DIRECTORY in the experiments huggingface.*), "
+        "or run.init_from_checkpoint_rules; train them too (task.learner.bprop_variable_inclusion "
+        "and .bprop_variable_exclusion say what is frozen); or, if noise is what they are for, say "
+        "--set run.frozen_may_be_new=True."
+    )
+
+
+def _is_adapted(
+    path: Path, size: int, beside: Mapping[Path, Sequence[Path]], specs: Mapping[Path, WeightSpec]
+) -> bool:
+    own = beside.get(path[:-1], ())
+    if any(one[-1] in ADAPTER_WEIGHTS for one in own):
+        return True
+    return bool(own) and _THIN * sum(_size(specs[one]) for one in own) < size
+
+
+def _size(spec: WeightSpec) -> int:
+    return math.prod(spec.shape)
+
+
+def _is_matrix(spec: WeightSpec) -> bool:
+    return len(spec.shape) - len(spec.stack_shape) >= 2

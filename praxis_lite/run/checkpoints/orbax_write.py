@@ -1,0 +1,101 @@
+"""A state's arrays written as files: what Orbax does for us, and nothing else of it.
+
+Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
+newest step, deletes in place, and tells of a failed save late or never. Nor does Orbax restore:
+it believes the JSON files that it finds.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint._src import asyncio_utils
+
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.run.checkpoints.files.step_names import ITEMS
+from praxis_lite.run.job import processes
+
+_TIMEOUT_SECONDS = 3600
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+# What fails is raised, and told in our words; its traceback in the log would say it twice.
+logging.getLogger("absl").addFilter(_is_not_of_orbax)
+
+
+def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Returns a coroutine's result once all that it began is over.
+
+    Orbax closes the loop at the first write that fails. The others would then make folders anew
+    while we remove them, and each print a traceback: "Event loop is closed".
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(coroutine)
+    except BaseException:
+        loop.set_exception_handler(lambda loop, context: None)  # One failure is told, not each.
+        raise
+    finally:
+        while left := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.wait(left))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+
+class OrbaxWrite:
+    """A state that is being written to a new folder, by all processes.
+
+    Args:
+      meet: called by every process where Orbax would let them wait for each other.
+    """
+
+    def __init__(self, meet: Callable[[], None]):
+        handlers = {item: ocp.PyTreeCheckpointHandler(use_ocdbt=True) for item in ITEMS}
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(**handlers),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=_TIMEOUT_SECONDS,
+                barrier_sync_fn=(lambda key, timeout_ms: meet()) if processes.count() > 1 else None,
+            ),
+        )
+
+    def begin(self, folder: Path, state: TrainState) -> None:
+        """Takes everything to the host; what `folder` has in the end is not there yet."""
+        args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
+        try:
+            self._checkpointer.save(folder, args=ocp.args.Composite(**args))
+        except BaseException:
+            _wait_for_threads()
+            raise
+
+    def wait(self) -> None:
+        """Waits until `folder` is there, or nothing writes to it any more; raises what failed."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except BaseException:
+            _wait_for_threads()
+            raise
+
+    def close(self) -> None:
+        """Ends its threads; what failed was told by `wait`."""
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+
+
+def _wait_for_threads() -> None:
+    """Waits for what Orbax leaves at work when a part of a save has failed: the other parts."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread)  # Its own join raises what it met.

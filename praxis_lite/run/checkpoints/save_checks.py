@@ -1,0 +1,103 @@
+"""Checks of a state before it is saved: its names, and that its numbers are finite."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
+from praxis_lite.run.checkpoints.files.zarr_checks import check_leaf
+from praxis_lite.run.checkpoints.steps.manifest import manifest_leaves
+
+
+def check_names(layout: StateLayout) -> None:
+    """Checks that no two leaves have the same name in a checkpoint.
+
+    Orbax joins names by "." and writes two leaves of one name over each other without a word; we
+    join them by "/".
+
+    Raises:
+      ConfigError: two leaves would share a name, or one would lie inside another; a name is empty,
+        or has nothing between two "." or "/"; or a dtype cannot be stored.
+    """
+
+    def refuse(first: str, second: str) -> None:
+        raise ConfigError(
+            f"{first} and {second} would have one name in a checkpoint, where '.' and '/' part "
+            "names. Rename one of them."
+        )
+
+    stored = {}
+    for path, _ in jax.tree_util.tree_flatten_with_path(layout.shapes)[0]:
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        parts = tuple(part for name in names for part in re.split("[./]", name))
+        shown = jax.tree_util.keystr(path).removeprefix(".")
+        if not all(parts):
+            raise ConfigError(
+                f"{shown} cannot be saved: a name in it is empty, or begins or ends with '.' or "
+                "'/', or has two of them in a row. Rename it."
+            )
+        if parts in stored:
+            refuse(stored[parts], shown)
+        stored[parts] = shown
+    # Sorted, what lies inside a leaf stands right behind it.
+    in_order = sorted(stored)
+    for outer, inner in zip(in_order, in_order[1:], strict=False):
+        if inner[: len(outer)] == outer:
+            refuse(stored[outer], stored[inner])
+    for path, leaf in manifest_leaves(layout).items():
+        check_leaf(path, leaf)  # What a restore would refuse is not saved.
+
+
+def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:
+    """Checks that a state may be saved.
+
+    Raises:
+      ConfigError: `non_finite_leaves` finds some; names them, the step and the newest checkpoint.
+    """
+    if paths := non_finite_leaves(state):
+        raise ConfigError(
+            f"Step {step} is not saved: not all numbers are finite in {few(paths)}. "
+            f"{newest_in_words} Look at grad_norm in metrics.jsonl, run with --set "
+            "run.debug_nans=true; to save such a state all the same, run.save_non_finite=true."
+        )
+
+
+def non_finite_leaves(state: TrainState) -> list[str]:
+    """Returns the paths of leaves that must not be saved, in the state's order.
+
+    Weights, other variables and averages of weights must be finite. Slots may be infinite, as what
+    an optimizer compares with may begin, but not NaN. Padding is zero, and so finite.
+    """
+    tree = {"mdl_vars": state.mdl_vars, "opt_states": state.opt_states}
+    paths, leaves, is_weight = [], [], []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            path = jax.tree_util.keystr(path, simple=True, separator="/")
+            paths.append(path)
+            leaves.append(leaf)
+            is_weight.append(path.startswith(("mdl_vars/", "opt_states/ema/")))
+    if not leaves:
+        return []
+    bad = jax.device_get(_checker(leaves[0].sharding)(leaves, tuple(is_weight)))
+    return [path for path, one in zip(paths, bad, strict=True) if one]
+
+
+@functools.cache
+def _checker(sharding: jax.sharding.Sharding) -> Any:
+    # Replicated, so that each of several processes can read it.
+    is_named = isinstance(sharding, NamedSharding)
+    out = NamedSharding(sharding.mesh, PartitionSpec()) if is_named else None
+    return jax.jit(_are_bad, static_argnums=1, out_shardings=out)
+
+
+def _are_bad(leaves: Sequence[jax.Array], is_weight: Sequence[bool]) -> jax.Array:
+    return jnp.stack([
+        (~jnp.isfinite(x)).any() if weight else jnp.isnan(x).any()
+        for x, weight in zip(leaves, is_weight, strict=True)
+    ])

@@ -1,0 +1,67 @@
+"""Stored arrays read into the shards of a mesh: each process reads what its devices hold."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from praxis_lite.core.partitioner.train_state import LeafLayout
+from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray
+
+# Bytes that are read at a time besides what they become: the host's share of a large state must
+# not be in memory twice.
+_MOST_BYTES_AT_ONCE = 4 * 10**9
+_NUM_THREADS = 16
+
+
+def read_arrays(
+    arrays: Mapping[str, StoredArray], leaves: Mapping[str, LeafLayout], mesh: Mesh
+) -> dict[str, jax.Array]:
+    """Returns padded arrays in the order of `leaves`, each in its shards.
+
+    Args:
+      arrays: by path; more than are wanted.
+      leaves: how each is wanted, by path; its unpadded shape and dtype are those stored.
+
+    Raises:
+      ConfigError: an array cannot be decoded, or does not fit into the host's memory.
+    """
+    found = {}
+    for batch in _batches(leaves):
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), batch)
+            found |= dict(zip(batch, read, strict=True))
+    return found
+
+
+def _batches(leaves: Mapping[str, LeafLayout]) -> Iterator[Sequence[str]]:
+    batch, num_bytes = [], 0
+    for path, leaf in leaves.items():
+        size = prod(leaf.padded_shape) * leaf.dtype.itemsize
+        if batch and num_bytes + size > _MOST_BYTES_AT_ONCE:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(path)
+        num_bytes += size
+    yield batch
+
+
+def _read(array: StoredArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
+    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # Replicas are read once.
+
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        ends = tuple(
+            one.indices(size)[:2] for one, size in zip(index, leaf.padded_shape, strict=True)
+        )
+        if ends not in blocks:
+            inner = [(min(a, n), min(b, n)) for (a, b), n in zip(ends, leaf.shape, strict=True)]
+            read = array.read_block(tuple(slice(a, b) for a, b in inner))
+            pads = [(0, b - a - size) for (a, b), size in zip(ends, read.shape, strict=True)]
+            blocks[ends] = np.pad(read, pads) if any(pad for _, pad in pads) else read
+        return blocks[ends]
+
+    sharding = NamedSharding(mesh, leaf.spec)
+    return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)

@@ -1,0 +1,80 @@
+"""`--set BATCH_SIZE=32`: attributes of an experiment's class, set before it makes its config."""
+
+import copy
+import re
+import types
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import fiddle as fdl
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.user_lines import user_line
+from praxis_lite.run.config.overrides import apply_overrides
+from praxis_lite.run.config.paths import callable_name
+
+
+class _Experiment(Protocol):
+    def config(self) -> fdl.Config: ...
+
+
+def configured(
+    experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str] = ()
+) -> fdl.Config:
+    """Returns the config of an experiment with the settings of `--set` applied.
+
+    A setting whose path begins with an attribute of the class, its own or inherited, sets that
+    attribute of an instance, before the experiment makes its config; all others are fields of the
+    config.
+
+    Args:
+        experiment: the class.
+        settings: `path=value` each, see `apply_overrides`.
+        packages: top-level packages whose functions and classes may be named.
+
+    Raises:
+        ConfigError: no such path, or no value of that field's type; or the class's constructor
+            requires arguments.
+    """
+    made, known = _made(experiment), _attributes(experiment)
+    own = [one for one in settings if _first_key(one) in known]
+    named = {_first_key(one) for one in own}
+    # Copies, for what the class holds is shared by all instances.
+    values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
+    apply_overrides(values, own, packages)
+    for name in named:
+        setattr(made, name, getattr(values, name))
+    config = made.config()
+    apply_overrides(config, [one for one in settings if one not in own], packages, known)
+    return config
+
+
+def _made(experiment: type[_Experiment]) -> _Experiment:
+    try:
+        return experiment()
+    except TypeError as error:
+        if user_line(error) is not None:
+            raise
+        raise ConfigError(
+            f"{callable_name(experiment)} is made without arguments: {error}. Give __init__ "
+            "defaults, or leave it out: an experiment's settings are its configs."
+        ) from error
+
+
+def _attributes(experiment: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for base in reversed(experiment.__mro__):
+        found |= vars(base)
+    no_values = (types.FunctionType, property, classmethod, staticmethod)
+    return {
+        name: value for name, value in found.items()
+        if not name.startswith("_") and not isinstance(value, no_values)
+    }
+
+
+def _attributes_of(**values):
+    """Stands for the class; without annotations, so that each value keeps its type."""
+
+
+def _first_key(setting: str) -> str:
+    return re.split(r"[.\[=]", setting, maxsplit=1)[0].strip()

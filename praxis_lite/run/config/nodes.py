@@ -1,0 +1,209 @@
+"""A config as nested JSON objects: written, checked without an import, and read again.
+
+A number, a text, true, false and null stand for themselves; everything else is an object with the
+kind as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
+
+    {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
+
+What stands in several places is written at the first one, with an "id", and as `{"again": 3}` at
+the others. So the text has no cycles.
+"""
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.config.configurable import is_allowed, refused
+from praxis_lite.run.config.names import imported, name_of
+from praxis_lite.run.config.node_form import SEQUENCES, check, children, damaged
+from praxis_lite.run.config.paths import describe, join
+from praxis_lite.run.config.values import dtype_name
+
+_BUILDABLES = {"Config": fdl.Config, "Partial": fdl.Partial}
+
+
+def write(value: Any, packages: Collection[str]) -> Any:
+    """Returns the JSON value from which `read` makes `value` again.
+
+    Args:
+        value: a config, or what may stand in one.
+        packages: top-level packages whose functions and classes it may name.
+
+    Raises:
+        ConfigError: it holds what text cannot, such as a lambda or an array, or a name that `check`
+            would refuse; names the path.
+    """
+    node = _Writer(packages).write(value, "")
+    check(node, packages)
+    return node
+
+
+def read(node: Any, names: Mapping[str, tuple[str, str]]) -> Any:
+    """Returns the value of a JSON node; `names` is the result of `check` on it, and is imported."""
+    return _Reader(names).read(node, "config")
+
+
+class _Writer:
+    def __init__(self, packages: Collection[str]):
+        self._packages = packages
+        self._num_ids = 0
+        # The value is kept too, for a freed one's id could come again.
+        self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
+
+    def write(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        # A tuple is what it holds, wherever it stands.
+        is_shared = isinstance(value, fdl.Buildable | functools.partial) or type(value) in (
+            list, dict, set,
+        )
+        if not is_shared:
+            return self._new(value, path)
+        if id(value) in self._written:
+            node = self._written[id(value)][1]
+            if node is None:
+                raise ConfigError(f"{path}: the config holds itself. Take it out of there.")
+            if "id" not in node:
+                self._num_ids += 1
+                node["id"] = self._num_ids
+            return {"again": node["id"]}
+        self._written[id(value)] = (value, None)
+        node = self._new(value, path)
+        self._written[id(value)] = (value, node)
+        return node
+
+    def _new(self, value: Any, path: str) -> dict[str, Any]:
+        kind = type(value).__name__
+        numpy, sharding = sys.modules.get("numpy"), sys.modules.get("jax.sharding")
+        if isinstance(value, fdl.Buildable):
+            # Fiddle's other Buildables are for tools that edit configs.
+            if _BUILDABLES.get(kind) is not type(value):
+                raise ConfigError(f"{path}: is {describe(value)}: write an fdl.Config.")
+            name = self._name(fdl.get_callable(value), path, is_called=kind == "Config")
+            return {kind: name, "arguments": self._arguments(value.__arguments__, path)}
+        if isinstance(value, functools.partial):
+            node = {"functools.partial": self._name(value.func, path)}
+            node["items"] = self._items(value.args, path)
+            return {**node, "arguments": self._arguments(value.keywords, path)}
+        if numpy is not None and isinstance(value, numpy.dtype):
+            return {"dtype": dtype_name(value)}
+        if sharding is not None and isinstance(value, sharding.PartitionSpec):
+            return {"PartitionSpec": self._items(value, path)}
+        if type(value) is bytes:
+            return {"bytes": value.hex()}
+        if type(value) is slice:
+            return {"slice": self._items((value.start, value.stop, value.step), path)}
+        if type(value) is dict:
+            pairs = [[self.write(key, path), self.write(one, join(path, key))]
+                     for key, one in value.items()]
+            return {"dict": pairs}
+        if type(value) in (set, frozenset):
+            # In an order that is the same in every process.
+            return {kind: sorted(self._items(value, path), key=json.dumps)}
+        if SEQUENCES.get(kind) is type(value):
+            return {kind: self._items(value, path)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"namedtuple": self._name(type(value), path), "items": self._items(value, path)}
+        return {"name": self._name(value, path)}
+
+    def _items(self, values: Collection[Any], path: str) -> list[Any]:
+        return [self.write(one, join(path, index)) for index, one in enumerate(values)]
+
+    def _arguments(self, arguments: dict[str | int, Any], path: str) -> dict[str, Any]:
+        # Positional ones have numbers, which no name of a parameter looks like.
+        return {str(key): self.write(one, join(path, key)) for key, one in arguments.items()}
+
+    def _name(self, value: Any, path: str, *, is_called: bool = False) -> str:
+        symbol = name_of(value)
+        if symbol is None:
+            is_local = "<" in getattr(value, "__qualname__", "")
+            what = (
+                f"the function or class {value.__qualname__}, which has no name at the top of a "
+                "module"
+                if is_local
+                else f"{describe(value)}, which has no literal and no name in a module"
+            )
+            raise ConfigError(
+                f"{path}: is {what}, so the job's config.json could not hold it. Define it at the "
+                "top of a module, or write fdl.Config(...) of the class or function that makes it."
+            )
+        if not is_allowed(*symbol, self._packages):
+            raise ConfigError(refused(f"{path}: the config", *symbol))
+        # What is written can be read: this is in sys.modules, and nothing is imported by it.
+        imported(*symbol, is_called=is_called)
+        return ":".join(symbol)
+
+
+class _Reader:
+    def __init__(self, names: Mapping[str, tuple[str, str]]):
+        self._names = names
+        self._shared: dict[int, Any] = {}
+
+    def read(self, node: Any, path: str) -> Any:
+        if type(node) is not dict:
+            return node
+        kind = next(iter(node))
+        if kind == "again":
+            return self._shared[node["again"]]
+        try:
+            value = self._new(node, kind, path)
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise damaged(path, f"{type(error).__name__}: {error}") from error
+        if "id" in node:
+            self._shared[node["id"]] = value
+        return value
+
+    def _new(self, node: dict[str, Any], kind: str, path: str) -> Any:
+        content = node[kind]
+        if kind == "name":
+            return imported(*self._names[content])
+        if kind == "float":
+            return float(content)
+        if kind == "bytes":
+            return bytes.fromhex(content)
+        if kind == "dtype":
+            import ml_dtypes  # noqa: F401 - numpy learns the name bfloat16 from it.
+            import numpy as np
+
+            return np.dtype(content)
+        pairs = [(key, self.read(one, f"{path}.{key}")) for key, one in children(node, kind)]
+        values = [value for _, value in pairs]
+        if kind in SEQUENCES:
+            return SEQUENCES[kind](values)
+        if kind == "slice":
+            return slice(*values)
+        if kind == "PartitionSpec":
+            from jax.sharding import PartitionSpec
+
+            return PartitionSpec(*values)
+        if kind == "dict":
+            return dict(zip(values[::2], values[1::2], strict=True))
+        function = imported(*self._names[content], is_called=kind == "Config")
+        if kind == "namedtuple":
+            if not (isinstance(function, type) and issubclass(function, tuple)):
+                raise damaged(path, f"{content} is not a named tuple")
+            return function._make(values)
+        if not callable(function):
+            raise damaged(path, f"{content} is {describe(function)}, which cannot be called")
+        num_items = len(node.get("items", ()))
+        arguments = dict(pairs[num_items:])
+        if kind == "functools.partial":
+            return functools.partial(function, *values[:num_items], **arguments)
+        return _buildable(_BUILDABLES[kind], function, arguments)
+
+
+def _buildable(kind: type[fdl.Buildable], function: Any, arguments: dict[str, Any]) -> Any:
+    # As fiddle unflattens one, so that defaults and positional arguments stay what they are.
+    keys = tuple(int(key) if key.isdecimal() else key for key in arguments)
+    metadata = kind(function).__flatten__()[1]._replace(argument_names=keys, argument_tags={})
+    return kind.__unflatten__(arguments.values(), metadata)

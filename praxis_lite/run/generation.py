@@ -1,0 +1,42 @@
+"""The task with another decoder, or with other settings of its own."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.task import Task
+from praxis_lite.decode.decoder import Decoder
+
+
+def with_decoder(
+    task: Task, config: fdl.Config, decoder: Decoder | None, settings: Mapping[str, Any]
+) -> Task:
+    """Returns the task with another decoder, or with other settings of its own.
+
+    Args:
+      config: of the task.
+      decoder: in place of the task's.
+
+    Raises:
+      ConfigError: the task has no decoder, or the decoder no such setting.
+    """
+    if not isinstance(getattr(task, "decoder", None), Decoder):
+        raise ConfigError(f"{type(task).__name__} has no decoder, so it takes no settings.")
+    config = copy.deepcopy(config)
+    if decoder is None:
+        # Not the task's: its tokenizer has put tokens into that.
+        decoder = fdl.build(config.decoder) if config.decoder is not None else task.decoder
+    known = [field.name for field in dataclasses.fields(decoder)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"{type(decoder).__name__} has no setting {name!r}; it has {', '.join(known)}."
+                f"{did_you_mean(name, known)} Another decoder, such as Sample, is given as "
+                "decoder=Sample(...)."
+            )
+    config.decoder = dataclasses.replace(decoder, **settings)
+    return fdl.build(config)

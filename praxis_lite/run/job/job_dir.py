@@ -1,0 +1,264 @@
+"""Where a job keeps its files, and whose directory it is."""
+
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.files.json_text import read_json
+from praxis_lite.files.whole_files import write_whole
+from praxis_lite.run.config.former_names import experiment_today
+
+# Bytes of decode/DATASET/STEP.jsonl, where a dataset's name may have 255.
+_LONGEST_NAME = 300
+# The dataset's name in decode/ of what a command line asks for with --prompt and --prompts.
+COMMAND_LINE = "command_line"
+
+
+def _below(name: str) -> property:
+    return property(lambda self: self.path / name)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobDir:
+    """The files of a job, below `path`. Naming them touches no disk.
+
+    Attributes:
+      config_json: the config from which the job is rebuilt; it makes the directory a job's.
+      config_txt: the same config for people: one `path=value` per line.
+      layout_txt: every weight's shapes, spec, bytes per device and padding.
+      init_from_checkpoint_txt: where each variable of a new job came from, if it was not drawn.
+      metrics_jsonl: a line per training step.
+      eval_metrics_jsonl: a line per dataset and evaluation.
+      loss_curve_png: the losses as a picture.
+      non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
+        again.
+      stacks_txt: what every thread was doing, each time that no step ended for long.
+      traceback_txt: the traceback of the exception that ended the last launch, if one did.
+      huggingface: the folder with config.json and tokenizer of the model of Hugging Face that the
+        job began with, if it did.
+      tokenizers: the folder of copies of the tokenizers that the config names.
+      tensorboard: the folder of TensorBoard's summaries.
+      checkpoints: the folder of checkpoints by step.
+      beginning: a mark, there while a command begins the job with weights of another system.
+    """
+
+    path: Path
+
+    config_json = _below("config.json")
+    config_txt = _below("config.txt")
+    layout_txt = _below("layout.txt")
+    init_from_checkpoint_txt = _below("init_from_checkpoint.txt")
+    metrics_jsonl = _below("metrics.jsonl")
+    eval_metrics_jsonl = _below("eval_metrics.jsonl")
+    loss_curve_png = _below("loss_curve.png")
+    non_finite_txt = _below("non_finite.txt")
+    stacks_txt = _below("stacks.txt")
+    traceback_txt = _below("traceback.txt")
+    huggingface = _below("huggingface")
+    tokenizers = _below("tokenizers")
+    tensorboard = _below("tensorboard")
+    checkpoints = _below("checkpoints")
+    beginning = _below(".beginning")
+
+    def decode_jsonl(self, dataset: str, step: int) -> Path:
+        """Returns the file of a dataset's prompts as decoded by the checkpoint of `step`."""
+        return self.path / "decode" / dataset / f"{step}.jsonl"
+
+    def eval_jsonl(self, dataset: str, step: int) -> Path:
+        """Returns the file of what that checkpoint's evaluation found for each row of a dataset."""
+        return self.path / "eval" / dataset / f"{step}.jsonl"
+
+    def write_config(self, json_text: str, lines: Sequence[str]) -> None:
+        """Writes `config.json` and `config.txt`; a reader sees the old files or the new."""
+        # config.json last: once it is there, the directory is complete.
+        write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
+        write_whole(self.config_json, json_text.encode())
+
+
+def local_directory(path: str | os.PathLike[str]) -> Path:
+    """Returns an absolute path without "..", "~" at its start expanded; there may be nothing there.
+
+    Raises ConfigError for what can be no directory: an address such as gs://bucket/job, for which
+    Python would make a local one called "gs:"; and for a path that the system, or UTF-8, refuses.
+    """
+    given = os.fsdecode(path)
+    if not given or "\0" in given:
+        what = "has a NUL" if given else "is empty, as where a variable of the shell is not set"
+        raise ConfigError(f"The path {shown(given)!r} {what}. Name a directory.")
+    # One slash is enough: a Path has no two in a row.
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", given):
+        advice = (
+            "Leave out file://"
+            if scheme[1].lower() == "file"
+            else "Mount it, or name a directory of this machine or of a file system that all its "
+            "hosts share"
+        )
+        raise ConfigError(
+            f"{shown(given)} is an address ({scheme[1]}), but jobs and checkpoints are "
+            f"kept in, and read from, only local directories; object stores (gs, s3) are not "
+            f"supported. {advice}."
+        )
+    directory = _absolute(os.path.expanduser(given))
+    try:
+        str(directory).encode()  # Messages, config.txt and the terminal are UTF-8.
+        directory.stat()
+    except (FileNotFoundError, NotADirectoryError):  # It may yet be made, or is refused by name.
+        pass
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{shown(str(directory), 200)} is not UTF-8. Rename the directory, or reach it by a "
+            "symbolic link whose path is."
+        ) from None
+    except OSError as error:  # Too long, a loop of symbolic links, below a closed directory.
+        raise ConfigError(
+            f"{shown(given)} is no path ({error.strerror}). Name another directory."
+        ) from None
+    return directory
+
+
+def _absolute(path: str) -> Path:
+    """Returns an absolute path; what stands before its last ".." is resolved, symlinks too."""
+    try:
+        # Two slashes in front mean one, but not to TensorStore.
+        path = os.path.join(os.getcwd(), re.sub("^/+", "/", path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{shown(path)} is relative, but the current directory was deleted. Change to another."
+        ) from None
+    parts = path.split("/")
+    if ".." not in parts:
+        return Path(path)
+    end = len(parts) - parts[::-1].index("..")
+    return Path(os.path.realpath("/".join(parts[:end])), *parts[end:])
+
+
+def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
+    """Returns the job's directory, new and empty or begun by `experiment` (module.Class).
+
+    It is made if it is absent. Raises ConfigError if it is an address or a file, cannot be made or
+    written, or holds something else than this experiment's job.
+    """
+    job = _named(path)
+    if job.path.exists():
+        _check_is_directory(job)
+        # Hidden files are of the desktop or the network file system. A traceback is of a launch
+        # that failed before it began the job.
+        visible = sorted(
+            name for name in os.listdir(job.path)
+            if not name.startswith(".") and name != job.traceback_txt.name
+        )
+        if job.config_json.is_dir():
+            _refuse(job, "has a directory config.json, so it is no job's. Name another")
+        if visible and not job.config_json.is_file() and job.beginning.exists():
+            _refuse(
+                job,
+                "is half made: a command that begins a job with weights of another system (import, "
+                "pax_job) was ended there. Launch that command again, or name another directory",
+            )
+        if visible and not job.config_json.is_file():
+            _refuse(
+                job,
+                f"holds {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
+                "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
+            )
+    else:
+        _check_length(job)
+        if job.path.is_symlink():
+            _refuse(job, f"is a symbolic link to {os.readlink(job.path)}, which is not there. Make "
+                         "that directory, or name another")
+        try:
+            job.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _refuse(
+                job, f"cannot be made ({error.strerror}). Name one below a directory you can write"
+            )
+    _check_writable(job)
+    if job.config_json.is_file():
+        found = recorded_experiment(job, packages=experiment.split(".")[:1])
+        if found != experiment:
+            _refuse(
+                job,
+                f"belongs to the experiment {shown(found)}, and this run is {experiment}. Name "
+                f"another directory, or launch --exp={shown(found)} to go on with that job",
+            )
+    return job
+
+
+def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> JobDir:
+    """Returns the directory of a job that was trained before, for evaluation or decoding.
+
+    Raises ConfigError if it is an address, absent, a file or no job's; or, if results are to be
+    written into it (`writes`), cannot be written.
+    """
+    job = _named(path)
+    if not job.path.exists():
+        near = next(one for one in job.path.parents if one.exists())
+        _refuse(
+            job,
+            f"does not exist (the nearest that does is {near}). Train first with "
+            "--mode=train, or name the directory of a job that was trained",
+        )
+    _check_is_directory(job)
+    if not job.config_json.is_file():
+        _refuse(
+            job,
+            "has no config.json, so no job was trained there. Train first with --mode=train, or "
+            "name the directory of a job that was trained",
+        )
+    if writes:
+        _check_writable(job)
+    return job
+
+
+def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
+    """Returns the full name of the experiment that `config.json` records, as it is called today.
+
+    Raises ConfigError if praxis_lite did not write the file. `packages` are the user's own.
+    """
+    try:
+        config = read_json(job.config_json)
+        found, config_format = config["experiment"], config.get("format")
+    except (ConfigError, LookupError, TypeError, AttributeError):
+        found = None
+    if not isinstance(found, str):
+        _refuse(
+            job,
+            "has a config.json that praxis_lite did not write, or that is damaged. Name another "
+            "directory",
+        )
+    return experiment_today(found, config_format, packages)
+
+
+def _named(path: str | os.PathLike[str]) -> JobDir:
+    return JobDir(local_directory(path))
+
+
+def _check_is_directory(job: JobDir) -> None:
+    if not job.path.is_dir():
+        _refuse(job, "is a file. Name a directory")
+
+
+def _check_length(job: JobDir) -> None:
+    most = os.pathconf("/", "PC_PATH_MAX") - _LONGEST_NAME
+    size = len(os.fsencode(job.path))
+    if size > most:
+        _refuse(job, f"has {size} bytes, and with the names of a job's files that is longer than a "
+                     f"path can be. Name one of at most {most} bytes")
+
+
+def _check_writable(job: JobDir) -> None:
+    try:
+        # Only writing tells: permission bits say nothing of read-only mounts, quotas or root.
+        with tempfile.TemporaryFile(dir=job.path):
+            pass
+    except OSError as error:
+        _refuse(job, f"cannot be written ({error.strerror}). Name one that you can write")
+
+
+def _refuse(job: JobDir, reason: str) -> NoReturn:
+    raise ConfigError(f"--job_log_dir={job.path} {reason}.") from None

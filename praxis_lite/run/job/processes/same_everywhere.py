@@ -1,0 +1,48 @@
+"""What must be the same on all processes of a job, compared before it costs anything."""
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.run.job import processes
+
+_PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "orbax-checkpoint")
+
+
+def check_same(what: str, fields: Mapping[str, Any]) -> None:
+    """Checks that all processes have the same values, which JSON can hold.
+
+    Otherwise all raise a ConfigError with two processes, their hosts, a field and its values.
+    """
+    if processes.count() == 1:
+        return
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
+    found = [json.loads(one) for one in processes.exchange(what, json.dumps(texts))]
+    # In this process's order, then the names that only others have.
+    names = dict.fromkeys(name for one in found for name in one)
+    differing = [name for name in names if len({one.get(name) for one in found}) > 1]
+    if not differing:
+        return
+    first, name = found[0].get(differing[0]), differing[0]
+    other = next(k for k, one in enumerate(found) if one.get(name) != first)
+    more = f" Other differences: {', '.join(differing[1:6])}." if len(differing) > 1 else ""
+    raise ConfigError(
+        f"{what}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
+        f"{shown(found[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} All "
+        "processes of a job need the same: start the same command, with the same packages and "
+        "files, on every host."
+    )
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a compiled program may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
+            found[package] = "not installed"
+    return {f"version of {name}": version for name, version in found.items()}

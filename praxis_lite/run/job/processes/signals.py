@@ -1,0 +1,182 @@
+"""Signals that ask a process to end, heard at once, whatever the main thread is doing.
+
+Python runs the handler of a signal in the main thread, between two bytecodes: a compiler or a wait
+for devices holds it up for minutes. Underneath, C code writes the number of the signal to a socket
+the moment it comes (`signal.set_wakeup_fd`), and a thread reads it there.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from praxis_lite.run.job.processes.exits import end_now
+
+# SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+# `timeout` signals its command and then the command's group, which is one request.
+SAME_SECONDS = 0.2
+
+# How long the main thread may take to clean up, when it ends without a checkpoint to write.
+CLEAN_UP_SECONDS = 2.0
+
+
+class SignalListener(contextlib.AbstractContextManager):
+    """Hears SIGNALS while it is entered; a subclass says what they mean.
+
+    Outside the main thread Python installs no handlers, so no signal is heard there. A signal that
+    was ignored before stays ignored.
+    """
+
+    def __init__(self) -> None:
+        # When _time_is_up is called, in seconds of time.monotonic; only the thread changes it.
+        self._wakes_at: float | None = None
+        self._heard_first: tuple[int, float] | None = None  # The signal, and when it came.
+        self._raised: SystemExit | None = None
+        self._unraisable_hook = sys.unraisablehook
+
+    def _in_main(self, signum: int) -> None:
+        """Called in the main thread, as soon as that runs Python again; may raise."""
+
+    def _asked(self, signum: int) -> None:
+        """Called in the thread, at once, for the first signal, and for each SIGHUP."""
+
+    def _time_is_up(self) -> None:
+        """Called in the thread, at `_wakes_at`."""
+
+    def __enter__(self) -> "SignalListener":
+        for listener in _entered:
+            if listener._raised is not None:
+                # Lost on its way (see _end): nothing is begun in the seconds that are left.
+                raise listener._raised
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._handlers, self._wakeup_fd, self._is_closing = {}, None, False
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        if threading.current_thread() is threading.main_thread():
+            self._wakeup_fd = signal.set_wakeup_fd(
+                self._write.fileno(), warn_on_full_buffer=False
+            )
+            for one in SIGNALS:
+                if signal.getsignal(one) is not signal.SIG_IGN:
+                    self._handlers[one] = signal.signal(one, self._handle)
+            _entered.append(self)
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._restore()
+        self._is_closing = True
+        self._write.send(b"\0")
+        self._thread.join()
+        self._read.close()
+        self._write.close()
+        sys.unraisablehook = self._unraisable_hook
+        if self._raised is not None and error is not self._raised:
+            # What was raised was lost on its way, or made something else fail.
+            raise self._raised from None
+
+    def _end(self, status: int) -> None:
+        """Raises SystemExit, once; for the main thread."""
+        if self._raised is None:
+            self._raised = SystemExit(status)
+            # If a finalizer or JAX's callback of the garbage collector happens to run, Python drops
+            # what is raised and prints a traceback. Then the thread ends the process.
+            sys.unraisablehook = self._unless_raised
+            raise self._raised
+
+    def _unless_raised(self, unraisable: Any) -> None:
+        if unraisable.exc_value is not self._raised:
+            self._unraisable_hook(unraisable)
+
+    def _restore(self) -> None:
+        if self in _entered:
+            _entered.remove(self)
+            for one, handler in self._handlers.items():
+                # Python cannot put back a handler that it has not installed (None).
+                signal.signal(one, signal.SIG_DFL if handler is None else handler)
+            signal.set_wakeup_fd(self._wakeup_fd)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        self._in_main(signum)
+
+    def _listen(self) -> None:
+        while not self._is_closing:
+            seconds = None
+            if self._wakes_at is not None:
+                seconds = max(0.0, self._wakes_at - time.monotonic())
+            if not select.select([self._read], [], [], seconds)[0]:
+                self._wakes_at = None
+                self._time_is_up()
+                continue
+            for signum in self._read.recv(64):
+                if signum in SIGNALS:
+                    self._heard(signum)
+
+    def _heard(self, signum: int) -> None:
+        now = time.monotonic()
+        if self._heard_first is None or signum == signal.SIGHUP:
+            # A session that is closed sends SIGHUP beside SIGTERM, so SIGHUP is never the second.
+            if signum != signal.SIGHUP:
+                self._heard_first = signum, now
+            self._asked(signum)
+        elif self._heard_first[0] != signum or now - self._heard_first[1] > SAME_SECONDS:
+            say(f"{name(signum)}, the second signal: ended at once")
+            end_now(128 + signum)
+
+
+class EndsBySignal(SignalListener):
+    """Ends the process at the first signal: a line, exit status 128 + its number, no traceback.
+
+    The main thread gets a SystemExit, so that it removes what it has half written. If that does not
+    end it in time, in a compiler for instance, the process ends all the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._status: int | None = None
+
+    def _in_main(self, signum: int) -> None:
+        self._end(128 + signum)
+
+    def _asked(self, signum: int) -> None:
+        if self._status is None:
+            say(f"ended by {name(signum)}")
+            self._status = 128 + signum
+            self._wakes_at = time.monotonic() + CLEAN_UP_SECONDS
+
+    def _time_is_up(self) -> None:
+        end_now(self._status)
+
+
+def name(signum: int) -> str:
+    """Returns "SIGTERM" for 15."""
+    return signal.Signals(signum).name
+
+
+def say(line: str) -> None:
+    """Writes a line to standard error past Python's buffers, which another thread may hold."""
+    # A terminal shows the half of a line that is redrawn in place, or ^C.
+    start = "\n" if os.isatty(2) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{start}{line}\n".encode())
+
+
+_entered: list[SignalListener] = []
+
+
+def _forget() -> None:
+    for listener in reversed(_entered[:]):
+        listener._restore()
+
+
+# A forked worker has no thread that listens, and would write its signals to the parent's socket: a
+# pool that ends its workers would end the training.
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,155 @@
+"""Keeps a program running when its output cannot be written: a closed pipe, a full disk."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from praxis_lite.core.errors import printable
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.processes.signals import say
+
+
+class _MayBeLost:
+    """A text stream that turns into /dev/null at its first error."""
+
+    def __init__(self, stream: Any, name: str, *, goes_on: bool):
+        self._stream, self._name, self._goes_on = stream, name, goes_on
+        self._end_filter: Callable[[], None] = lambda: None
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        # Below Python's stream, so that its buffer goes there too and Python exits in silence.
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        if not self._goes_on:
+            raise SystemExit(128 + signal.SIGPIPE)
+        say(
+            f"{self._name} cannot be written ({error.strerror}); the job goes on without it, "
+            "its results are on disk"
+        )
+
+    def without_lines(self, prefix: bytes) -> None:
+        """Drops lines with this prefix that libraries write to file descriptor 1 themselves.
+
+        Their other lines are passed on. Python's own lines go another way: none is late or lost.
+        """
+        self.flush()
+        real = os.dup(1)
+        read, write = os.pipe()
+        os.dup2(write, 1)
+        os.close(write)
+        self._stream = os.fdopen(
+            real, "w", encoding=self._stream.encoding, errors=self._stream.errors, closefd=False,
+            buffering=1 if self._stream.line_buffering else -1,
+        )
+
+        def pass_on() -> None:
+            with open(read, "rb") as lines:
+                for line in lines:
+                    if not line.startswith(prefix):
+                        with contextlib.suppress(OSError):
+                            os.write(real, line)
+
+        thread = threading.Thread(target=pass_on, name="standard output", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            os.dup2(real, 1)  # The pipe's last writer is closed by that.
+            thread.join(1.0)
+
+        self._end_filter = end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def without_lines_of_gloo() -> None:
+    """Drops what gloo, which links processes on CPU, prints for each group of devices.
+
+    To be called inside `output_may_be_lost`; if standard output is no file, nothing changes.
+    """
+    if isinstance(sys.stdout, _MayBeLost):
+        with contextlib.suppress(OSError, AttributeError):
+            if sys.stdout.fileno() == 1:
+                sys.stdout.without_lines(b"[Gloo] Rank ")
+
+
+def open_what_is_closed() -> None:
+    """Puts /dev/null in the place of a standard stream that was closed, as by `1>&-`.
+
+    A file of the job would else get its number, and be written into by whoever prints.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+@contextlib.contextmanager
+def output_may_be_lost(*, goes_on: bool) -> Iterator[None]:
+    """Lets a program outlive its standard output and standard error.
+
+    Args:
+      goes_on: True: it then goes on without them. False: it ends quietly, as programs of a pipe do.
+    """
+    before = sys.stdout, sys.stderr
+    own = (
+        _MayBeLost(sys.stdout, "standard output", goes_on=goes_on),
+        _MayBeLost(sys.stderr, "standard error", goes_on=goes_on),
+    )
+    sys.stdout, sys.stderr = own
+    try:
+        yield
+    finally:
+        for stream in own:
+            with contextlib.suppress(SystemExit):
+                stream.flush()
+            stream._end_filter()
+        # Unless another stream was put in its place meanwhile.
+        if sys.stdout is own[0]:
+            sys.stdout = before[0]
+        if sys.stderr is own[1]:
+            sys.stderr = before[1]
+
+
+class _Print(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # The output of other processes than the first is dropped, but not their warnings.
+        is_heard = processes.is_first() or record.levelno < logging.WARNING
+        # A name that is no UTF-8 has no bytes of its own on a terminal.
+        words = printable(record.getMessage())
+        print(words, file=sys.stdout if is_heard else sys.stderr, flush=True)
+
+
+def print_log() -> None:
+    """Prints the library's log, such as the choice of an attention kernel and its reason."""
+    log = logging.getLogger("praxis_lite")
+    if not log.handlers:
+        log.addHandler(_Print())
+        log.setLevel(logging.INFO)
+        log.propagate = False  # Some library's handler of all logs would print it again.

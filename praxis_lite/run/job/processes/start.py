@@ -1,0 +1,231 @@
+"""The ways in which a job's processes find each other: flags, or a launcher's variables."""
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, TextIO
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.processes import peers
+from praxis_lite.run.job.processes.aborts import speaking_before_aborts
+from praxis_lite.run.job.processes.claimed_id import ClaimedId
+from praxis_lite.run.job.processes.exits import end_now
+
+START_SECONDS = 45
+_MOST_PROCESSES = 100_000  # JAX's service makes room for all of them before one has come.
+
+# What a launcher calls the number of its processes, and which of them this is.
+_LAUNCHERS = {
+    "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MPI": ("PMI_SIZE", "PMI_RANK"),
+}
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")
+
+
+def start(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    start_seconds: int = START_SECONDS,
+) -> None:
+    """Connects this process with the others of its job, and makes the first process speak for it.
+
+    It must come before JAX makes a device. If neither flags nor the environment tell of other
+    processes, nothing happens, and jax is not imported. Raises ConfigError if a flag is wrong or
+    missing, or the processes cannot be connected.
+    """
+    require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
+    settings, found = find_others(coordinator, num_processes, process_id, os.environ)
+    if settings is None:
+        return
+    _connect(settings, start_seconds)
+    peers.watch()
+    processes.learn_hosts(start_seconds)
+    if processes.is_first():
+        hosts = len({processes.host(k) for k in range(processes.count())})
+        print(f"{processes.count()} processes on {hosts} hosts, found by {found}", flush=True)
+    else:
+        _speak_as_another(processes.index())
+
+
+def find_others(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environment: Mapping[str, str],
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns the arguments of jax.distributed.initialize, and where they were found, in words.
+
+    (None, "") if this process is alone. Raises ConfigError as `start`; asks nothing of JAX.
+    """
+    launcher, size, rank = _launcher(environment)
+    if (coordinator, num_processes, process_id) != (None, None, None):
+        if num_processes is None and process_id is None and size is not None:
+            num_processes, process_id = size, rank
+        _check_flags(coordinator, num_processes, process_id)
+        if num_processes == 1:
+            return None, ""
+        settings = {
+            "coordinator_address": coordinator, "num_processes": num_processes,
+            "process_id": process_id, "cluster_detection_method": "deactivate",
+        }
+        return settings, f"--coordinator={coordinator}"
+    if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
+        if _is_tpu(environment) or find_spec("kubernetes"):
+            return {}, "the Kubernetes job"
+        return None, ""
+    if _is_tpu(environment):
+        return {}, "the TPU slice"
+    if size is None or size == 1:
+        return None, ""
+    if launcher == "SLURM" or "OMPI_MCA_orte_hnp_uri" in environment:
+        return {}, launcher
+    if find_spec("mpi4py"):
+        return {"cluster_detection_method": "mpi4py"}, "mpi4py"
+    raise ConfigError(
+        f"{launcher} started {size} processes, of which this is number {rank}, but does not say "
+        "where the first one runs. Add --coordinator=HOST:PORT, with the first process's host and "
+        "a free port there, or install mpi4py."
+    )
+
+
+def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | None]:
+    for launcher, (size, rank) in _LAUNCHERS.items():
+        if size in environment and rank in environment:
+            # A script of sbatch without srun runs once, whatever the number of its tasks.
+            if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
+                continue
+            return launcher, int(environment[size]), int(environment[rank])
+    return "", None, None
+
+
+def _is_tpu(environment: Mapping[str, str]) -> bool:
+    """Returns True on a host of a TPU slice that has several hosts."""
+    return (
+        "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
+        # On a TPU VM outside Kubernetes JAX asks the metadata server, even if it is one host.
+        or ("TPU_WORKER_HOSTNAMES" not in environment and environment.get("JAX_PLATFORMS") != "cpu"
+            and os.path.exists("/dev/accel0") and find_spec("libtpu") is not None)
+    )
+
+
+def _check_flags(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    flags = {
+        "--coordinator=HOST:PORT": coordinator, "--num_processes=N": num_processes,
+        "--process_id=K": process_id,
+    }
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"Of several processes each is started with {', '.join(flags)}, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Add "
+            f"{'it' if len(missing) == 1 else 'them'}, or leave all three out."
+        )
+    host, _, port = coordinator.rpartition(":")
+    require(
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16, "--coordinator", coordinator,
+        "HOST:PORT, the first process's host and a free port there from 1 to 65535, such as "
+        "10.0.0.1:12345",
+    )
+    require(
+        1 <= num_processes <= _MOST_PROCESSES, "--num_processes", num_processes,
+        f"a number from 1 to {_MOST_PROCESSES}",
+    )
+    require(
+        0 <= process_id < num_processes, "--process_id", process_id,
+        f"a number from 0 to {num_processes - 1}, another one for each of the {num_processes} "
+        "processes",
+    )
+
+
+def _connect(settings: Mapping[str, Any], seconds: int) -> None:
+    import jax
+
+    # It would swallow SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    is_connected, process_id = threading.Event(), settings.get("process_id")
+    claimed = None
+    if process_id is not None:
+        claimed = ClaimedId(settings["coordinator_address"], process_id)
+
+    def give_up() -> None:
+        if not is_connected.wait(seconds):
+            which = "it" if process_id is None else f"process {process_id}"
+            doubled = claimed.refused() if claimed else ""
+            if doubled:
+                doubled = (
+                    f" {doubled.capitalize()} was given --process_id={process_id} too, and was "
+                    "refused: start it with the number that is missing."
+                )
+            os.write(2, (
+                f"error: the processes of the job have not all come together within {seconds} s; "
+                f"so {which} ends.{doubled} See which did not start, or cannot reach the first "
+                "one's host and port; where they start at very different times, give all of them "
+                "--start_seconds=600.\n"
+            ).encode())
+            os._exit(2)
+
+    def say_refused() -> None:
+        os.write(2, (
+            b"error: the first process of the job does not take this one. See that --num_processes "
+            b"is the same in each, and --process_id another one.\n"
+        ))
+        end_now(2)
+
+    threading.Thread(target=give_up, daemon=True).start()
+    try:
+        # JAX aborts the process when its own time is up, so that is longer.
+        with speaking_before_aborts(say_refused):
+            jax.distributed.initialize(
+                **settings, initialization_timeout=seconds + 60,
+                heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        if claimed:
+            claimed.release()
+        raise ConfigError(
+            f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Look at "
+            "--coordinator, or at what the launcher says."
+        ) from error
+    finally:
+        is_connected.set()
+    hosts = os.environ.get("SLURM_STEP_NUM_NODES")
+    is_alone_on_its_host = (hosts is not None and hosts == os.environ.get("SLURM_NTASKS")) or (
+        os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    )
+    if is_alone_on_its_host and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        # Under SLURM and Open MPI JAX shows a process one GPU: the host has one process for each.
+        for platform in ("cuda", "rocm"):
+            jax.config.update(f"jax_{platform}_visible_devices", "all")
+
+
+def _speak_as_another(process: int) -> None:
+    """Leaves standard output to the first process; lines on standard error say whose they are."""
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")
+
+
+class PrefixedStream:
+    """A text stream, each line of which begins with a prefix."""
+
+    def __init__(self, stream: TextIO, prefix: str):
+        self._stream, self._prefix, self._is_new_line = stream, prefix, True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._stream.write(f"{self._prefix if self._is_new_line else ''}{line}")
+            self._is_new_line = line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

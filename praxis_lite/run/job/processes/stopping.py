@@ -1,0 +1,113 @@
+"""When a job is asked to end: by a signal, or by its time limit."""
+
+import threading
+import time
+
+from praxis_lite.run.job.processes import signals
+from praxis_lite.run.job.processes.exits import end_now
+
+# Several processes end after the same step. A process that was asked to end waits for its first
+# step no longer than this and then ends by itself: schedulers wait 30 s before they kill.
+PEERS_SECONDS = 20.0
+
+
+class StopRequest(signals.SignalListener):
+    """Hears SIGTERM, SIGINT, SIGHUP and a time limit while it is entered.
+
+    The first of them is answered at once with a line on standard error. Until `step_ended` is
+    called there is nothing to save, and the process ends then and there: with status 0 after a
+    signal, and 2 at the time limit, because a job that is started again would do no better. From
+    then on only `reason` is set; the loop over steps reads it, and saves. A second signal ends the
+    process at once, with status 128 + its number, whatever it is doing.
+
+    Args:
+      time_limit_seconds: counted from entering; None: there is no limit.
+      num_processes: of the job. Several end after the same step, if need be the first.
+
+    Attributes:
+      reason: what asked this process to end, such as "SIGTERM", or None.
+    """
+
+    def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
+        super().__init__()
+        self._time_limit_seconds = time_limit_seconds
+        self._is_alone = num_processes == 1
+        self._newest = "training had not begun"
+        # Reentrant: the handler runs in the main thread, wherever that is.
+        self._lock = threading.RLock()
+        self._has_stepped = self._leaves = False
+        self._status = 0  # Of an end before any step.
+        self.reason: str | None = None
+
+    def __enter__(self) -> "StopRequest":
+        if self._time_limit_seconds is not None:
+            self._wakes_at = time.monotonic() + self._time_limit_seconds
+        super().__enter__()
+        return self
+
+    def training_begins(self, newest_step: int | None) -> None:
+        """Takes the step of the newest checkpoint, for the message of an end before any step."""
+        self._newest = (
+            "no step had been made"
+            if newest_step is None
+            else f"the newest checkpoint is of step {newest_step}"
+        )
+
+    def step_ended(self) -> None:
+        """Notes that there is a state to save from now on. Called after every step."""
+        if not self._has_stepped:
+            with self._lock:
+                if self._leaves:
+                    raise self._raised or SystemExit(self._status)
+                self._has_stepped = True
+
+    def _in_main(self, signum: int) -> None:
+        self._ask(signals.name(signum))
+        if self._leaves:
+            self._end(0)
+
+    def _asked(self, signum: int) -> None:
+        name = signals.name(signum)
+        if self.reason not in (None, name):
+            signals.say(f"{name}: ending already, for {self.reason}")
+        self._ask(name)
+        if not self._has_stepped:
+            seconds = signals.CLEAN_UP_SECONDS if self._leaves else PEERS_SECONDS
+            self._wakes_at = time.monotonic() + seconds
+
+    def _time_is_up(self) -> None:
+        if self.reason is None:
+            self._status = 2
+            self._ask(f"the time limit of {self._time_limit_seconds} s")
+            if not self._leaves:
+                self._wakes_at = time.monotonic() + PEERS_SECONDS
+                return
+        with self._lock:
+            if not self._has_stepped:
+                if not self._leaves:
+                    self._say_nothing_is_lost()
+                end_now(self._status)
+
+    def _ask(self, reason: str) -> None:
+        """Answers the first request, in the thread that comes first."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            self.reason = reason
+            self._leaves = self._is_alone and not self._has_stepped
+            if self._leaves:
+                self._say_nothing_is_lost()
+            else:
+                signals.say(
+                    f"{reason}: ending when the running step is made and saved; a second signal "
+                    "ends at once"
+                )
+
+    def _say_nothing_is_lost(self) -> None:
+        if self._status:
+            signals.say(
+                f"error: {self.reason} is over before a step was made, and {self._newest}. It has "
+                "to be longer than restoring and compiling take: raise run.time_limit_seconds."
+            )
+            return
+        signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest}")

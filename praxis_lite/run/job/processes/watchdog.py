@@ -1,0 +1,165 @@
+"""Says where a job hangs: stack traces when no step has ended for a set time."""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.run.job.processes.exits import end_now
+
+COMPILING = "compiling the first step"
+TRAINING = "training"
+SAVING = "saving"
+
+_ADVICE = {
+    COMPILING: "a large program may take as long: then raise run.watchdog_seconds",
+    TRAINING: "look for the input pipeline, a peer that is gone, a device that does not answer",
+    SAVING: "look at the file system of job_log_dir; the process is not ended while it saves",
+}
+
+
+class Watchdog(contextlib.AbstractContextManager):
+    """Reports, while it is entered, that there was no sign of life for `seconds` (None: never).
+
+    A report is a line with the last step and what was being done, and the stacks of all threads.
+    The next one comes after twice the time. If stuck C code keeps Python's lock, so that no thread
+    of Python runs, `faulthandler` writes the stacks after up to twice the time.
+
+    Args:
+      exits: the process ends after the first report, with status 1, but not while it saves: within
+        `during(SAVING)`, or while `is_saving` returns True, as it does for saves that go on in the
+        background. They begin within `during(SAVING)` only.
+      stacks_txt: a file that gets the reports too; None: there is no such file.
+      write: takes the reports; None: they go to standard error.
+      end: ends the process.
+
+    Attributes:
+      last_sign: when the last sign of life was, in seconds of time.monotonic.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None,
+        *,
+        exits: bool,
+        is_saving: Callable[[], bool] = lambda: False,
+        stacks_txt: Path | None = None,
+        write: Callable[[str], None] | None = None,
+        end: Callable[[int], Any] = end_now,
+    ):
+        self._seconds, self._stacks_txt = seconds, stacks_txt
+        self._exits, self._is_saving = exits, is_saving
+        self._write, self._end = write or _to_stderr, end
+        self._step: int | None = None
+        self._doing = COMPILING
+        # Held from the decision that the process ends until it does, so that no save begins.
+        self._lock = threading.Lock()
+        self.last_sign = self._last_step = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def step_ended(self, step: int) -> None:
+        """Starts the clock anew, and keeps the step for the reports."""
+        self._step, self._doing = step, TRAINING
+        self.last_sign = self._last_step = time.monotonic()
+
+    def alive(self) -> None:
+        """Starts the clock anew: a sign of life, though no step has ended."""
+        self.last_sign = time.monotonic()
+
+    @contextlib.contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Starts the clock anew at both ends, and says in a report what was being done."""
+        before = self._doing
+        self._now_doing(doing)
+        yield
+        self._now_doing(before)
+
+    def _now_doing(self, doing: str) -> None:
+        with self._lock:
+            self._doing = doing
+            self.alive()
+            if self._thread is not None:
+                self._set_off()
+
+    def _ends(self) -> bool:
+        """Returns True if a report is to end the process; the lock is held."""
+        return self._exits and self._doing != SAVING and not self._is_saving()
+
+    def _set_off(self) -> None:
+        """Lets `faulthandler` fire if this class's thread cannot; the lock is held."""
+        faulthandler.dump_traceback_later(2 * self._seconds, exit=self._ends(), file=2)
+
+    def __enter__(self) -> "Watchdog":
+        if self._seconds is not None:
+            self.last_sign = self._last_step = time.monotonic()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._thread is not None:
+            self._is_over.set()
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        seen, patience = self.last_sign, self._seconds
+        while True:
+            with self._lock:  # Anew each time this thread wakes up.
+                self._set_off()
+            left = seen + patience - time.monotonic()
+            if self._is_over.wait(min(max(left, 0.0), self._seconds)):
+                return
+            with self._lock:  # Otherwise the end of a save, a sign of life, may come between.
+                if self.last_sign != seen:
+                    seen, patience = self.last_sign, self._seconds
+                if time.monotonic() - seen >= patience:
+                    self._report()
+                    patience *= 2
+
+    def _report(self) -> None:
+        now, doing = time.monotonic(), self._doing
+        last = "none has yet" if self._step is None else f"the last was step {self._step}"
+        if doing != SAVING and self._is_saving():
+            doing += ", while a checkpoint is saved"
+        ends = self._ends()
+        advice = _ADVICE.get(self._doing, _ADVICE[TRAINING])
+        report = (
+            f"watchdog: no step has ended for {now - self._last_step:.0f} s ({last}); for "
+            f"{now - self.last_sign:.0f} s now: {doing}; {advice}. "
+            f"{'The process ends, status 1. ' if ends else ''}All threads:\n{_stacks()}"
+        )
+        self._write(report)
+        if self._stacks_txt is not None:
+            # A report that cannot be written there has been said already.
+            with contextlib.suppress(OSError), self._stacks_txt.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+        if ends:
+            self._end(1)
+
+
+def _stacks() -> str:
+    """Returns the stacks of all threads but this, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    alike: dict[str, list[str]] = {}  # A pool's idle threads all wait at the same place.
+    main, own = threading.main_thread().ident, threading.get_ident()
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda one: one[0] != main):
+        if ident != own:
+            stack = "".join(traceback.format_stack(frame))
+            alike.setdefault(stack, []).append(names.get(ident, str(ident)))
+    return "".join(f"{', '.join(sorted(them))}:\n{stack}" for stack, them in alike.items())
+
+
+def _to_stderr(text: str) -> None:
+    # Past Python's buffers: the thread that hangs may hold their lock.
+    data = text.encode()
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]

@@ -1,0 +1,286 @@
+"""A job's trained model, in Python: its weights, predictions, continuations and scores."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import fiddle as fdl
+import jax
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.mesh import MeshConfig, attached_mesh
+from praxis_lite.decode.decoder import Decoder
+from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.inputs.numpy_data import InMemory
+from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.run.config.build import build
+from praxis_lite.run.config.overrides import apply_overrides, check_required
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.experiment.recorded_job import check_tokenizers, recorded_config
+from praxis_lite.run.experiment.setting_of import naming_settings
+from praxis_lite.run.generation import with_decoder
+from praxis_lite.run.job.job_dir import JobDir, open_for_reading
+from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
+from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
+from praxis_lite.run.trainer.evaluation import Evaluator
+from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
+from praxis_lite.run.trainer.job_checks import check_decoder, check_parts
+from praxis_lite.run.trainer.job_on_mesh import check_reads, partitioner_of
+from praxis_lite.run.trainer.restored_weights import restored_weights
+
+Batch = Mapping[str, np.ndarray]
+Record = dict[str, Any]
+
+
+def load(
+    job_log_dir: str | os.PathLike[str],
+    step: int | Literal["best"] | None = None,
+    *,
+    mesh: MeshConfig | Literal["attached", "job"] = "attached",
+    settings: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> "TrainedModel":
+    """Returns the model that a job has trained, with the weights of a checkpoint of it.
+
+    The checkpoint is verified before it is read, and nothing is written into the directory.
+
+    Args:
+      job_log_dir: of the job.
+      step: of the checkpoint, or "best", or None for the newest.
+      mesh: "attached", which suits a notebook, is all accelerators that are attached, or one CPU
+        device if there are none, whatever the job was trained on. "job" is the job's own mesh; its
+        devices are simulated if there are no accelerators and JAX has not started yet. Or a
+        MeshConfig.
+      settings: "path=value" each, as for --set.
+      packages: of your own, which the job's config may name, as for --packages.
+
+    Raises:
+      ConfigError: no job was trained there, it has no such checkpoint or a damaged one, a setting
+        or the mesh does not fit.
+    """
+    is_mesh = isinstance(mesh, MeshConfig) or mesh in ("attached", "job")
+    require(is_mesh, "load: mesh", mesh, "'attached', 'job' or a MeshConfig")
+    is_step = step is None or step == "best" or type(step) is int
+    require(is_step, "load: step", step, "a whole number, 'best' or None")
+    job_dir = open_for_reading(job_log_dir, writes=False)
+    allowed = registry.allowed_packages(packages)
+    config = recorded_config(job_dir, allowed).config
+    apply_overrides(config, settings, allowed)
+    check_required(config)
+    check_tokenizers(config)
+    job = build(config)
+    check_parts(job)
+    if mesh != "job":
+        chosen = attached_mesh(job.mesh) if mesh == "attached" else mesh
+        job = dataclasses.replace(job, mesh=chosen)
+    return TrainedModel(partitioner_of(job, "load"), job, config, job_dir, step)
+
+
+class TrainedModel:
+    """The weights of a job's checkpoint on a mesh, and the calls of the job's task.
+
+    Each method compiles when it is called for the first time with arrays of some shapes.
+
+    Attributes:
+      step: of the checkpoint.
+      job: as `fdl.build` made it of the job's config; its mesh is the one in use.
+      partitioner: the job's task on that mesh.
+    """
+
+    def __init__(
+        self,
+        partitioner: Partitioner,
+        job: Job,
+        config: fdl.Config,
+        job_dir: JobDir,
+        step: int | str | None,
+    ):
+        self.partitioner, self.job = partitioner, job
+        self._config, self._job_dir = config, job_dir
+        self._with_decoder: dict[Decoder, Partitioner] = {}
+        self._restored: dict[bool, Any] = {}
+        use_ema = job.run.eval_use_ema_states
+        self.step, self._restored[use_ema] = restored_weights(partitioner, job_dir, step, use_ema)
+
+    @property
+    def mdl_vars(self) -> Any:
+        """The weights on the mesh as the compiled steps take them: padded and split.
+
+        They are those to evaluate with: averages, if run.eval_use_ema_states says so.
+        """
+        return self._mdl_vars(self.job.run.eval_use_ema_states)
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        """`mdl_vars` without padding by path, "params/softmax/...", gathered to the host."""
+        leaves = self.partitioner.layout.select("mdl_vars").leaves()
+        return {
+            leaf.path: np.asarray(x)[tuple(map(slice, leaf.shape))]
+            for leaf, x in zip(leaves, jax.tree.leaves(self.mdl_vars), strict=True)
+        }
+
+    def predict(self, *arrays: Any, **named: Any) -> Any:
+        """Returns the result of the model's call with these arguments, as NumPy arrays.
+
+        `predict(images)` is the model's own call `model(images)` in evaluation: no dropout. A
+        model of plain functions has no call; `predict(batch)` is then the task's
+        `predict(params, batch, None)`.
+
+        Args:
+          arrays, named: NumPy arrays, or trees of them, whose first dim counts the same rows.
+            Anything else, such as a flag, reaches the model as it is.
+
+        Raises:
+          ConfigError: no argument is an array, their rows differ, a layer refuses them, or the
+            model has no row for an id or no such position.
+        """
+        check_call(self.partitioner.task, arrays, named)
+        return self._forward(self.mdl_vars, *arrays, **named)
+
+    def evaluate(
+        self, data: str | InputPipeline | Batch | Iterable[Batch]
+    ) -> dict[str, float]:
+        """Returns the task's metrics, each the weighted mean over all batches.
+
+        Args:
+          data: a dataset of the job by name, or any pipeline, of which run.max_eval_batches are
+            read as by --mode=eval; or a batch, or several, as the task reads them: NumPy arrays
+            by name, of any numbers of rows. Without "weights" each row, or each of "labels",
+            weighs 1.
+
+        Raises:
+          ConfigError: the job has no such dataset, it has no end, or the task reads what the
+            batches have not.
+        """
+        limit = self.job.run.max_eval_batches
+        if not isinstance(data, str | InputPipeline):
+            data, limit = _in_memory(data), None
+        name, pipeline = self._pipeline("datasets", data)
+        check_reads(self.partitioner, "eval", checked_spec(pipeline, name), name)
+        if pipeline.num_batches is None and limit is None:
+            raise ConfigError(
+                f"{name} has no end, so no evaluation on it would end. Load the job with "
+                "settings=['run.max_eval_batches=NUMBER'], or give batches."
+            )
+        evaluator = Evaluator(
+            self.partitioner, {name: pipeline}, limit, writer=None, seed=self.job.run.seed
+        )
+        return evaluator.run(self.step, self.mdl_vars)[name]
+
+    def decode(
+        self,
+        data: str | InputPipeline,
+        *,
+        decoder: Decoder | None = None,
+        seed: int | None = None,
+        **settings: Any,
+    ) -> list[Record]:
+        """Returns the task's decoded outputs, as --mode=decode writes them: a record per row.
+
+        Args:
+          data: a decode dataset of the job by name, or any pipeline with what the task decodes.
+          decoder: in place of the job's.
+          seed: of the sampling; by default the run's.
+          settings: of the decoder, such as temperature=0.7: in place of the job's.
+
+        Raises:
+          ConfigError: the task decodes nothing, or the job has no such dataset or setting.
+        """
+        name, pipeline = self._pipeline("decode_datasets", data)
+        partitioner = self._decoding(decoder, settings)
+        check_reads(partitioner, "decode", checked_spec(pipeline, name), name)
+        run = self.job.run
+        mdl_vars = self._mdl_vars(run.decode_use_ema_states)
+        seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
+        return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        decoder: Decoder | None = None,
+        seed: int | None = None,
+        **settings: Any,
+    ) -> list[Record]:
+        """Returns how a language model continues prompts: a record per prompt and hypothesis.
+
+        Records are those of --mode=decode: "prompt", "continuation", "output_ids", "log_prob", ...
+
+        Args:
+          prompts: a text or several, begun as documents are in training: with the tokenizer's
+            beginning or, without one, its end of text; conversations, lists of {"role", "content"},
+            by the tokenizer's chat template; or token ids, taken as they are.
+          decoder, seed, settings: as `decode`: `generate("The ", temperature=0.7)`.
+
+        Raises:
+          ConfigError: the task continues no prompts, a prompt is empty, or the decoder has no such
+            setting.
+        """
+        batch = prompt_batch(self.partitioner.task, prompts)
+        return self.decode(batch, decoder=decoder, seed=seed, **settings)
+
+    def _mdl_vars(self, use_ema: bool) -> Any:
+        if use_ema not in self._restored:
+            _, self._restored[use_ema] = restored_weights(
+                self.partitioner, self._job_dir, self.step, use_ema
+            )
+        return self._restored[use_ema]
+
+    def _pipeline(self, root: str, data: str | InputPipeline) -> tuple[str, InputPipeline]:
+        """Returns a name for messages, and the pipeline, checked."""
+        if isinstance(data, str):
+            known = getattr(self.job, root)
+            if data not in known:
+                raise ConfigError(
+                    f"The job's {root} are {sorted(known)}; there is no {data!r}."
+                    f"{did_you_mean(data, known)} Name one of them, or give a pipeline."
+                )
+            data, name = known[data], f"{root}.{data}"
+        else:
+            name = type(data).__name__
+        with naming_settings(self._config):
+            data.check()
+        return name, data
+
+    def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
+        """Returns the partitioner whose task decodes so, or the job's if nothing is changed."""
+        if decoder is None and not settings:
+            check_decoder(self.partitioner.task)
+            return self.partitioner
+        changed = with_decoder(self.partitioner.task, self._config.task, decoder, settings)
+        check_decoder(changed)
+        if changed.decoder not in self._with_decoder:
+            make = self.job.partitioner or Partitioner
+            self._with_decoder[changed.decoder] = make(changed, self.partitioner.mesh)
+        return self._with_decoder[changed.decoder]
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., Any]:
+        return forward_pass(self.partitioner)
+
+
+def _in_memory(data: Batch | Iterable[Batch]) -> InMemory:
+    """Returns a pipeline of the rows of all batches, as many at a time as the largest has."""
+    batches = [data] if isinstance(data, Mapping) else list(data)
+    for batch in batches:
+        if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
+            found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ConfigError(
+                f"evaluate was given a batch of {found}; give NumPy arrays by name, the same "
+                "names in every batch."
+            )
+    if not batches:
+        raise ConfigError("evaluate was given no batch. Give it one at least.")
+    arrays = {name: [np.asarray(batch[name]) for batch in batches] for name in batches[0]}
+    most_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
+    try:
+        joined = {name: np.concatenate(xs) if xs[0].ndim else xs[0] for name, xs in arrays.items()}
+    except ValueError as error:
+        raise ConfigError(f"evaluate was given batches that do not fit: {error}.") from None
+    return InMemory(joined, batch_size=max(most_rows, 1), shuffle=False)

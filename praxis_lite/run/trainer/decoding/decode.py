@@ -1,0 +1,94 @@
+"""--mode=decode: a job's datasets of prompts, the prompts of a user, or a conversation."""
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.job_dir import COMMAND_LINE
+from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
+from praxis_lite.run.trainer.decoding.streaming import Continuations
+from praxis_lite.run.trainer.decoding.user_prompts import Message, Prompt, prompt_batch, title
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, check_reads, compile_together
+from praxis_lite.run.trainer.metrics.records import add_records, write_records
+from praxis_lite.run.trainer.restored_weights import restored_weights
+
+# A conversation's prompts are padded to multiples of this, for each length compiles.
+CHAT_LENGTHS = 128
+
+
+def decode(
+    job: JobOnMesh, step: int | str | None, prompts: Sequence[Prompt] | None = None
+) -> None:
+    """Decodes every decode dataset with the weights of a checkpoint; `step` as `evaluate`.
+
+    Where these are the `prompts` of a command line, their continuations are printed as they come.
+    """
+    if not job.decode_datasets:
+        raise ConfigError(
+            "The experiment has no decode datasets. Add the method decode_datasets(), for "
+            'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
+        )
+    compile_together(job.partitioner, job.decode_datasets, "decode")
+    step, mdl_vars = restored_weights(
+        job.partitioner, job.files, step, job.run.decode_use_ema_states
+    )
+    decoder = PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
+    for name, pipeline in job.decode_datasets.items():
+        if prompts is None:
+            records = decoder.records(name, pipeline)
+        else:
+            records = _decoded_aloud(decoder, pipeline, prompts)
+        path = job.files.decode_jsonl(name, step)
+        if prompts is None:
+            write_records(path, records, print)
+        else:
+            add_records(path, records)
+        print(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
+
+
+def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
+    """Answers line after line of a conversation with the weights of a checkpoint.
+
+    What was said before, on both sides, is part of each prompt, by the tokenizer's chat template.
+
+    Raises ConfigError if there are several processes, or as `prompt_batch`.
+    """
+    require(
+        processes.count() == 1, "--chat: the number of processes", processes.count(), "1",
+        "Give the prompts with --prompt, or in a file with --prompts.",
+    )
+    task, said = job.partitioner.task, list[Message]()
+    if isinstance(lines, io.TextIOWrapper):
+        lines.reconfigure(errors="surrogateescape")  # Prompts are checked, and refused by name.
+    prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
+    step, mdl_vars = restored_weights(
+        job.partitioner, job.files, step, job.run.decode_use_ema_states
+    )
+    decoder = PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
+    print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
+    for line in lines:
+        if not line.strip():
+            said.clear()
+            print("(a new conversation)", flush=True)
+            continue
+        said.append({"role": "user", "content": line.strip()})
+        batch = prompt_batch(task, [said], "--chat", multiple_of=CHAT_LENGTHS)
+        check_reads(job.partitioner, "decode", checked_spec(batch, "--chat"), "--chat")
+        answer = _decoded_aloud(decoder, batch, [said])[0]["continuation"]
+        said.append({"role": "assistant", "content": answer})
+
+
+def _decoded_aloud(
+    decoder: PromptDecoder, pipeline: InputPipeline, prompts: Sequence[Prompt]
+) -> list[dict[str, Any]]:
+    """Returns the records of prompts, whose continuations are printed as they come."""
+    task = decoder.partitioner.task
+    titles = [title(one, task.tokenizer) for one in prompts]
+    aloud = Continuations(titles, task.tokenizer, task.decoder)
+    records = decoder.records(COMMAND_LINE, pipeline, aloud.add)
+    aloud.add_rest(records)
+    return records

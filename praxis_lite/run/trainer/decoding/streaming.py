@@ -1,0 +1,109 @@
+"""Continuations on the terminal while they come."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from praxis_lite.decode.continuous_batching import NewTokens
+from praxis_lite.decode.decoder import Decoder
+from praxis_lite.decode.stop_strings import cut_at_stop
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder
+
+Write = Callable[[str], None]
+
+
+def to_terminal(text: str) -> None:
+    """Prints a text that may go on."""
+    print(text, end="", flush=True)
+
+
+class Continuations:
+    """Prints continuations in the order of their prompts, each as far as it has come.
+
+    Args:
+      titles: of the prompts; each is printed before its continuation, if there are several.
+      tokenizer, decoder: of the task.
+      write: takes pieces of text.
+    """
+
+    def __init__(
+        self, titles: Sequence[str], tokenizer: Tokenizer, decoder: Decoder,
+        write: Write = to_terminal,
+    ):
+        self._titles, self._num_hyps, self._write = titles, decoder.num_hyps, write
+        stop_strings = getattr(decoder, "stop_strings", ())
+        self._texts = [
+            _Text(tokenizer, stop_strings) for _ in range(len(titles) * decoder.num_hyps)
+        ]
+        self._next, self._is_begun = 0, False
+
+    def add(self, new: NewTokens) -> None:
+        """Takes tokens of a continuation; its index is of prompts x hypotheses."""
+        self._texts[new.index].add(new.ids.tolist(), new.done)
+        self._print()
+
+    def add_rest(self, records: Sequence[dict[str, Any]]) -> None:
+        """Takes the records of all continuations; those not printed yet are."""
+        for text, record in zip(self._texts, records, strict=True):
+            if not text.is_done:
+                text.finish(record["continuation"])
+        self._print()
+
+    def _print(self) -> None:
+        while self._next < len(self._texts):
+            text = self._texts[self._next]
+            if not self._is_begun and (text.waiting or text.is_done):
+                self._write(self._heading(self._next))
+                self._is_begun = True
+            self._write(text.take())
+            if not text.is_done:
+                return
+            self._write("\n")
+            self._next, self._is_begun = self._next + 1, False
+
+    def _heading(self, index: int) -> str:
+        if len(self._texts) == 1:
+            return ""
+        row, hyp = divmod(index, self._num_hyps)
+        sample = f", sample {hyp}" if self._num_hyps > 1 else ""
+        return f"\nprompt {row + 1} of {len(self._titles)}{sample}: {self._titles[row]}\n"
+
+
+class _Text:
+    """A continuation: its final text that is not printed yet."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
+        self._decoder = StreamingDecoder(tokenizer, skip_special_tokens=True)
+        self._stop_strings = stop_strings
+        self._text, self._num_taken, self._num_final = "", 0, 0
+        self.is_done = False
+
+    @property
+    def waiting(self) -> str:
+        """Final, and not taken."""
+        return self._text[self._num_taken : self._num_final]
+
+    def add(self, ids: Sequence[int], is_done: bool) -> None:
+        for token in ids:
+            self._text += self._decoder.push(token)
+        if is_done:
+            self._text += self._decoder.flush()
+        self._end_at(self._text, is_done)
+
+    def finish(self, text: str) -> None:
+        self._text = text
+        self._end_at(text, True)
+
+    def take(self) -> str:
+        taken, self._num_taken = self.waiting, self._num_final
+        return taken
+
+    def _end_at(self, text: str, is_done: bool) -> None:
+        kept, is_stopped = cut_at_stop(text, self._stop_strings)
+        self.is_done = self.is_done or is_done
+        # What may be the beginning of a stop string waits for what follows.
+        held = 0 if is_stopped or is_done else max(
+            (n for stop in self._stop_strings for n in range(len(stop)) if kept.endswith(stop[:n])),
+            default=0,
+        )
+        self._num_final = max(self._num_taken, len(kept) - held)

@@ -1,0 +1,168 @@
+"""Prompts that a user gives, as texts, conversations or token ids, and a batch of them."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.task import Task
+from praxis_lite.inputs.numpy_data import InMemory
+from praxis_lite.inputs.sources.faults import none_skipped
+from praxis_lite.inputs.sources.files.plain import opened
+from praxis_lite.inputs.sources.files.texts import checked, decoded
+from praxis_lite.inputs.sources.json_lines import parsed
+from praxis_lite.inputs.text.messages import Message, conversation
+from praxis_lite.inputs.text.token_ids import token_ids
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.job.job_dir import COMMAND_LINE
+from praxis_lite.run.trainer.job_checks import check_parts
+
+Prompt = str | Sequence[int] | Sequence[Message]
+Prompts = str | Sequence[Prompt]
+
+# Where a line of a file has its prompt.
+PROMPT_KEYS = ("prompt", "messages", "conversations")
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Returns the prompts of a file: lines, or of NAME.jsonl what stands under a key of each.
+
+    The key is "prompt", of a text or of messages, or "messages" or "conversations". Blank lines
+    are left out.
+
+    Raises:
+      ConfigError: the file cannot be read, has no prompt, or a line of it is something else.
+    """
+    name = f"--prompts={path}"
+    try:
+        # A pipe of the shell's own, <(command), is read; any other may have no end.
+        is_of_shell = str(path) == "/dev/stdin" or path.parent == Path("/dev/fd")
+        with path.open("rb") if is_of_shell else opened(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
+    with none_skipped():
+        if path.suffix == ".jsonl":
+            numbered = enumerate(data.split(b"\n"), 1)
+            prompts = [
+                _of_json(line, f"{name}, line {number}") for number, line in numbered
+                if line.strip()
+            ]
+        else:
+            # Not splitlines: U+2028 and the like stand within a text.
+            lines = re.split("\r\n|\r|\n", decoded(data, name, is_file=True))
+            prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{name} has no prompt: every line is blank.")
+    return prompts
+
+
+def _of_json(line: bytes, where: str) -> Prompt:
+    found = parsed(line, where)
+    given = next((found[key] for key in PROMPT_KEYS if found.get(key) is not None), None)
+    if isinstance(given, str) and given is found.get("prompt"):
+        return checked(given, where, "prompt")
+    if _is_conversation(given):
+        return conversation(given, where)
+    raise ConfigError(
+        f'{where} is {shown(line.decode())}; wanted is {{"prompt": TEXT}}, or {{"messages": '
+        '[{"role": "user", "content": TEXT}, ...]}.'
+    )
+
+
+def as_conversations(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns the prompts with each text as a user's message."""
+    return [
+        [{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts
+    ]
+
+
+def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
+    """Returns a job that decodes these prompts alone, see `prompt_batch`."""
+    check_parts(job)
+    batch = prompt_batch(job.task, prompts, "--mode=decode")
+    return dataclasses.replace(job, decode_datasets={COMMAND_LINE: batch})
+
+
+def prompt_batch(
+    task: Task, prompts: Prompts, what: str = "generate", *, multiple_of: int = 1
+) -> InMemory:
+    """Returns a pipeline of a single batch.
+
+    Args:
+      task: of a language model.
+      prompts: texts, begun as documents are in training; conversations, by the tokenizer's chat
+        template; or token ids, taken as they are.
+      what: was given the prompts, for messages.
+      multiple_of: the length to which prompts are padded is a multiple of it.
+
+    Raises:
+      ConfigError: the task continues no prompts, a prompt is empty, or there is no template.
+    """
+    wanted = {"ids", "prefix_lengths", "weights"}
+    tokenizer = getattr(task, "tokenizer", None)
+    if set(task.required_decode_inputs) != wanted or tokenizer is None:
+        raise ConfigError(
+            f"{type(task).__name__} continues no prompts. {what} with prompts is for language "
+            "models; --mode=decode without any, or decode(NAME), decodes the job's datasets, "
+            "predict(ARRAYS) gives the model's outputs."
+        )
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+    given = [prompts] if isinstance(prompts, str) else list(prompts) if is_list else []
+    size = task.num_ids().get("ids")
+    rows = [_ids(one, tokenizer, what, size) for one in given]
+    if not rows or not all(map(len, rows)):
+        raise ConfigError(
+            f"{what} was given {prompts!a:.100}; give a prompt, or a list of prompts "
+            "with a token each at least."
+        )
+    longest = max(map(len, rows))
+    ids = np.zeros((len(rows), -(-longest // multiple_of) * multiple_of), np.int32)
+    for row, prompt in zip(ids, rows, strict=True):
+        row[: len(prompt)] = prompt
+    arrays = {
+        "ids": ids,
+        "prefix_lengths": np.array([len(one) for one in rows], np.int32),
+        "weights": np.ones(len(rows), np.float32),
+    }
+    return InMemory(arrays, batch_size=len(rows), shuffle=False)
+
+
+def title(prompt: Prompt, tokenizer: Any) -> str:
+    """Returns a prompt as a person reads it: of a conversation its last message."""
+    if isinstance(prompt, str):
+        return prompt
+    if _is_conversation(prompt):
+        return str(prompt[-1]["content"])
+    return tokenizer.decode(prompt)
+
+
+def _is_conversation(found: Any) -> bool:
+    is_list = isinstance(found, list | tuple) and len(found) > 0
+    return is_list and all(isinstance(one, Mapping) for one in found)
+
+
+def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> np.ndarray:
+    with none_skipped():
+        if isinstance(prompt, str):
+            return tokenizer.encode_prompt(checked(prompt, what, "prompt"))
+        if _is_conversation(prompt):
+            messages = conversation(prompt, what)
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    try:
+        ids = np.asarray(prompt)
+        kind = f"{ids.dtype}{list(ids.shape)}"
+        is_right = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
+    except (TypeError, ValueError, OverflowError):
+        kind, is_right = shown(repr(prompt)), False
+    if not is_right:
+        raise ConfigError(
+            f"{what} was given a prompt of {kind}; give a text, a "
+            'conversation [{"role": ..., "content": ...}, ...], or the token ids of one prompt, '
+            "int[length]."
+        )
+    return token_ids(ids, f"{what}: a prompt", size, ndim=1) if ids.size else ids

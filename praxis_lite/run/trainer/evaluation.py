@@ -1,0 +1,125 @@
+"""Means of a task's metrics over datasets, and the lines that report them."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.inputs.batches import checked_batches, non_finite_rows
+from praxis_lite.run.trainer.id_sizes import num_ids_of
+from praxis_lite.run.trainer.memory import compile_step
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.progress import metric_text
+from praxis_lite.run.trainer.metrics.records import records_of
+from praxis_lite.run.trainer.metrics.weighted import WeightedMean, WeightedScalars
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Means of a task's metrics over a pass of datasets, or `max_eval_batches` of it.
+
+    Attributes:
+      writer: of the job's eval_metrics.jsonl; None: nothing is written.
+      note: told of NaN in a dataset whose metrics are not finite.
+      seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
+    """
+
+    partitioner: Partitioner
+    pipelines: Mapping[str, InputPipeline]
+    max_eval_batches: int | None
+    writer: JsonLinesWriter | None
+    note: Callable[[str], None] = print
+    seed: int = dataclasses.field(default=0, kw_only=True)
+
+    def run(
+        self,
+        step: int,
+        mdl_vars: Any,
+        should_stop: Callable[[], bool] = lambda: False,
+        examples: dict[str, list[dict[str, Any]]] | None = None,
+    ) -> dict[str, dict[str, float]] | None:
+        """Returns metrics by dataset, weighted over all batches, and writes a line for each.
+
+        Args:
+          step: of the weights.
+          should_stop: asked before each batch. If it returns True, None is returned and nothing is
+            written.
+          examples: filled, by dataset, with the task's per-example outputs: a record for each row
+            that is no padding. None: they are not worked out.
+
+        Raises:
+          ConfigError: a batch has ids that the model has no row for.
+        """
+        results = {}
+        for name, pipeline in self.pipelines.items():
+            num_ids = num_ids_of(self.partitioner.task, pipeline.element_spec())
+            mean, pending, records = WeightedMean(), None, []
+            num_rows = pipeline.batch_size
+            rows = self.partitioner.process_rows(num_rows)
+            for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
+                if index == self.max_eval_batches:
+                    break
+                if should_stop():
+                    return None
+                where = f"datasets.{name}, batch {index}"
+                check_ids(inputs, num_ids, where, first_row=rows.start)
+                if index == 0:
+                    which = "eval" if examples is None else "eval_examples"
+                    compile_step(self.partitioner, which, pipeline, f"datasets.{name}")
+                batch = self.partitioner.global_batch(inputs, num_rows)
+                key = self.partitioner.batch_key(self.seed, step, index)
+                if examples is None:
+                    outputs = (self.partitioner.eval_step(mdl_vars, batch, key),)
+                else:
+                    outputs = self.partitioner.eval_examples(mdl_vars, batch, key)
+                if pending is not None:
+                    _add(mean, records, *jax.device_get(pending))
+                pending = outputs
+            if pending is not None:
+                _add(mean, records, *jax.device_get(pending))
+            if examples is not None and records:
+                examples[name] = records
+            results[name] = {**mean.result(), **pipeline.baselines()}
+            if not all(map(math.isfinite, mean.result().values())):
+                self._note_non_finite(name, rows)
+        for name, one in results.items() if self.writer is not None else ():
+            self.writer.write({"step": step, "dataset": name, **one})
+        return results
+
+    def _note_non_finite(self, name: str, rows: slice) -> None:
+        """Notes the first batch whose numbers are not finite; reads the data again up to it."""
+        batches = self.pipelines[name].batches(rows=rows)
+        for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
+            if found := non_finite_rows(inputs, rows.start):
+                self.note(f"datasets.{name}: batch {index} (counted from 0) has {found}")
+                return
+
+
+def _add(
+    mean: WeightedMean,
+    records: list[dict[str, Any]],
+    metrics: WeightedScalars,
+    outputs: Mapping[str, Any] | None = None,
+    is_true_row: Any = None,
+) -> None:
+    mean.add(metrics)
+    if outputs:
+        records += records_of(outputs, is_true_row)
+
+
+def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Returns an evaluation's metrics as settings name them: `heldout/loss`."""
+    return {f"{name}/{n}": value for name, one in results.items() for n, value in one.items()}
+
+
+def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
+    """Returns an evaluation as a line to read."""
+    words = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
+    words = words or "no metrics, for no row weighs anything"
+    return f"step {step}  {dataset}: {words}"

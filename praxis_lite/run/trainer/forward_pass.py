@@ -1,0 +1,103 @@
+"""A model's own call, compiled for a mesh, on whatever arrays its caller has."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.devices.host_memory import check_program_fits
+from praxis_lite.core.task import Task
+from praxis_lite.inputs.leaves import narrow
+from praxis_lite.inputs.text.token_ids import token_ids
+
+
+def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
+    """Returns `call(mdl_vars, *args, **named)`: what `model(*args, **named)` returns, as NumPy.
+
+    Arrays among the arguments, or in trees there, have rows first, which are split over the mesh
+    like those of a batch. Other arguments, such as flags, reach the model unchanged. A model of
+    plain functions has no call; `task.predict(params, *args, None)` stands in for it.
+    """
+    task = partitioner.task
+
+    def forward(mdl_vars: Any, arrays: list[jax.Array], given: tuple) -> Any:
+        structure, others = given
+        leaves = iter(task.cast_inputs(dict(enumerate(arrays))).values())
+        args, named = jax.tree.unflatten(
+            structure, [next(leaves) if is_array else x for is_array, x in others]
+        )
+        model = task.module(mdl_vars)
+        if callable(model):
+            return model(*args, **named)
+        if not callable(getattr(task, "predict", None)):
+            raise ConfigError(
+                "A model of plain functions has no call of its own. Give its task a function "
+                "predict(params, inputs, key)."
+            )
+        return task.predict(model, *args, None, **named)
+
+    compiled = jax.jit(
+        partitioner.with_mdl_vars(forward, static_argnums=2),
+        static_argnums=2, out_shardings=partitioner.replicated,
+    )
+
+    fitting: set[Any] = set()
+
+    def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, named))
+        others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
+        arrays = [
+            narrow("predict", f"of argument {place}", np.asarray(x))
+            for place, x in enumerate(leaves) if _is_array(x)
+        ]
+        if not arrays:
+            raise ConfigError(
+                "predict was given no array. Give it NumPy arrays as the model's call takes them, "
+                "rows first: predict(np.asarray(...))."
+            )
+        inputs = mdl_vars, partitioner.global_batch(arrays), (structure, others)
+        shapes = structure, others, tuple((x.shape, x.dtype) for x in arrays)
+        if shapes not in fitting:
+            check_program_fits(
+                compiled.trace(*inputs).lower().compile(),  # The call finds it.
+                partitioner.mesh.local_devices, "The model's call", "Give it fewer rows at a time.",
+            )
+            fitting.add(shapes)
+        return jax.device_get(compiled(*inputs))
+
+    return call
+
+
+def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Checks the ids and positions among the arguments of a model's call.
+
+    Raises:
+      ConfigError: the model has no row or no position for one; they are no integers.
+    """
+    sizes = task.num_ids()
+    if not {"ids", "src_ids"} & sizes.keys():
+        return
+    # A model of sources and targets, or of ids, whatever it calls these.
+    order = ("src_ids", "ids") if "src_ids" in sizes else ("ids",)
+    given = dict(zip(order, args, strict=False)) | {
+        _LEAVES.get(name, name): x for name, x in named.items()
+    }
+    paddings = given.get("paddings")
+    for name, size in sizes.items():
+        x = given.get(name)
+        if not _is_array(x):
+            continue
+        counts = np.asarray(paddings) < 0.5 if np.shape(paddings) == np.shape(x) else None
+        kind = "positions" if name == "segment_pos" else "ids"
+        token_ids(x, f"predict: {name}", size, ndim=np.ndim(x), counts=counts, kind=kind)
+
+
+# What models call the leaves of a batch.
+_LEAVES = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -1,0 +1,146 @@
+"""How many ids a batch's integers may be, read off the program that uses them.
+
+A model of any kind looks its ids up in a table, and its labels up among its logits. JAX gives NaN
+or the last row for an id beyond them, and a one-hot row of zeros for such a label, without a word.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from praxis_lite.core.partitioner.steps import eval_step
+from praxis_lite.core.task import Task
+
+# Their result has just the numbers of their first operand, or some of them.
+_SAME = {
+    "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice",
+    "dynamic_slice", "copy", "convert_element_type", "stop_gradient", "sharding_constraint",
+    "optimization_barrier", "pvary",
+}
+
+
+def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, int]:
+    """Returns how many ids there are by a leaf's name: as the task says, else as it uses them.
+
+    Args:
+      spec: of a batch for an evaluation.
+    """
+    known = dict(task.num_ids())
+    integers = {name for name, leaf in spec.items() if _is_integer(leaf)} - known.keys()
+    if not integers:
+        return known
+    found = _traced(task, tuple(sorted(spec.items())))
+    return known | {name: found[name] for name in sorted(integers & found.keys())}
+
+
+@functools.lru_cache(maxsize=16)
+def _traced(task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> dict[str, int]:
+    try:
+        mdl_vars = jax.eval_shape(task.model.init, jax.random.key(0))
+        traced = jax.make_jaxpr(functools.partial(eval_step, task))(mdl_vars, dict(spec))
+    except Exception:
+        return {}  # What is wrong with the step, its own trace says, with the names of settings.
+    leaves = jax.tree.leaves_with_path(dict(spec))
+    names = [
+        path[0].key if len(path) == 1 and _is_integer(leaf) else None for path, leaf in leaves
+    ]
+    reader = _Reader()
+    num_vars = len(traced.jaxpr.invars) - len(names)
+    reader.read(traced.jaxpr, [*[None] * num_vars, *names])
+    return reader.sizes
+
+
+def _is_integer(leaf: Any) -> bool:
+    return getattr(getattr(leaf, "dtype", None), "kind", "") in ("i", "u")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shifted:
+    """A leaf with a number added."""
+
+    name: str
+
+
+class _Reader:
+    """Follows leaves of a batch through a program, as long as they stay the numbers that they are.
+
+    Attributes:
+      sizes: the smallest dim that each is an index into, by its name.
+    """
+
+    def __init__(self):
+        self.sizes: dict[str, int] = {}
+
+    def read(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+        """Returns the names of the results that are leaves as they came, else None.
+
+        A tuple of names stands for indices of several dims, side by side.
+        """
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        iotas: dict[Any, int] = {}
+
+        def of(atom: Any) -> Any:
+            return None if hasattr(atom, "val") else known.get(atom)
+
+        for eqn in jaxpr.eqns:
+            kind, names = eqn.primitive.name, [of(atom) for atom in eqn.invars]
+            out = eqn.outvars[0] if eqn.outvars else None
+            if kind == "iota":
+                iotas[out] = eqn.params["shape"][eqn.params["dimension"]]
+            elif kind in _SAME and names:
+                known[out] = names[0]
+                if not hasattr(eqn.invars[0], "val") and eqn.invars[0] in iotas:
+                    iotas[out] = iotas[eqn.invars[0]]
+            elif kind == "add" and isinstance(names[0], str) and hasattr(eqn.invars[1], "val"):
+                known[out] = _Shifted(names[0])
+            elif kind == "select_n":
+                # An index below 0 counts from the end: x + n in place of x.
+                ways = {way.name if isinstance(way, _Shifted) else way for way in names[1:]}
+                is_same = len(ways) == 1 and ways <= set(names)
+                known[out] = ways.pop() if is_same else None
+            elif kind == "concatenate" and eqn.params["dimension"] == out.aval.ndim - 1:
+                known[out] = tuple(names) if any(names) else None
+            elif kind == "gather":
+                self._look_up(eqn, names[1])
+            elif kind == "eq":
+                self._compare(eqn, names, iotas)
+            else:
+                self._read_within(eqn, names, known)
+        return [of(atom) for atom in jaxpr.outvars]
+
+    def _look_up(self, eqn: Any, index: Any) -> None:
+        numbers = eqn.params["dimension_numbers"]
+        dims, parts = numbers.start_index_map, index if isinstance(index, tuple) else (index,)
+        # Who says mode="clip" means it. Under `jax.vmap` the index of a single row comes so
+        # unasked, as the slice that it was, whose dims are not collapsed.
+        is_clipped = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+        is_clipped = is_clipped and bool(numbers.collapsed_slice_dims)
+        if len(parts) == len(dims) and not is_clipped:
+            for name, dim in zip(parts, dims, strict=True):
+                self._add(name, eqn.invars[0].aval.shape[dim])
+
+    def _compare(self, eqn: Any, names: Sequence[Any], iotas: Mapping[Any, int]) -> None:
+        """A leaf that is compared with 0, 1, 2, ... becomes a row of a single True."""
+        for name, other in zip(names, reversed(eqn.invars), strict=True):
+            if isinstance(name, str) and not hasattr(other, "val") and other in iotas:
+                self._add(name, iotas[other])
+
+    def _add(self, name: Any, size: int) -> None:
+        if isinstance(name, str):
+            self.sizes[name] = min(size, self.sizes.get(name, size))
+
+    def _read_within(self, eqn: Any, names: list[Any], known: dict[Any, Any]) -> None:
+        """Goes on in the programs that an operation runs."""
+        kind = eqn.primitive.name
+        if kind == "while":
+            return
+        given = names[1:] if kind == "cond" else names
+        for inner in jaxprs_in_params(eqn.params):
+            if len(inner.invars) == len(given):
+                results = self.read(inner, given)
+                if kind not in ("scan", "cond"):
+                    known.update(zip(eqn.outvars, results, strict=False))

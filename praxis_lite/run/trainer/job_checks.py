@@ -1,0 +1,278 @@
+"""Checks of a job before its first step compiles."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.mesh import MeshConfig
+from praxis_lite.core.task import Task
+from praxis_lite.decode.decoder import Decoder
+from praxis_lite.inputs.base import TRAIN, InputPipeline
+from praxis_lite.inputs.batches import checked_batches
+from praxis_lite.inputs.position import step_of
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
+from praxis_lite.run.experiment.experiment import Job, check_dataset_name
+from praxis_lite.run.experiment.run_config import RunConfig
+
+
+def check_parts(job: Any) -> None:
+    """Raises ConfigError if a job's parts have wrong types, for a config.json may say anything."""
+    _check_part("The config", job, Job)
+    parts = {
+        "mesh": MeshConfig, "task": Task, "run": RunConfig, "datasets": Mapping,
+        "decode_datasets": Mapping,
+    }
+    for path, wanted in parts.items():
+        _check_part(path, getattr(job, path), wanted)
+    if not hasattr(job.task, "weight_sharding"):
+        name = type(job.task).__name__
+        raise ConfigError(
+            f"{name} was built without Task's own constructor: let {name}.__init__ call "
+            "super().__init__(model, learner)."
+        )
+    for root in ("datasets", "decode_datasets"):
+        for name, pipeline in getattr(job, root).items():
+            check_dataset_name(name, root)
+            _check_part(f"{root}.{name}", pipeline, InputPipeline)
+
+
+def _check_part(path: str, found: Any, wanted: type) -> None:
+    if not isinstance(found, wanted):
+        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
+        raise ConfigError(
+            f"{path} is built as a {type(found).__name__}, wanted {article} {wanted.__name__}. "
+            "Mend it in the experiment, or start a new job if config.json was changed."
+        )
+
+
+def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
+    """Raises ConfigError unless training has a batch for every step and every evaluation ends."""
+    for name, pipeline in datasets.items():
+        found = pipeline.num_batches
+        if name == TRAIN and found is not None and found < run.num_train_steps:
+            raise ConfigError(
+                f"datasets.{TRAIN} ends after {found} batches, but run.num_train_steps is "
+                f"{run.num_train_steps}. Use a pipeline without end (shuffle=True), or make at "
+                f"most {found} steps."
+            )
+        if name != TRAIN and found is None and run.max_eval_batches is None:
+            raise ConfigError(
+                f"datasets.{name} has no end, so no evaluation on it would end. Use a pipeline of "
+                "one pass (shuffle=False, or num_batches), or set run.max_eval_batches."
+            )
+
+
+def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
+    """Raises ConfigError if training lacks batches without those `skipped` after loss spikes."""
+    found = pipeline.num_batches
+    if found is not None and found - len(skipped) < run.num_train_steps:
+        raise ConfigError(
+            f"datasets.{TRAIN} has {found} batches, of which {len(skipped)} were left out after "
+            f"loss spikes ({', '.join(map(str, skipped[:5]))}): too few for run.num_train_steps="
+            f"{run.num_train_steps}. Make at most {found - len(skipped)} steps."
+        )
+
+
+def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
+    """Raises ConfigError unless a dataset of text has the tokens of the task and of its model.
+
+    Args:
+      name: of the dataset, "datasets.train".
+    """
+    pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
+    for source, one in getattr(pipeline, "sources", {}).items():  # Of a Mixture.
+        check_tokens(task, one, f"{name}.sources.{source}")
+    found, own = getattr(pipeline, "tokenizer", None), getattr(task, "tokenizer", None)
+    if found is None or own is None:
+        return
+    if found.fingerprint() != own.fingerprint():
+        raise ConfigError(
+            f"{name} has tokens of {found}, but the task's tokenizer is {own}. Name one for both; "
+            "in the library's experiments on text by --set corpus.tokenizer=DIRECTORY."
+        )
+    size = task.num_ids().get("ids")
+    if size is not None and hasattr(pipeline, "largest_id"):
+        largest = pipeline.largest_id()
+        place = getattr(pipeline, "place_of_largest_id", str)()
+        where = f", at {place}," if place else ""
+        require(
+            largest < size, f"{name}: the largest id of {found}{where}", largest,
+            f"{size - 1} at most, for the model's vocab_size is {size}",
+            f"Give the model vocab_size={found.vocab_size}, or another tokenizer.",
+        )
+
+
+def why_bytes(pipeline: InputPipeline) -> str:
+    """Returns why a pipeline's text is bytes, behind another sentence; "" if it is not."""
+    pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
+    if not isinstance(getattr(pipeline, "tokenizer", None), ByteTokenizer):
+        return ""
+    return (
+        " Text is bytes where no tokenizer is named, and where HF_DIR has none: put its "
+        "tokenizer.json there, or name a directory by --set corpus.tokenizer=DIRECTORY."
+    )
+
+
+def check_decoder(task: Task) -> None:
+    """Raises ConfigError if a task's decoder ends rows with a token that the model lacks."""
+    decoder, size = getattr(task, "decoder", None), task.num_ids().get("ids")
+    if isinstance(decoder, Decoder) and size is not None:
+        decoder.check_vocabulary(size, getattr(getattr(task, "tokenizer", None), "eos_ids", ()))
+
+
+def check_resumable(
+    data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
+) -> list[str]:
+    """Checks that the training data goes on where the checkpoint left it.
+
+    Args:
+      data: what was saved beside the state, `DataPosition.as_json`.
+      accepted: names that may differ (run.accept_changed_data), with all names below them.
+
+    Returns:
+      A line for each difference that was accepted.
+
+    Raises:
+      ConfigError: the checkpoint was trained with another pipeline; names what differs, with both
+        values. Or the data has no such name as one that is accepted.
+    """
+    # JSON makes a list of a tuple, so both are compared as JSON has them.
+    old, new = (
+        dict(flat(json.loads(json.dumps(one))))
+        for one in (data["fingerprint"], pipeline.fingerprint())
+    )
+    names = sorted(old.keys() | new.keys())
+    allowed: set[str] = set()
+    for name in accepted:
+        covered = {n for n in names if f"{n}.".startswith(f"{name}.")}
+        if not covered and name != RUN_SEED:
+            raise ConfigError(
+                f"run.accept_changed_data names {name!r}, but the training data is described by "
+                f"{names}.{did_you_mean(name, names)}"
+            )
+        allowed |= covered
+    differing = {
+        name: f"{name} was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in names
+        if old.get(name) != new.get(name)
+    }
+    if refused := [name for name in differing if name not in allowed]:
+        in_brackets = ",".join(refused) + ("," if len(refused) == 1 else "")
+        raise ConfigError(
+            f"datasets.{TRAIN} is not what the checkpoint of step {step_of(data)} was trained "
+            f"with: {'; '.join(differing[name] for name in refused)}. Set it back, or start a new "
+            "job in another job_log_dir, or accept that the job goes on with other batches: --set "
+            f"'run.accept_changed_data={in_brackets}'."
+        )
+    return [f"datasets.{TRAIN}: {said} (run.accept_changed_data)" for said in differing.values()]
+
+
+RUN_SEED = "run.seed"
+
+
+def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Raises ConfigError if dropout would go on with another seed than the checkpoint's.
+
+    Returns a line if another seed was accepted (run.accept_changed_data); `data` as
+    `check_resumable`.
+    """
+    old = data.get("run_seed", run.seed)
+    if old == run.seed:
+        return []
+    said = f"{RUN_SEED} was {old}, is {run.seed}"
+    if RUN_SEED not in run.accept_changed_data:
+        raise ConfigError(
+            f"The checkpoint of step {step_of(data)} was trained with another seed: {said}. Set it "
+            "back, or start a new job in another job_log_dir, or accept that dropout goes on with "
+            f"other numbers: --set 'run.accept_changed_data={RUN_SEED},'."
+        )
+    return [f"{said} (run.accept_changed_data)"]
+
+
+def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
+    """Raises ConfigError if the first batch of a dataset, or the fingerprint of `train`, is wrong.
+
+    The first batch of `train` is read before any step is made, and not here.
+    """
+    fingerprint, problem = datasets[TRAIN].fingerprint(), ""
+    try:
+        json.dumps(fingerprint)
+    except (TypeError, ValueError) as error:
+        problem = f" ({error})"
+    require(
+        isinstance(fingerprint, Mapping) and not problem,
+        f"datasets.{TRAIN}: the result of {datasets[TRAIN].class_name()}.fingerprint", fingerprint,
+        f"a dict of all that determines the batches, as numbers, texts and lists of them{problem}",
+    )
+    for name, pipeline in datasets.items():
+        if name != TRAIN:
+            next(checked_batches(pipeline, f"datasets.{name}"), None)
+
+
+def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
+    """Returns a line for each dataset that a resumed run sees in other batches, or finds slowly."""
+    reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
+    lines = [
+        f"datasets.{name} is not deterministic: {reason}; a resumed run will see other batches"
+        for name, reason in reasons.items()
+        if reason
+    ]
+    if datasets[TRAIN].replays:
+        lines.append(
+            f"datasets.{TRAIN} gives its batches only in order ({datasets[TRAIN].class_name()}): a "
+            "run that resumes at step k first makes the k batches before it again"
+        )
+    return lines
+
+
+def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
+    """Raises ConfigError if averages of weights are to be evaluated and the learner keeps none."""
+    opt_states = partitioner.layout.shapes.opt_states
+    for use_ema in (run.eval_use_ema_states, run.decode_use_ema_states):
+        partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
+
+
+def check_watched_metrics(
+    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], run: RunConfig
+) -> None:
+    """Raises ConfigError if a metric that stops training or keeps checkpoints is not evaluated.
+
+    It must be evaluated before the last step too, and for run.best_checkpoints at each checkpoint.
+    """
+    for setting in ("early_stopping", "best_checkpoints"):
+        watching = getattr(run, setting)
+        if watching is None:
+            continue
+        names = []
+        for name, pipeline in datasets.items():
+            if name != TRAIN:
+                scalars = partitioner.trace("eval", pipeline.element_spec()).out_info
+                names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
+        if watching.metric not in names:
+            raise ConfigError(
+                f"run.{setting}.metric is '{watching.metric}', but evaluations have "
+                f"{sorted(names) or 'no dataset'}.{did_you_mean(watching.metric, names)}"
+            )
+        if run.eval_every_steps is None:
+            raise ConfigError(
+                f"run.{setting} watches {watching.metric}, but the only evaluation is at the last "
+                "step: set run.eval_every_steps."
+            )
+    saved_every = run.checkpoint_every_steps
+    if run.best_checkpoints and (saved_every is None or saved_every % run.eval_every_steps):
+        raise ConfigError(
+            f"run.best_checkpoints needs an evaluation at each checkpoint, but "
+            f"run.checkpoint_every_steps is {saved_every} and run.eval_every_steps "
+            f"{run.eval_every_steps}. Make the first a multiple of the second."
+        )
+
+
+def flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested mappings with its name: `corpus.sha256`."""
+    for name, value in fingerprint.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

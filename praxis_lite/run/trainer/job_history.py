@@ -1,0 +1,112 @@
+"""A job's history by its files: evaluations, losses, skipped steps."""
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from praxis_lite.core.errors import LastStepUnsound
+from praxis_lite.run.experiment.early_stopping import EarlyStopping
+from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.processes.broadcast import from_first
+from praxis_lite.run.trainer.loss_spikes import losses_of
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+
+
+def lacks_evaluation(
+    run: RunConfig, eval_sets: Collection[str], job: JobDir, saved_step: int | None, step: int
+) -> bool:
+    """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
+    evaluates = step == run.num_train_steps or is_due(step, run.eval_every_steps)
+    if step != saved_step or not evaluates:
+        return False
+    evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
+    return from_first(
+        "lacks evaluation", lambda: bool(eval_sets) and evaluated.isdisjoint(eval_sets)
+    )
+
+
+def watched_history(
+    early_stopping: EarlyStopping | None, job: JobDir, last_step: int
+) -> dict[int, float]:
+    """Returns the metric that may stop training, by step, of the evaluations to `last_step`."""
+    if early_stopping is None:
+        return {}
+    dataset, metric = early_stopping.metric.split("/", 1)
+    values: dict[int, float] = {}
+    for line in _evaluations(job):
+        if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
+            # The first line of a step is training's own; --mode=eval adds others.
+            values.setdefault(line["step"], line[metric])
+    return dict(from_first("watched history", lambda: list(values.items())))
+
+
+def _evaluations(job: JobDir) -> list[dict[str, Any]]:
+    path = job.eval_metrics_jsonl
+    return read_json_lines(path) if path.exists() else []
+
+
+def losses_before(run: RunConfig, job: JobDir) -> list[float]:
+    """Returns the losses on disk that the next loss is compared with, to find a spike."""
+    if run.loss_spike_factor is None:
+        return []
+    return from_first("losses before", lambda: losses_of(read_json_lines(job.metrics_jsonl)))
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Returns True if something that is done `every` so many steps is done after this step."""
+    return every is not None and step % every == 0
+
+
+def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
+    """Returns a line: when a run that begins at `first_step` saves its first checkpoint."""
+    steps, seconds = run.checkpoint_every_steps, run.seconds_between_checkpoints
+    due = []
+    if steps is not None:
+        first = min((first_step // steps + 1) * steps, run.num_train_steps)
+        due.append(f"at step {first}, and every {steps} steps")
+    if seconds is not None:
+        due.append(f"after {seconds:,} s, and as often (run.checkpoint_every_seconds)")
+    if due:
+        return f"checkpoints: the first {'; or '.join(due)}; and at the end"
+    return (
+        f"checkpoints: one, at the end (step {run.num_train_steps}): if this process is killed "
+        "before, all its steps are lost (run.checkpoint_every_seconds, run.checkpoint_every_steps)"
+    )
+
+
+def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
+    """Raises LastStepUnsound if the last step was skipped, or its evaluation is not finite.
+
+    Called once all of the run is on disk. `num_skipped` steps in a row, up to the last, were
+    skipped.
+    """
+    where = (
+        f"look at {job.non_finite_txt}, which names the layer or the data"
+        if job.non_finite_txt.exists()
+        else "run with --set run.debug_nans=true, which names the layer or the data"
+    )
+    advice = (
+        f"Look at loss, grad_norm and learning_rate in metrics.jsonl, and {where}; lower the "
+        "learning rate, clip the gradient, mend the data, or take bfloat16 in place of float16. To "
+        "go on from here, raise run.num_train_steps."
+    )
+    if num_skipped:
+        which = (
+            f"The last step, {step}, was skipped"
+            if num_skipped == 1
+            else f"The last {num_skipped} steps, to step {step}, were skipped"
+        )
+        raise LastStepUnsound(
+            f"{which}: not kept, for the loss, gradient or learning rate was not finite, or the "
+            f"gradient too large. The weights in {job.path} are those of step "
+            f"{step - num_skipped}. {advice}"
+        )
+    losses = {line["dataset"]: line["loss"] for line in _evaluations(job)
+              if line["step"] == step and "loss" in line}
+    for dataset, loss in from_first("last losses", lambda: losses).items():
+        if not math.isfinite(loss):
+            raise LastStepUnsound(
+                f"The evaluation of step {step} has {dataset}/loss {loss}, so its weights, which "
+                f"are kept in {job.path}, or the data are not sound. {advice}"
+            )

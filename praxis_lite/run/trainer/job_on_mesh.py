@@ -1,0 +1,197 @@
+"""A job on its mesh: all of it checked, nothing compiled."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.devices.host_memory import check_room_for_devices
+from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.mesh import CompilerOptions, filled_mesh, make_mesh, simulate_devices
+from praxis_lite.inputs.base import TRAIN, IndexedPipeline, InputPipeline, require_same_classes
+from praxis_lite.inputs.batches import check_data, check_members, checked_batches, checked_spec
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.processes.same_everywhere import check_same
+from praxis_lite.run.trainer.id_sizes import num_ids_of
+from praxis_lite.run.trainer.job_checks import (
+    check_averages,
+    check_decoder,
+    check_num_batches,
+    check_parts,
+    check_tokens,
+    check_watched_metrics,
+    flat,
+    why_bytes,
+)
+from praxis_lite.run.trainer.memory import check_batch_fits, check_fits, compile_step
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOnMesh:
+    """A job as it runs: its task on the mesh, its data, and where its files are."""
+
+    partitioner: Partitioner
+    datasets: Mapping[str, InputPipeline]
+    decode_datasets: Mapping[str, InputPipeline]
+    run: RunConfig
+    files: JobDir
+
+    @property
+    def eval_sets(self) -> dict[str, InputPipeline]:
+        """The datasets that are evaluated on."""
+        return {name: one for name, one in self.datasets.items() if name != TRAIN}
+
+
+def partitioner_of(job: Job, mode: str) -> Partitioner:
+    """Returns the task on its mesh, after all that can be checked before anything compiles.
+
+    Raises ConfigError if the mesh, the data, the task and what the run watches do not fit together.
+    The mode, "train", "eval", "decode" or "explain", tells what is checked; for "load" no data is.
+    """
+    check_parts(job)
+    use_compilation_cache()
+    mesh_config = filled_mesh(job.mesh)
+    check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
+    mesh = make_mesh(mesh_config)
+    if jax.process_count() != processes.count():
+        raise ConfigError(
+            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
+            "connected. Start each with --coordinator, --num_processes and --process_id."
+        )
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    platform = mesh.devices.flat[0].platform
+    devices = (
+        f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, for there is no accelerator"
+        if platform == "cpu"
+        else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
+    )
+    print(f"mesh ({axes}): {devices}", flush=True)
+    tokenizer = getattr(job.task, "tokenizer", None)
+    if mode in ("train", "decode") and (ends := getattr(tokenizer, "turn_end_ids", ())):
+        words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
+        print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
+    partitioner = partitioner_on(job, mesh)
+    if partitioner.compiler_options:
+        words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
+        print(f"compiler options: {words}", flush=True)
+    if mode != "explain":
+        check_fits(partitioner.layout, mesh, mode)
+    check_averages(partitioner, job.run)
+    if mode == "train" and TRAIN not in job.datasets:
+        raise ConfigError(
+            f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
+            "to the experiment's datasets()."
+        )
+    roots = {
+        "train": ("datasets",),
+        "eval": ("datasets",),
+        "decode": ("decode_datasets",),
+        "explain": ("datasets", "decode_datasets"),
+        "load": (),
+    }[mode]
+    if "decode_datasets" in roots:
+        check_decoder(job.task)
+    for root in roots:
+        specs = {}
+        for name, pipeline in getattr(job, root).items():
+            check_members(pipeline, f"{root}.{name}")
+            check_data(pipeline, f"{root}.{name}")
+            specs[name] = checked_spec(pipeline, f"{root}.{name}")
+        require_same_classes({f"{root}.{name}": one for name, one in getattr(job, root).items()})
+        if root == "datasets" and mode != "explain":
+            check_num_batches(job.datasets, job.run)
+        for name, pipeline in getattr(job, root).items():
+            spec = specs[name]
+            step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
+            check_reads(partitioner, step, spec, f"{root}.{name}")
+            if mode != "explain" and isinstance(pipeline, IndexedPipeline):
+                # The first batch before anything compiles, the others before their steps.
+                rows = partitioner.process_rows(pipeline.batch_size)
+                share = max(0, rows.stop - rows.start) / pipeline.batch_size
+                check_batch_fits(spec, share, f"{root}.{name}")
+                batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
+                first = next(batches)[1] if rows.start < rows.stop else {}
+                num_ids = job.task.num_ids() if step == "decode" else num_ids_of(job.task, spec)
+                try:
+                    check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}{why_bytes(pipeline)}") from None
+            if mode != "explain":
+                check_tokens(job.task, pipeline, f"{root}.{name}")
+            # A layer refuses some settings only when it is called, as here. The step stays traced.
+            # Training evaluates, too.
+            if mode == step or (mode == "train" and step == "eval"):
+                partitioner.trace("eval_examples" if mode == "eval" else step, spec)
+        if processes.count() > 1:
+            fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
+            check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))
+    if mode == "train":
+        check_watched_metrics(partitioner, job.datasets, job.run)
+    return partitioner
+
+
+def partitioner_on(
+    job: Job, mesh: Mesh, more_options: CompilerOptions | None = None
+) -> Partitioner:
+    """Returns the job's task on a mesh, by the job's own partitioner if any.
+
+    Args:
+      more_options: of the compiler, besides those of `job.mesh`, which count first.
+    """
+    options = {
+        platform: {**(more_options or {}).get(platform, {}), **given}
+        for platform, given in ((more_options or {}) | (job.mesh.compiler_options or {})).items()
+    }
+    options = {platform: given for platform, given in options.items() if given}
+    # A partitioner of the user's own may take none.
+    settings = {"compiler_options": options} if options else {}
+    return (job.partitioner or Partitioner)(job.task, mesh, **settings)
+
+
+def check_reads(
+    partitioner: Partitioner, step: str, spec: Mapping[str, jax.ShapeDtypeStruct], name: str
+) -> None:
+    """Raises ConfigError if a batch lacks a leaf that the task reads, or the mesh cannot split it.
+
+    The step is "train", "eval" or "decode", `spec` as `checked_spec` gives it.
+    """
+    task = partitioner.task
+    required = task.required_decode_inputs if step == "decode" else task.required_inputs
+    task.check_inputs(spec, required, name)
+    partitioner.check_batch(spec, step)
+
+
+def compile_together(
+    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], step: str
+) -> None:
+    """Lets several processes compile, each at its pace, before they meet in a step.
+
+    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
+    collective.
+
+    Raises:
+      OutOfMemory: as `compile_step`, of all processes of this host together.
+    """
+    if processes.count() > 1:
+        root = "decode_datasets" if step == "decode" else "datasets"
+        for name, pipeline in datasets.items():
+            which = "train" if (name, step) == (TRAIN, "eval") else step
+            compile_step(
+                partitioner, which, pipeline, f"{root}.{name}", processes.count_on_this_host()
+            )
+        processes.exchange("the steps are compiled", "", 3600)
+
+
+def use_compilation_cache() -> None:
+    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
+        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))

@@ -1,0 +1,284 @@
+"""What train and eval do with a job, once it is built, checked and on its mesh."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
+from praxis_lite.run.checkpoints.init.init_from_checkpoint import (
+    completed,
+    init_from_checkpoints,
+)
+from praxis_lite.run.checkpoints.init.planning import plan_init
+from praxis_lite.run.checkpoints.save_checks import check_names
+from praxis_lite.run.checkpoints.steps import step_dirs
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.config.text import (
+    config_difference,
+    config_lines,
+    dump_config,
+    load_config_file,
+)
+from praxis_lite.run.experiment.recorded_job import keep_tokenizers
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.job_lock import JobLock
+from praxis_lite.run.job.processes.stopping import StopRequest
+from praxis_lite.run.trainer import trainer
+from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
+from praxis_lite.run.trainer.job_checks import (
+    check_batches_left,
+    check_first_batches,
+    check_resumable,
+    check_same_seed,
+    notes_on_resume,
+)
+from praxis_lite.run.trainer.job_history import (
+    check_last_step,
+    lacks_evaluation,
+    watched_history,
+    when_checkpoints_come,
+)
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.run.trainer.layout_table import layout_table, layout_warnings, padding_notes
+from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
+from praxis_lite.run.trainer.memory import compile_init
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.records import write_records
+from praxis_lite.run.trainer.restored_weights import restored_weights
+from praxis_lite.run.trainer.trainer import StartingPoint
+from praxis_lite.tools.huggingface.pretrained import Pretrained, keep_description
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedConfig:
+    """The config that a command line made, and what config.json records of that command line.
+
+    Attributes:
+      experiment: the full name of its class.
+      settings: those of --set.
+      packages: whose functions and classes the config may name, besides the library's.
+    """
+
+    config: fdl.Config
+    experiment: str
+    settings: Sequence[str] = ()
+    packages: Sequence[str] = ()
+
+
+def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
+    """Trains a job from nothing, from other checkpoints, or from where it stopped.
+
+    Raises ConfigError if the job's checkpoint is of another model, or of other data; and
+    LastStepUnsound if the job is trained and saved, but its last step was skipped.
+    """
+    run, files = job.run, job.files
+    check_names(job.partitioner.layout)
+    if not step_dirs.committed_steps(files.checkpoints):
+        check_frozen_base(
+            job.partitioner.layout, _given(job), may_be_new=run.frozen_may_be_new
+        )
+    config_json = dump_config(
+        launched.config, launched.experiment, launched.settings, packages=launched.packages
+    )
+    texts = config_json, config_lines(launched.config)
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(
+            StopRequest(run.time_limit_seconds, num_processes=processes.count())
+        )
+        held.enter_context(JobLock(files.path, _say))
+        if not files.config_json.is_file():
+            # Before other files: a launch that is stopped from here on leaves a job to go on with.
+            files.write_config(*texts)
+        saved = held.enter_context(
+            Checkpoints(
+                files.checkpoints, saving=SaveSettings.of(run), note=_say, config_json=config_json
+            )
+        )
+        if saved.latest_step() is None:
+            start = _new_start(job)
+        else:
+            data = saved.latest_data()
+            accepted = check_resumable(data, job.datasets[TRAIN], run.accept_changed_data)
+            for line in [*accepted, *check_same_seed(data, run)]:
+                print(line)
+            start = _resumed(job, saved)
+            before = load_config_file(files.config_json, packages=launched.packages).config
+            for line in config_difference(before, launched.config):
+                print(f"changed since the job was last run: {line}")
+        files.write_config(*texts)
+        if processes.is_first():
+            keep_tokenizers(launched.config, files)
+        _print_layout(job.partitioner, files)
+        if reason := _nothing_to_do(job, start.step, saved.latest_step()):
+            print(reason)
+            trainer.draw_loss_curve(files, start.step, print)
+            check_last_step(files, start.step, trainer.num_skipped_in_a_row(start.state))
+            return
+        check_first_batches(job.datasets)
+        for line in notes_on_resume(job.datasets):
+            print(line)
+        stop.training_begins(saved.latest_step())
+        print(when_checkpoints_come(run, start.step))
+        print("compiling the first step", flush=True)
+        compile_together(job.partitioner, job.datasets, "eval")
+        roll_backs, skipped = RollBacks(), start.skipped_batches
+        while True:
+            check_batches_left(job.datasets[TRAIN], run, skipped)
+            try:
+                trained = trainer.train(job, start, saved, stop)
+                break
+            except LossSpike as found:
+                # Its frames hold the state, and another one is to be restored.
+                spike = found.with_traceback(None)
+            roll_backs.add(spike)
+            del start
+            skipped = tuple(sorted({*skipped, spike.batch}))
+            start = _rolled_back(job, saved, spike, skipped)
+            print(
+                f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "
+                f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
+            )
+    if trained.stopped_by:
+        print(
+            f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
+            f"goes on from there: {files.path}"
+        )
+    else:
+        print(f"trained to step {trained.step}: {files.path}")
+    check_last_step(files, trained.step, trained.num_skipped)
+
+
+def evaluate(job: JobOnMesh, step: int | str | None) -> None:
+    """Evaluates a checkpoint ("best"; None: the newest) on every dataset but `train`."""
+    partitioner, run = job.partitioner, job.run
+    if not job.eval_sets:
+        raise ConfigError(
+            "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
+            'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
+        )
+    compile_together(partitioner, job.eval_sets, "eval_examples")
+    step, mdl_vars = restored_weights(partitioner, job.files, step, run.eval_use_ema_states)
+    with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
+        evaluator = Evaluator(
+            partitioner, job.eval_sets, run.max_eval_batches, writer, seed=run.seed
+        )
+        examples: dict[str, list[dict[str, Any]]] = {}
+        for name, results in evaluator.run(step, mdl_vars, examples=examples).items():
+            print(evaluation_line(step, name, results))
+    for name, records in examples.items():
+        path = job.files.eval_jsonl(name, step)
+        write_records(path, records, print)
+        print(
+            f"evaluated {len(records)} examples of {name} with the weights of step {step}: {path}"
+        )
+
+
+def _new_start(job: JobOnMesh) -> StartingPoint:
+    """Returns the start of a job: a drawn state, or arrays of others' checkpoints."""
+    partitioner, rules = job.partitioner, job.run.init_from_checkpoint_rules
+    key = partitioner.key(job.run.seed)
+    if job.run.init_from_huggingface is not None:
+        return StartingPoint(0, _from_huggingface(job, key))
+    if not rules:
+        print("initialising the state", flush=True)
+        compile_init(partitioner, key)
+        return StartingPoint(0, partitioner.init(key))
+    plan = plan_init(partitioner.layout, rules)
+    lines = "\n".join(plan.lines()) + "\n"
+    job.files.init_from_checkpoint_txt.write_text(lines, encoding="utf-8")
+    for line in plan.summary():
+        print(line)
+    print("initialising the state. See init_from_checkpoint.txt.", flush=True)
+    state = init_from_checkpoints(partitioner, key, plan)
+    return StartingPoint(int(state.step), state)
+
+
+def _given(job: JobOnMesh) -> set[str]:
+    """Returns the paths in mdl_vars of the weights that a new start does not draw."""
+    layout, run = job.partitioner.layout, job.run
+    if run.init_from_huggingface is not None:
+        return Pretrained(run.init_from_huggingface, layout.select("mdl_vars")).paths
+    if not run.init_from_checkpoint_rules:
+        return set()
+    plan = plan_init(layout, run.init_from_checkpoint_rules)
+    return {path.removeprefix("mdl_vars/") for path in plan.sources}
+
+
+def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:
+    """Returns a new state with the weights in a directory of Hugging Face; adapters' are drawn."""
+    partitioner, directory = job.partitioner, job.run.init_from_huggingface
+    layout = partitioner.layout.select("mdl_vars")
+    pretrained = Pretrained(directory, layout)
+    if jax.process_index() == 0:
+        keep_description(directory, job.files.huggingface)
+    arrays = pretrained.read(partitioner.mesh, _say)
+    drawn = [leaf.path for leaf in layout.leaves() if leaf.path not in arrays]
+    print(f"{len(arrays)} weights from {directory}" + (f"; new: {few(drawn)}" if drawn else ""))
+    arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
+    return completed(partitioner, key, arrays)
+
+
+def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
+    """Returns the start of a job from its newest checkpoint."""
+    restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
+    print(f"restored the checkpoint of step {restored.step}", flush=True)
+    return StartingPoint(restored.step, restored.state, tuple(restored.data.get("skipped", ())))
+
+
+def _rolled_back(
+    job: JobOnMesh, saved: Checkpoints, spike: LossSpike, skipped: tuple[int, ...]
+) -> StartingPoint:
+    """Returns the newest checkpoint, or a new start if there is none, with these batches left out.
+
+    A spike ends its run before the checkpoint of its step is begun. One of that step, or of a later
+    one, is set aside.
+    """
+    saved.abandon_after(spike.step - 1)
+    start = _new_start(job) if saved.latest_step() is None else _resumed(job, saved)
+    return dataclasses.replace(start, skipped_batches=skipped)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
+    layout, table = partitioner.layout, layout_table(partitioner.layout)
+    files.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
+    for line in layout.groups.report():
+        print(line)
+    print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
+    for note in (*layout.notes, *padding_notes(layout)):
+        print(f"note: {note}")
+    for warning in layout_warnings(layout):
+        print(f"WARNING: {warning}")
+
+
+def _nothing_to_do(job: JobOnMesh, first_step: int, saved_step: int | None) -> str:
+    """Returns why a restored job makes no more steps and what to change, or "" if it makes some."""
+    run = job.run
+    if lacks_evaluation(run, job.eval_sets, job.files, saved_step, first_step):
+        return ""
+    if first_step >= run.num_train_steps:
+        return (
+            f"The job has already made its {run.num_train_steps} steps; to go on, raise "
+            "run.num_train_steps."
+        )
+    values = watched_history(run.early_stopping, job.files, first_step)
+    if reason := run.early_stopping and run.early_stopping.reason_to_stop(values):
+        return (
+            f"The job stopped early at step {first_step}: {reason}. To go on, raise "
+            "run.early_stopping.patience, or set run.early_stopping=None."
+        )
+    return ""

@@ -1,0 +1,156 @@
+"""The layout as a table to read: every weight, and what deserves a warning."""
+
+import collections
+import math
+from collections.abc import Iterable, Sequence
+
+from praxis_lite.core.errors import format_bytes
+from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+
+# From here on an array is worth a warning: a smaller one costs less than the reader's attention.
+LARGE_BYTES = 1 << 20
+WASTEFUL_PADDING = 0.10
+LONG_DECISION = 30
+
+
+def layout_table(layout: StateLayout) -> str:
+    """Returns the table of a state's leaves, then a device's bytes in all."""
+    return "\n".join([leaf_table(layout.leaves()), "", _totals(layout)])
+
+
+def leaf_table(leaves: Iterable[LeafLayout]) -> str:
+    """Returns a line per leaf: path, shape, padded shape, dtype, spec, bytes, padding, decision.
+
+    The decision is what split the leaf, such as a rule or a line of the layer's. Long ones are
+    numbered in the table and written out below it.
+    """
+    header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
+    rows, numbers = [header], {}
+    for leaf in leaves:
+        padded = "" if leaf.padded_shape == leaf.shape else shape_text(leaf.padded_shape)
+        share = f"{leaf.padding_share:.1%}" if padded else ""
+        size = f"{leaf.bytes_per_device:,}"
+        decided_by = " ".join(leaf.declared_by.split())
+        if len(decided_by) > LONG_DECISION:
+            decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
+        shape, spec = shape_text(leaf.shape), split_text(leaf.spec)
+        rows.append((leaf.path, shape, padded, str(leaf.dtype), spec, size, share, decided_by))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in (5, 6) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, *(f"({number}) {text}" for text, number in numbers.items())])
+
+
+def layout_warnings(layout: StateLayout) -> list[str]:
+    """Returns a sentence for each large replicated array, and for each large wasteful padding."""
+    num_devices = math.prod(layout.axis_sizes.values())
+    replicated = [
+        leaf for leaf in layout.leaves()
+        if num_devices > 1 and leaf.num_shards == 1 and leaf.bytes_per_device >= LARGE_BYTES
+    ]
+    warnings = [
+        f"{leaf.path} {shape_text(leaf.shape)} is replicated: "
+        f"{format_bytes(leaf.bytes_per_device)} on each of {num_devices} devices. "
+        + (
+            "Give it a weight_split_dims_mapping, or a rule in the task's weight_sharding."
+            if kind_of(leaf) == "weights"
+            else "Give its weight a split, or set Learner.slot_mesh_axes."
+        )
+        for leaf in replicated
+    ]
+    return warnings + [
+        f"{text} Change the size, the mesh, or the mapping."
+        for text, num_bytes in _wasteful(layout) if num_bytes >= LARGE_BYTES
+    ]
+
+
+def padding_notes(layout: StateLayout) -> list[str]:
+    """Returns a sentence per wasteful padding that is too small to be warned of."""
+    return [text for text, num_bytes in _wasteful(layout) if num_bytes < LARGE_BYTES]
+
+
+def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
+    """Returns for each dim that is padded by much a sentence, and its padding's bytes a device."""
+    wasteful = collections.defaultdict(list)
+    for leaf in layout.leaves():
+        for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
+            if padded and 1 - true / padded > WASTEFUL_PADDING:
+                wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
+    found = []
+    for (dim, true, padded, axes), leaves in wasteful.items():
+        share = 1 - true / padded
+        found.append((
+            f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
+            f"split over {axes}: {share:.0%} of it is padding.",
+            share * sum(leaf.bytes_per_device for leaf in leaves),
+        ))
+    return found
+
+
+def _others(leaves: Sequence[LeafLayout]) -> str:
+    """Returns how many weights and slots there are besides the first leaf, in brackets; or ""."""
+    kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
+    first, others = kinds[0], collections.Counter(kinds[1:])
+    counts = [
+        f"of {others[kind]} {'other ' * (kind == first)}{name}{'s' * (others[kind] > 1)}"
+        for kind, name in (("weights", "weight"), ("slots", "optimizer slot"))
+        if others[kind]
+    ]
+    return f" (and that {' and '.join(counts)})" if counts else ""
+
+
+def bytes_per_device(layout: StateLayout) -> dict[str, int]:
+    """Returns the bytes of a device's "weights", "optimizer slots" and "averaged weights (EMA)".
+
+    Weights include variables that are not trained, slots the counts of steps. Padding is included.
+    """
+    totals: dict[str, int] = collections.defaultdict(int)
+    for leaf in layout.leaves():
+        totals[kind_of(leaf)] += leaf.bytes_per_device
+    return {kind: totals[kind] for kind in ("weights", "optimizer slots", _EMA) if kind in totals}
+
+
+_EMA = "averaged weights (EMA)"
+
+
+def kind_of(leaf: LeafLayout) -> str:
+    """Returns the kind of a state's leaf: a key of `bytes_per_device`."""
+    if leaf.path.startswith("mdl_vars/"):
+        return "weights"
+    return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
+
+
+def _totals(layout: StateLayout) -> str:
+    leaves = list(layout.leaves())
+    weights = [leaf for leaf in leaves if kind_of(leaf) == "weights"]
+    num_parameters = sum(math.prod(leaf.shape) for leaf in weights)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    held = bytes_per_device(layout)
+    parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
+    mesh = ", ".join(f"{name} {size}" for name, size in layout.axis_sizes.items())
+    return (
+        f"{len(weights):,} weights of {num_parameters:,} parameters; the state of training takes "
+        f"{format_bytes(whole)}. Each device of the mesh ({mesh}) holds {parts} = "
+        f"{format_bytes(sum(held.values()))}."
+    )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Returns '[7, 13]'."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
+    """Returns '(replica+data, -)': the axes of each dim of a spec or a mapping."""
+    entries = [
+        "+".join(map(str, entry)) if isinstance(entry, Sequence) and not isinstance(entry, str)
+        else "-" if entry is None else str(entry)
+        for entry in split
+    ]
+    return "(" + ", ".join(entries) + ")"

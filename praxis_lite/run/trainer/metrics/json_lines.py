@@ -1,0 +1,179 @@
+"""metrics.jsonl: a flushed line per step, each step once, however often the run was killed."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError, not_written
+from praxis_lite.files.json_text import opened
+from praxis_lite.files.whole_files import write_whole
+
+# Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+# What a person looks for first; the other keys follow by name.
+_LEADING_KEYS = ("step", "dataset", "loss")
+
+
+class JsonLinesWriter(contextlib.AbstractContextManager):
+    """Appends lines to a file, a line per step, each flushed as it is written.
+
+    Opening the file mends what an earlier run left: a last line that a kill cut short goes, and
+    the lines after `resume_step`, which the resumed run writes anew, are moved to NAME.lost.jsonl.
+    The mended file replaces the old one whole, so a kill in the middle loses nothing. Raises
+    ConfigError if a line in the middle cannot be read.
+
+    Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
+    infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+      resume_step: None: every line is dropped; sys.maxsize: every line stays.
+
+    Attributes:
+      num_kept: how many lines of earlier runs stay.
+      lost_steps: the steps of lines that were moved, in their order.
+      lost_path: the file that they are in.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
+        self.path = pathlib.Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = read_json_lines(self.path) if self.path.exists() else []
+        last = -1 if resume_step is None else resume_step
+        kept = [line for line in lines if line["step"] <= last]
+        lost = [line for line in lines if line["step"] > last]
+        self.num_kept, self.lost_steps = len(kept), [line["step"] for line in lost]
+        self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
+        if lost:
+            before = _content(self.lost_path)
+            write_whole(self.lost_path, before + "".join(map(json_line, lost)).encode())
+        content = "".join(map(json_line, kept)).encode()
+        # A file that is in order stays the same file: another process may be adding to it.
+        if not self.path.exists() or _content(self.path) != content:
+            write_whole(self.path, content)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Appends a line, which must have an integer `step`; scalar arrays become numbers.
+
+        Raises ConfigError if the disk is full; the lines before stay whole.
+        """
+        if not isinstance(line.get("step"), int | np.integer):
+            raise ValueError(f"{self.path}: a line needs an integer 'step', got {dict(line)}")
+        # One write per line: a reader sees at most one unfinished line, the last.
+        try:
+            size = os.path.getsize(self.path)
+        except OSError as error:  # Its directory was renamed or deleted.
+            raise not_written(self.path, error) from error
+        try:
+            self._file.write(json_line(line))
+            self._file.flush()
+        except OSError as error:
+            # Closing drops the rest of the buffer; truncating drops the part that was written.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)
+            raise not_written(self.path, error) from error
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _content(path: pathlib.Path) -> bytes:
+    """Returns a file's bytes; none, if it does not exist."""
+    try:
+        with opened(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the file's lines, "NaN" and the infinities as floats again.
+
+    A last line that is cut short is left out: its writer was killed, or is writing it now. Raises
+    ConfigError if there is no such file, or another line is no JSON object with a `step`.
+    """
+    path = pathlib.Path(path)
+    try:
+        with opened(path) as file:
+            # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
+            texts = file.read().decode("utf-8", "replace").removesuffix("\n").split("\n")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}). A run writes it; take away what "
+            "lies in its place."
+        ) from None
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line["step"], int):
+                raise TypeError("step is no integer")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if number == len(texts) and isinstance(error, ValueError):
+                break
+            raise ConfigError(
+                f"{path}, line {number}: not a JSON object with an integer 'step': {text[:80]!r}. "
+                "Mend or remove that line; only the last one may be cut short.") from error
+        lines.append(_with_non_finite(line))
+    return lines
+
+
+def json_line(line: Mapping[str, Any]) -> str:
+    """Returns a line of the file, with its line break."""
+    keys = [key for key in _LEADING_KEYS if key in line]
+    keys += sorted(line.keys() - set(keys))
+    plain = {key: strict_json(line[key], key) for key in keys}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def strict_json(value: Any, key: str) -> Any:
+    """Returns `value` as what strict JSON can hold: NaN and the infinities become words.
+
+    Numbers, texts, scalar arrays, and mappings and lists of them are taken. For others a ValueError
+    names the `key`.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): strict_json(entry, f"{key}.{name}") for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(entry, key) for entry in value]
+    if not isinstance(value, float):
+        array = np.asarray(value)
+        # ml_dtypes' bfloat16 is of kind 'V', which NumPy uses for raw bytes too: ask for a number.
+        if array.shape != () or array.dtype.kind in "OSUMmc":
+            raise ValueError(f"metric {key!r}: cannot write {type(value).__name__} of shape "
+                             f"{array.shape}, dtype {array.dtype}; want a scalar number or text.")
+        if array.dtype.kind in "biu":
+            return array.item()
+        value = float(array)
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _with_non_finite(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _with_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_non_finite(entry) for entry in value]
+    return value

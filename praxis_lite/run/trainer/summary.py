@@ -1,0 +1,94 @@
+"""A job's results as a person wants to read them, from the files in its directory."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.progress import metric_text
+from praxis_lite.run.trainer.metrics.records import read_records
+
+
+def summary(job: JobDir, *, num_prompts: int = 3) -> str:
+    """Returns the losses, the evaluations, a few continuations, and where everything lies."""
+    parts = [_training(job), _evaluations(job), *_continuations(job, num_prompts), _places(job)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _training(job: JobDir) -> str:
+    if not (lines := _lines(job.metrics_jsonl)):
+        return ""
+    marks = [lines[0], *(lines[len(lines) * part // 4] for part in (1, 2, 3)), lines[-1]]
+    steps = "  ".join(f"{line['step']:>8}" for line in marks)
+    losses = "  ".join(f"{metric_text(line['loss']):>8}" for line in marks)
+    return f"Training\n  step  {steps}\n  loss  {losses}"
+
+
+def _evaluations(job: JobDir) -> str:
+    newest = {line["dataset"]: line for line in _lines(job.eval_metrics_jsonl)}
+    lines = []
+    for dataset, line in newest.items():
+        values = {n: v for n, v in line.items() if n not in ("step", "dataset")}
+        gzip = values.pop("gzip_bits_per_byte", None)
+        text = "  ".join(f"{name} {metric_text(value)}" for name, value in values.items())
+        lines.append(f"  {dataset}, step {line['step']}: {text}")
+        if gzip is not None:
+            lines.append(
+                f"  {' ' * len(dataset)}  (gzip -9 needs {gzip:.4f} bits per byte for this text)"
+            )
+    return "\n".join(["Evaluation", *lines]) if lines else ""
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_json_lines(path) if path.is_file() else []
+
+
+def _continuations(job: JobDir, num_prompts: int) -> list[str]:
+    parts = []
+    for directory in sorted((job.path / "decode").glob("*")):
+        files = [file for file in directory.glob("*.jsonl") if file.stem.isdecimal()]
+        files.sort(key=lambda file: int(file.stem))
+        if not files:
+            continue
+        records = read_records(files[-1])
+        # A command line adds its records to those of others before.
+        shown = records[-num_prompts:] if directory.name == COMMAND_LINE else records[:num_prompts]
+        number = "" if len(shown) == len(records) else f", {len(shown)} of {len(records)}"
+        lines = [f"Continuations ({directory.name}, step {files[-1].stem}{number})"]
+        for record in shown:
+            lines.append(_block("prompt", str(record.get("prompt", ""))))
+            lines.append(_block("  goes on", str(record.get("continuation", ""))))
+        parts.append("\n".join(lines))
+    return parts
+
+
+def _block(name: str, text: str) -> str:
+    margin = f"  {name:<9} | "
+    rows = [
+        row or ""
+        for line in text.splitlines() or [""]
+        for row in (textwrap.wrap(line, 84, drop_whitespace=False) or [""])
+    ]
+    rest = " " * (len(margin) - 2) + "| "
+    return "\n".join((margin if i == 0 else rest) + row for i, row in enumerate(rows))
+
+
+def _places(job: JobDir) -> str:
+    places = {
+        "config": job.config_txt,
+        "layout of the weights": job.layout_txt,
+        "metrics of each step": job.metrics_jsonl,
+        "evaluations": job.eval_metrics_jsonl,
+        "loss curve": job.loss_curve_png,
+        "checkpoints": job.checkpoints,
+        "decoded": job.path / "decode",
+        "evaluated, row by row": job.path / "eval",
+    }
+    there = [f"  {name:<22}{place}" for name, place in places.items() if place.exists()]
+    if job.tensorboard.exists():
+        there.append(
+            f"  {'drawn by TensorBoard':<22}tensorboard --logdir={job.tensorboard} "
+            "(after: pip install tensorboard)"
+        )
+    return "\n".join(["Where everything lies", *there])

@@ -1,0 +1,148 @@
+"""A new job whose checkpoint of step 0 has weights that another system has trained."""
+
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.core.errors import ConfigError, few, not_written
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
+from praxis_lite.run.checkpoints.init.init_from_checkpoint import completed
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.config.class_attributes import configured
+from praxis_lite.run.config.overrides import check_required
+from praxis_lite.run.config.text import config_lines, dump_config
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_training
+from praxis_lite.run.trainer.job_checks import check_parts
+from praxis_lite.run.trainer.memory import check_fits
+
+
+@contextlib.contextmanager
+def beginning(
+    job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
+) -> Iterator[JobDir]:
+    """Yields the directory of a job that is to begin, empty again if what follows fails.
+
+    A mark in it says that the job is half made. Where a command was killed, and left the mark, the
+    same command begins anew.
+
+    Raises:
+      ConfigError: the experiment is not known, or the directory is of another job, cannot be
+        written or has checkpoints; or the disk does not take what follows.
+    """
+    name = registry.full_name(registry.get_experiment(experiment, packages))
+    job_dir = JobDir(local_directory(job_log_dir))
+    if job_dir.beginning.is_file() and not job_dir.config_json.exists():
+        with _marked(job_dir):
+            _clear(job_dir)
+    job_dir = open_for_training(job_log_dir, name)
+    saved_before = sorted(path.name for path in job_dir.checkpoints.glob("*"))
+    if saved_before:
+        raise ConfigError(
+            f"{job_dir.path} has checkpoints already ({few(saved_before)}), and a job can begin "
+            "only where there are none. Name a new directory."
+        )
+    with _marked(job_dir):
+        try:
+            yield job_dir
+        except BaseException as error:
+            _clear(job_dir)
+            if isinstance(error, OSError) and not isinstance(error, ConfigError):
+                path = error.filename or job_dir.path
+                raise not_written(path, error, "it begins the job anew") from error
+            raise
+
+
+@contextlib.contextmanager
+def _marked(job_dir: JobDir) -> Iterator[None]:
+    with job_dir.beginning.open("w") as mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{job_dir.path}: another command begins a job there. Wait for its end, or name "
+                "another directory."
+            ) from None
+        except OSError:  # The file system knows no locks.
+            pass
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                job_dir.beginning.unlink(missing_ok=True)
+
+
+def _clear(job_dir: JobDir) -> None:
+    """Removes the files of a job that has not begun from its directory, as far as possible."""
+    for folder in (job_dir.huggingface, job_dir.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    if not job_dir.config_json.exists():
+        with contextlib.suppress(OSError):
+            job_dir.config_txt.unlink(missing_ok=True)
+
+
+def begin_job_with(
+    weights: Callable[[Partitioner, Job], Mapping[str, jax.Array]],
+    experiment: str,
+    job_dir: JobDir,
+    settings: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> JobDir:
+    """Returns the job as if its step 0 was saved, to be trained or evaluated.
+
+    The optimizer's slots are new, made from the weights, and the training data starts at its first
+    batch.
+
+    Args:
+      weights: returns the weights by path in mdl_vars, padded and in their shards; what it leaves
+        out is drawn with the run's seed.
+      experiment: its name, as for `--exp`.
+      job_dir: of `beginning`.
+      settings: "path=value", as for `--set`.
+      packages: as for `--packages`.
+
+    Raises:
+      ConfigError: the experiment is refused as in training.
+    """
+    experiment_class = registry.get_experiment(experiment, packages)
+    config = configured(experiment_class, settings, registry.allowed_packages(packages))
+    check_required(config)
+    job = fdl.build(config)
+    check_parts(job)
+    mesh_config = filled_mesh(job.mesh)
+    simulate_devices(mesh_config.num_devices)
+    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(mesh_config))
+    check_fits(partitioner.layout, partitioner.mesh, "train")
+    arrays = weights(partitioner, job)
+    check_frozen_base(partitioner.layout, arrays, may_be_new=job.run.frozen_may_be_new)
+    arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
+    state = completed(partitioner, partitioner.key(job.run.seed), arrays)
+    data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
+    with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
+        saved.save(0, state, partitioner.layout, data)
+    text = dump_config(
+        config, registry.full_name(experiment_class), settings, packages=packages
+    )
+    job_dir.write_config(text, config_lines(config))
+    return job_dir
+
+
+def how_to_go_on(
+    job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
+) -> str:
+    """Returns the words printed of a job that was begun: the command that trains it."""
+    words = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
+    words += [f"--packages={','.join(packages)}"] if packages else []
+    words += ["--set", *settings] if settings else []
+    return f"began {job_dir.path}: go on with {shlex.join(words)}"

@@ -1,0 +1,74 @@
+"""What XLA warns of while it compiles, in words that name the layer and what to change."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from praxis_lite.tools.explain.hlo_layers import layers_of_name
+
+_END = b"praxis_lite: compiled\n"
+# Passes each line on as it comes, except the warnings, which it gives back at the end. It is a
+# process of its own, so that XLA's last words before an abort are passed on too.
+_FILTER = """
+import os, sys
+end, kept = sys.argv[1].encode(), []
+for line in open(0, "rb"):
+    if line.endswith(end):
+        os.write(2, line[:-len(end)])
+        with open(1, "wb") as answer:
+            answer.write(b"".join(kept))
+    elif b"[SPMD] Involuntary full rematerialization" in line:
+        kept.append(line)
+    else:
+        os.write(2, line)
+"""
+
+
+@contextlib.contextmanager
+def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Notes on the way out, once for each layer, that XLA reshards it through full copies.
+
+    Only those lines of XLA ("Involuntary full rematerialization") are kept off standard error.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    # In a session of its own, out of reach of the terminal's Ctrl-C.
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _FILTER, _END.decode()],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )
+    os.dup2(child.stdin.fileno(), 2)
+    child.stdin.close()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            os.write(2, _END)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        lines = child.stdout.read().decode(errors="replace").splitlines()
+        child.stdout.close()
+        # Processes that began meanwhile may write to it for longer.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1.0)
+        for warning in dict.fromkeys(map(_in_words, lines)):
+            note(warning)
+
+
+def _in_words(line: str) -> str:
+    """Returns a warning of XLA's as a sentence that names the layer."""
+    name = re.search(r'op_name="([^"]*)"', line)
+    layer = (layers_of_name(name[1])[0] if name else "") or "an operation outside of any layer"
+    splits = re.search(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently", line)
+    between = f" (from {splits[1]} to {splits[2]})" if splits else ""
+    return (
+        f"WARNING: {layer}: the compiler goes from one split to another through a full copy on "
+        f"every device{between}, which costs memory and time. Split the batch as the activations "
+        "are, such as inputs_split_mapping={'map_2d': (('replica', 'data'), None)} of the task, "
+        "or state the split of the layer's output (activation_split_dims_mapping). XLA calls it "
+        "an involuntary full rematerialization."
+    )

@@ -1,0 +1,296 @@
+"""A compiled program on a device, read from its text: collectives, matmuls, memory.
+
+XLA's `cost_analysis()` counts a loop's body once, so a scanned model looks like one layer. Here an
+instruction counts as often as its loops run it. `compiled` is a `jax.stages.Compiled` or its
+`as_text()`, as jax 0.10 to 0.12 writes it for CPU and TPU; cuBLAS's calls are understood too.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import format_bytes
+from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups, devices_in_group
+from praxis_lite.tools.explain.hlo_layers import layers_of, source_frames, source_line, together
+from praxis_lite.tools.explain.hlo_text import (
+    Array,
+    Instruction,
+    Site,
+    arrays_of,
+    braced,
+    bracket,
+    executed,
+    op_name_of,
+    parse,
+    trip_count,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective instruction of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      bytes: of one execution's result on one device, all elements of a tuple together.
+      dtypes: element types of the result, each once, in XLA's names ('f32', 'bf16').
+      count: executions in one run of the program.
+      at_least: it is in a loop of unknown trip count, of which `count` takes one pass.
+      at_most: it is in a branch that may not be taken; `count` takes it as taken.
+      group_size: devices in one group; None for collective-permute.
+      op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
+      layers: where the result comes from, and the bytes of each part: 'encoder/ffn' or 'gradient of
+        encoder/ffn'; outside of any layer the source line, 'model.py:13', or ''.
+      axes: the mesh axes that it runs along; empty where no mesh was given.
+      source: the line that it comes from, 'model.py:13', or ''.
+      dims: of the arrays of the result.
+    """
+
+    kind: str
+    bytes: int
+    dtypes: tuple[str, ...]
+    count: int
+    at_least: bool
+    at_most: bool
+    group_size: int | None
+    op_name: str
+    layers: tuple[tuple[str, int], ...] = (("", 0),)
+    axes: tuple[str, ...] = ()
+    source: str = ""
+    dims: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layer(self) -> str:
+        """The layer, or 'several in encoder' if XLA merged several."""
+        return together(dict(self.layers)) or "unknown"
+
+
+@dataclass(frozen=True)
+class MemoryPerDevice:
+    """Bytes on a device, as XLA plans them.
+
+    `aliased` outputs lie in donated arguments; `peak` is all that a run allocates: arguments +
+    outputs - aliased + temp.
+    """
+
+    arguments: int
+    outputs: int
+    temp: int
+    aliased: int
+    peak: int
+
+
+def collectives(
+    compiled: "jax.stages.Compiled | str", axis_sizes: Mapping[str, int] | None = None
+) -> list[Collective]:
+    """Returns the collectives that a run of the program executes; start and done count once.
+
+    Args:
+      axis_sizes: of the mesh, for the axes of each.
+    """
+    program, found, seen = parse(compiled), [], set()
+    for site in executed(program):
+        opcode, attributes = site.instruction.opcode, site.instruction.attributes
+        kind = opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        channel = re.search(r"channel_id=(\d+)", attributes)
+        shape, scattered = site.instruction.shape, _scattered(site)
+        if scattered is not None:
+            kind, shape = "reduce-scatter", scattered
+        elif site.fused and channel:
+            # A TPU spreads an all-gather over fusions (start, steps beside the compute, done),
+            # each with a copy of the instruction on the same channel.
+            if (site.scope, channel.group(1)) in seen:
+                continue
+            seen.add((site.scope, channel.group(1)))
+        if opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
+            shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
+        arrays = arrays_of(shape)
+        size, dtypes = sum(a.bytes for a in arrays), tuple(dict.fromkeys(a.dtype for a in arrays))
+        group_size = devices_in_group(attributes, program)
+        bounds = site.count, site.at_least, site.at_most
+        op_name, layers = op_name_of(site.instruction), tuple(layers_of(program, site).items())
+        groups = device_groups(attributes, program) if axis_sizes else None
+        axes = axes_of_groups(groups, axis_sizes) if groups is not None else ()
+        source = source_line(source_frames(program, site.instruction))
+        dims = tuple(array.dims for array in arrays)
+        found.append(
+            Collective(kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source, dims)
+        )
+    return found
+
+
+def _scattered(site: Site) -> str | None:
+    """Returns the result of a TPU's reduce-scatter: a fusion of an all-reduce and its slices."""
+    if not site.fused or site.instruction.opcode != "all-reduce":
+        return None
+    root = next(one for one in site.computation.values() if one.is_root)
+    results = [site.computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    return root.shape if all(one.opcode == "dynamic-slice" for one in results) else None
+
+
+def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+    """Returns {kind: (executions, bytes of all executions)} of the kinds that occur."""
+    totals = {kind: (0, 0) for kind in KINDS}
+    for one in collectives:
+        count, size = totals[one.kind]
+        totals[one.kind] = count + one.count, size + one.count * one.bytes
+    return {kind: total for kind, total in totals.items() if total != (0, 0)}
+
+
+def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Returns the collectives in groups of a kind and a layer, by kind, most bytes first."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        groups.setdefault((one.kind, one.layer), []).append(one)
+    return sorted(
+        groups.values(),
+        key=lambda group: (KINDS.index(group[0].kind), -sum(c.count * c.bytes for c in group)),
+    )
+
+
+def collectives_table(collectives: Iterable[Collective]) -> str:
+    """Returns a line of text per kind, and below it a line per layer of that kind.
+
+    '>=', '<=' (both: '~') mark what is only a bound.
+    """
+    collectives, lines = list(collectives), []
+    for kind in summarise(collectives):
+        same = [one for one in collectives if one.kind == kind]
+        lines.append(_row(kind, same))
+        lines += [_row(f"  {group[0].layer}", group) for group in by_layer(same)]
+    if not lines:
+        return "no collectives"
+    width = max(21, *(len(name) + 2 for name, *_ in lines))
+    lines.insert(0, ("collective", "count", "bytes"))
+    return "\n".join(f"{name:<{width}}{count:>10}{size:>14}" for name, count, size in lines)
+
+
+def _row(name: str, same: Sequence[Collective]) -> tuple[str, str, str]:
+    mark, count = bound(same), sum(one.count for one in same)
+    return name, f"{mark}{count:,}", mark + format_bytes(sum(c.count * c.bytes for c in same))
+
+
+def bound(same: Iterable[Collective]) -> str:
+    """Returns '>=' or '<=' if a sum over collectives is only that bound, '~' if both, or ''."""
+    flags = [(one.at_least, one.at_most) for one in same]
+    at_least, at_most = any(least for least, _ in flags), any(most for _, most in flags)
+    return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
+
+
+def donated_bytes(compiled: "jax.stages.Compiled | str") -> int:
+    """Returns the bytes per device of the input arrays in whose buffers outputs lie."""
+    return sum(array.bytes for array in _donated(compiled))
+
+
+def num_donated(compiled: "jax.stages.Compiled | str") -> int:
+    """Returns the number of input arrays in whose buffers outputs lie."""
+    return len(_donated(compiled))
+
+
+def _donated(compiled: "jax.stages.Compiled | str") -> list[Array]:
+    program = parse(compiled)
+    entry = program.computations[program.entry].values()
+    shapes = {int(i.operands[0]): i.shape for i in entry if i.opcode == "parameter"}
+    # { {output index}: (parameter, {index in it}, may-alias), ... }
+    pairs = braced(program.header, "input_output_alias=")
+    donated = []
+    for parameter, index in re.findall(r": \((\d+), \{([\d, ]*)\}", pairs):
+        shape = shapes[int(parameter)]
+        for position in re.findall(r"\d+", index):
+            shape = bracket(shape, 0)[0][int(position)]
+        donated += arrays_of(shape)
+    return donated
+
+
+def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice | None:
+    """Returns the memory that XLA plans, or None if the backend does not tell."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    names = ("argument", "output", "temp", "alias")
+    arguments, outputs, temp, aliased = (getattr(stats, f"{n}_size_in_bytes") for n in names)
+    # Not XLA's peak_memory_in_bytes: on CPU it leaves out temp (jax 0.10 and 0.12).
+    peak = arguments + outputs - aliased + temp
+    return MemoryPerDevice(arguments, outputs, temp, aliased, peak)
+
+
+def flops(compiled: "jax.stages.Compiled | str") -> int:
+    """Returns the matmul flops of a run on a device: 2 x multiplications in dots, convolutions.
+
+    Branches count as taken, a loop of unknown trip count as one pass (see `unknown_loops`). Not
+    counted: elementwise work, dots that XLA made a multiply and a sum, other custom calls.
+    """
+    return sum(
+        site.count * matmul_flops(site.instruction, site.computation)
+        for site in executed(parse(compiled))
+    )
+
+
+def unknown_loops(compiled: "jax.stages.Compiled | str") -> list[str]:
+    """Returns the op names of the loops whose trip count the program does not tell."""
+    program = parse(compiled)
+    loops = [site for site in executed(program) if site.instruction.opcode == "while"]
+    unknown = [s for s in loops if trip_count(program, s.computation, s.instruction) is None]
+    return [op_name_of(site.instruction) or site.instruction.name for site in unknown]
+
+
+def matmul_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
+    """Returns the flops of a dot, a convolution or a cuBLAS call of a computation, or 0."""
+    opcode, attributes = one.opcode, one.attributes
+    cublas = opcode == "custom-call" and 'target="__cublas$' in attributes
+    if opcode not in ("dot", "convolution") and not cublas:
+        return 0
+    dims = [arrays_of(around[name].shape)[0].dims for name in one.operands]
+    result = arrays_of(one.shape)[0].dims  # cuBLAS's workspace is a second array.
+    if opcode == "convolution":
+        return _convolution_flops(dims[0], dims[1], result, attributes)
+    key = r'"lhs_contracting_dimensions":\[(.*?)\]' if cublas else r"lhs_contracting_dims={(.*?)}"
+    contracting = re.search(key, attributes)
+    over = re.findall(r"\d+", contracting.group(1)) if contracting else []
+    return 2 * math.prod(result) * math.prod(dims[0][int(dim)] for dim in over)
+
+
+def _convolution_flops(
+    lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int], attributes: str
+) -> int:
+    # A TPU's dots are convolutions too, their batch dims dilated windows: only where a window
+    # meets an element, neither padding nor a hole, is there a multiplication.
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    assert labels is not None, f"convolution without dim_labels: {attributes}"
+    lhs, rhs, result = (
+        dict(zip(names, dims, strict=True))
+        for names, dims in zip(labels.groups(), (lhs, rhs, result), strict=True)
+    )
+    window = dict(re.findall(r"(\w+)=([-\w]+)", braced(attributes, "window=")))
+    total = result["b"] * result["f"] * rhs["i"]
+    for dim in sorted(lhs.keys() - {"b", "f"}):
+        at = {key: values.split("x")[int(dim)] for key, values in window.items()}
+        stride, hole, spread = (int(at.get(k, 1)) for k in ("stride", "lhs_dilate", "rhs_dilate"))
+        pad = int(at.get("pad", "0_0").split("_")[0])
+        total *= _window_hits(lhs[dim], rhs[dim], result[dim], stride, pad, hole, spread)
+    return 2 * total
+
+
+@lru_cache(maxsize=1024)
+def _window_hits(
+    size: int, window: int, outputs: int, stride: int, pad: int, hole: int, spread: int
+) -> int:
+    return sum(
+        place % hole == 0
+        for first in range(-pad, window * spread - pad, spread)
+        for place in range(first, first + outputs * stride, stride)
+        if 0 <= place <= (size - 1) * hole
+    )

@@ -1,0 +1,154 @@
+"""A model's adapters: folded into its weights, or written as PEFT keeps them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import LeafLayout
+from praxis_lite.layers.whole_model.adapters import merged
+from praxis_lite.tools.huggingface.weights import Part
+from praxis_lite.tools.huggingface.writing import Pieces, save_tensors
+
+# Adapted layers by their path in the model, of `praxis_lite.layers.adapted_layers`.
+Layers = Mapping[str, Any]
+_RANK = "rank"
+
+
+def merged_weights(
+    arrays: Mapping[str, jax.Array], leaves: Sequence[LeafLayout], layers: Layers
+) -> dict[str, jax.Array]:
+    """Returns the weights by path, as padded and split as they are, with the adapters in them."""
+    leaf_of, found = {leaf.path: leaf for leaf in leaves}, dict(arrays)
+    for path, layer in layers.items():
+        names = [f"params/{path}/{name}" for name in ("w", "lora_a", "lora_b")]
+        own = [leaf_of[name] for name in names]
+
+        def added(
+            *padded: jax.Array, own: Sequence[LeafLayout] = own, layer: Any = layer
+        ) -> jax.Array:
+            true = [x[tuple(map(slice, leaf.shape))] for x, leaf in zip(padded, own, strict=True)]
+            sizes = zip(own[0].shape, own[0].padded_shape, strict=True)
+            return jnp.pad(merged(*true, layer), [(0, much - size) for size, much in sizes])
+
+        given = [arrays[name] for name in names]
+        found[names[0]] = jax.jit(added, out_shardings=given[0].sharding)(*given)
+    return found
+
+
+def write_peft(
+    directory: Path, parts: Sequence[Part], arrays: Mapping[str, jax.Array], layers: Layers,
+    mesh: Mesh, dtype: np.dtype, base_model: str,
+) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, which PEFT loads onto the model.
+
+    Called on each process of a job; the first one writes.
+
+    Args:
+      directory: that exists.
+      parts: of the model's weights.
+      dtype: of what is written.
+      base_model: the name or the directory of the model that they belong to.
+
+    Raises:
+      ConfigError: a layer's weight is part of a tensor of theirs, so that PEFT has no adapter of
+        that form; or the layers differ in rank or in alpha.
+    """
+    pieces, tensors, modules, ranks = Pieces(arrays, mesh), {}, [], set()
+    is_transposed = False
+    for path, layer in layers.items():
+        of_layer = [part for part in parts if part.path == f"params/{path}/w"]
+        for part in of_layer:
+            forms = _forms(part, layer)
+            is_transposed = is_transposed or forms.is_transposed
+            module = part.tensor.removesuffix(".weight")
+            modules.append(module)
+            for name, form, ours in (
+                ("lora_A", forms.a, "lora_a"), ("lora_B", forms.b, "lora_b"),
+            ):
+                shape = tuple(getattr(layer, ours).shape[-len(form.split(" -> ")[0].split()) :])
+                piece = pieces(f"params/{path}/{ours}", part.index, shape)
+                tensor = einops.rearrange(piece, form).astype(dtype)
+                tensors[f"base_model.model.{module}.{name}.weight"] = np.ascontiguousarray(tensor)
+            rank = layer.lora_a.shape[-1]
+            ranks.add((rank, layer.lora_scale * rank))
+    if len(ranks) > 1:
+        raise ConfigError(
+            f"export: the adapters have several ranks and alphas, {sorted(ranks)}; PEFT's file is "
+            "written for one. Write the model whole: --adapters merge."
+        )
+    ((rank, alpha),) = ranks
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
+        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": is_transposed, "target_modules": _targets(modules),
+        "inference_mode": True,
+    }
+    if jax.process_index() == 0:
+        save_tensors(tensors, directory / "adapter_model.safetensors")
+        text = json.dumps(config, indent=2) + "\n"
+        (directory / "adapter_config.json").write_text(text, "utf-8")
+
+
+class _Forms(NamedTuple):
+    """From our lora_a and lora_b to PEFT's, in einops' words; True for weights [in, out]."""
+
+    a: str
+    b: str
+    is_transposed: bool
+
+
+def _forms(part: Part, layer: Any) -> _Forms:
+    theirs, ours = part.form.split(" -> ")
+    form, names = layer.lora_form, ours.split()
+    if part.dim is not None or part.of_heads is not None or form.stack:
+        raise ConfigError(
+            f"export: {part.tensor} holds several of our weights, of which {part.path} has an "
+            "adapter of its own; PEFT has none of that form. Write the model whole: --adapters "
+            "merge."
+        )
+    name_of = dict(zip(form.weight, names, strict=True)) | {"r": _RANK}
+    a, b = ([name_of[letter] for letter in letters] for letters in (form.a, form.b))
+    groups = [group.split() for group in einops_groups(theirs)]
+    inside = [set(group) == set(a) - {_RANK} for group in groups]
+    into, out = (groups[0], groups[1]) if inside[0] else (groups[1], groups[0])
+    return _Forms(
+        f"{' '.join(a)} -> {_RANK} ({' '.join(into)})",
+        f"{' '.join(b)} -> ({' '.join(out)}) {_RANK}",
+        inside[0],
+    )
+
+
+def einops_groups(side: str) -> list[str]:
+    """Returns the dims on a side of a form, each as the names in it: "(n k) d": ["n k", "d"]."""
+    groups, inside = [], False
+    for word in side.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            groups.append("")
+            inside = True
+        elif word == ")":
+            inside = False
+        elif inside:
+            groups[-1] = f"{groups[-1]} {word}".strip()
+        else:
+            groups.append(word)
+    return groups
+
+
+def _targets(modules: Sequence[str]) -> list[str]:
+    """Returns the last names of the modules, or whole names if not every layer has an adapter."""
+    counts: dict[str, int] = {}
+    for one in modules:
+        last = one.rpartition(".")[2]
+        counts[last] = counts.get(last, 0) + 1
+    layers = {part for one in modules for part in one.split(".") if part.isdecimal()}
+    highest = max(map(int, layers), default=0) + 1
+    is_each = len(layers) == highest and set(counts.values()) == {highest}
+    return sorted(counts) if is_each else list(modules)

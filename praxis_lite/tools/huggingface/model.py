@@ -1,0 +1,247 @@
+"""A model of Hugging Face on a mesh: its logits, its continuations, and a config to train it."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.devices.host_memory import check_program_fits
+from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
+from praxis_lite.decode.sampling import Greedy
+from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
+from praxis_lite.inputs.tokenizers.plain import TokenIds
+from praxis_lite.run.config.class_attributes import configured
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.trainer.forward_pass import forward_pass
+from praxis_lite.tools.huggingface.pretrained import Pretrained
+from praxis_lite.tools.huggingface.writing import MAX_FILE_BYTES
+
+EXPERIMENT = "huggingface.CausalLm"
+AXIS_NAMES = ("replica", "data", "mdl")
+
+
+def load(
+    directory: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    settings: Sequence[str] = (),
+    note: Callable[[str], None] | None = None,
+) -> "HuggingFaceModel":
+    """Returns a model of Hugging Face, its weights in float32 on a mesh.
+
+    Args:
+      directory: with config.json and safetensors files.
+      mesh: of the axes replica, data and mdl; None: one device.
+      settings: "path=value" each, of the experiment huggingface.CausalLm, as for --set; such as
+        "SHARDING_PRESET=fsdp".
+      note: told how far the reading is, a line now and then, and what of config.json is not
+        followed, or which weights are NaN; None: the latter lines are printed.
+
+    Raises:
+      ConfigError: the architecture, a field or a tensor is not known; files are missing, damaged
+        or pickled; the mesh has other axes.
+    """
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
+    require(
+        tuple(mesh.axis_names) == AXIS_NAMES, "load: the axes of the mesh", mesh.axis_names,
+        f"{AXIS_NAMES}",
+    )
+    experiment = configured(
+        registry.get_experiment(EXPERIMENT), [f"HF_DIR={os.fspath(directory)}", *settings]
+    )
+    task, make = fdl.build(experiment.task), experiment.partitioner
+    partitioner = Partitioner(task, mesh) if make is None else fdl.build(make)(task, mesh)
+    pretrained = Pretrained(directory, partitioner.layout.select("mdl_vars"))
+    arrays = pretrained.read(mesh, _printed_but_progress if note is None else note)
+    return HuggingFaceModel(partitioner, arrays, experiment, pretrained)
+
+
+def _printed_but_progress(line: str) -> None:
+    if not line.startswith("read "):
+        print(line)
+
+
+class HuggingFaceModel:
+    """The weights of a checkpoint of Hugging Face on a mesh, and the model's calls.
+
+    Each method compiles when it is called for the first time with arrays of some shapes.
+
+    Attributes:
+      partitioner: the task on its mesh.
+      arrays: the weights by path, padded and split.
+      mdl_vars: the same as the compiled steps take them.
+      experiment: a config to train it, of the experiment huggingface.CausalLm.
+      pretrained: the files that it was read from.
+    """
+
+    def __init__(
+        self, partitioner: Partitioner, arrays: Mapping[str, jax.Array],
+        experiment: "fdl.Config[Job]", pretrained: Pretrained,
+    ):
+        self.partitioner, self.arrays, self.experiment = partitioner, arrays, experiment
+        self.pretrained = pretrained
+        layout = partitioner.layout.select("mdl_vars")
+        leaves = [arrays[leaf.path] for leaf in layout.leaves()]
+        self.mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
+        self._forward = forward_pass(partitioner)
+        self._decoding: dict[tuple[int, Any], Partitioner] = {}
+
+    def logits(
+        self,
+        ids: Any,
+        attention_mask: Any | None = None,
+        position_ids: Any | None = None,
+        segment_ids: Any | None = None,
+    ) -> np.ndarray:
+        """Returns float32 logits [B, T, V].
+
+        Args:
+          ids: int [B, T].
+          attention_mask: [B, T], 0 for padding, on the right or on the left; no token sees it.
+          position_ids: int [B, T]; None: from 0 in each segment; without segments, where there is
+            a mask, the number of true tokens before, else 0 to T - 1.
+          segment_ids: int [B, T], of packed rows: tokens see their own segment; 0 is padding.
+
+        Raises:
+          ConfigError: an argument has another form, or an id or a position that the model lacks.
+        """
+        mask = None
+        if attention_mask is not None:
+            shape = token_ids(ids, "logits: ids", counts=np.False_).shape
+            mask = padding_mask(attention_mask, "logits: attention_mask", shape)
+        ids = token_ids(ids, "logits: ids", self._sizes["ids"], counts=mask)
+        given: dict[str, Any] = {}
+        if segment_ids is not None:
+            segment_ids = self._beside(segment_ids, "segment_ids", ids, None, None)
+            given["segment_ids"] = segment_ids if mask is None else np.where(mask, segment_ids, 0)
+        elif mask is not None:
+            given["paddings"] = 1.0 - mask.astype(np.float32)
+        if position_ids is not None:
+            given["positions"] = self._beside(
+                position_ids, "position_ids", ids, self._sizes.get("segment_pos"), mask
+            )
+        elif mask is not None and segment_ids is None:
+            given["positions"] = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
+        self._require_positions(ids.shape[1], "logits: the length of ids")
+        return self._forward(self.mdl_vars, ids, **given)[0]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, *,
+        eos_id: int | Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Returns the likeliest next ids of each prompt, a token at a time.
+
+        Args:
+          prompts: of any lengths, a token each at least.
+          eos_id: a row ends with this token, or one of these; None: none ends it.
+
+        Raises:
+          ConfigError: an id, a length or the number of new tokens is none that the model has.
+        """
+        what = "generate: max_new_tokens"
+        max_new_tokens = whole_number(max_new_tokens, what, 1)
+        rows = self._prompts(prompts)
+        lengths = np.array([len(one) for one in rows], np.int32)
+        longest = int(lengths.max())
+        self._require_positions(
+            longest + max_new_tokens, f"{what}={max_new_tokens} after a prompt of {longest} tokens"
+        )
+        if eos_id is not None:
+            ends = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
+            eos_id = tuple(
+                token_ids(ends, "generate: eos_id", self._sizes["ids"], ndim=1).tolist()
+            )
+        ids = np.zeros((len(lengths), longest), np.int32)
+        for row, one in zip(ids, rows, strict=True):
+            row[: len(one)] = one
+        partitioner = self._greedy(max_new_tokens, TokenIds.eos_id if eos_id is None else eos_id)
+        batch = partitioner.global_batch({
+            "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
+        })
+        inputs = self.mdl_vars, batch, partitioner.key(0)
+        check_program_fits(
+            partitioner.decode_step.trace(*inputs).lower().compile(),  # The call finds it.
+            partitioner.mesh.local_devices, "generate", "Give it fewer or shorter prompts.",
+        )
+        found = jax.device_get(partitioner.decode_step(*inputs))
+        return [
+            row[0, : length[0]].tolist()
+            for row, length in zip(found["output_ids"], found["decode_lengths"], strict=True)
+        ]
+
+    def export(
+        self, directory: str | os.PathLike[str], dtype: str | None = None, *,
+        max_file_bytes: int = MAX_FILE_BYTES, note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Writes the model as Hugging Face keeps it: config.json and safetensors files.
+
+        What was read and not trained comes out bit for bit.
+
+        Args:
+          directory: a new or an empty one.
+          dtype: "float32", "bfloat16" or "float16"; None: of each tensor that of the files read.
+          max_file_bytes: of each file.
+          note: told how far it is.
+
+        Raises:
+          ConfigError: there are files in the directory, or the dtype is another.
+        """
+        self.pretrained.write(
+            directory, self.arrays, self.partitioner.mesh, dtype, max_file_bytes=max_file_bytes,
+            note=note,
+        )
+
+    def _beside(
+        self, given: Any, name: str, ids: np.ndarray, size: int | None, mask: np.ndarray | None
+    ) -> np.ndarray:
+        """Returns int32 [B, T] of an argument that stands beside ids."""
+        what = f"logits: {name}"
+        try:
+            given = np.broadcast_to(np.asarray(given), ids.shape)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"{what} have another shape than ids, {list(ids.shape)}. Give a number for each id."
+            ) from None
+        return token_ids(given, what, size, counts=mask, kind=name.replace("_ids", "s"))
+
+    def _prompts(self, prompts: Any) -> list[np.ndarray]:
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            prompts = ()
+        rows = [
+            token_ids(one, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
+            for number, one in enumerate(prompts)
+        ]
+        require(
+            bool(rows), "generate: prompts", prompts, "a list of prompts, each a list of token ids"
+        )
+        return rows
+
+    def _require_positions(self, length: int, what: str) -> None:
+        most = self._sizes.get("segment_pos")
+        if most is not None and length > most:
+            raise ConfigError(
+                f"{what} is {length}; wanted is {most} at most, for the model has so many "
+                "positions (max_position_embeddings). Shorten it, or load the model with "
+                "settings=['task.model.max_positions=NUMBER'] if its positions are rotary."
+            )
+
+    @functools.cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return self.partitioner.task.num_ids()
+
+    def _greedy(self, max_decode_steps: int, eos_id: int | tuple[int, ...]) -> Partitioner:
+        key = max_decode_steps, eos_id
+        if key not in self._decoding:
+            decoder = fdl.Config(Greedy, max_decode_steps=max_decode_steps, eos_id=eos_id)
+            task = fdl.build(fdl.copy_with(self.experiment.task, decoder=decoder))
+            self._decoding[key] = Partitioner(task, self.partitioner.mesh)
+        return self._decoding[key]

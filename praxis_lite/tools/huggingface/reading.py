@@ -1,0 +1,181 @@
+"""A model's weights on a mesh: each device's part is made of its own bytes of the files alone."""
+
+import collections
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.partitioner.train_state import LeafLayout
+from praxis_lite.tools.huggingface.family import Family
+from praxis_lite.tools.huggingface.tensor_files import TensorFiles
+from praxis_lite.tools.huggingface.weights import Part, tensor_shape
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+def stored(
+    family: Family, parts: Sequence[Part], files: TensorFiles, left_out: Sequence[int] = ()
+) -> list[Part]:
+    """Returns the parts with their tensors' names in these files, which may have a prefix.
+
+    Args:
+      left_out: the numbers of layers whose tensors are not read.
+
+    Raises:
+      ConfigError: a tensor is missing, has another shape, or is not known; nothing was read.
+    """
+    prefix, names = family.optional_prefix, {}
+    for part in parts:
+        stored = [x for x in (part.tensor, prefix + part.tensor) if x in files.file_of]
+        if stored:
+            names[part.tensor] = stored[0]
+    missing = sorted({part.tensor for part in parts} - names.keys())
+    heads = {name for name, entry in family.tensors.items() if entry["to"] == "head"}
+    if missing:
+        tied = (
+            " The head is the embedding in a model whose config.json has tie_word_embeddings true, "
+            "and here it is false." if heads & set(missing) else ""
+        )
+        raise ConfigError(
+            f"{files.directory}: the checkpoint has no {few(missing)}, which config.json asks for."
+            f"{tied}"
+        )
+    joined: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        joined[part.tensor].append(part)
+    for name, of_tensor in joined.items():
+        wanted = tensor_shape(of_tensor)
+        found = files.shape(names[name])
+        if found != wanted:
+            raise ConfigError(
+                f"{files.directory}: {names[name]} has the shape {found}; by config.json it is "
+                f"{wanted}. The files are of another model, or config.json was changed."
+            )
+    for name in names.values():
+        if not jnp.issubdtype(files.dtype(name), jnp.floating):
+            raise ConfigError(
+                f"{files.directory}: {name} holds {files.dtype(name)}, which are no weights. A "
+                "quantized model is not read: let transformers write its weights in bfloat16."
+            )
+    known = set(names.values())
+    skipped = [
+        re.escape(x).replace(r"\{layer\}", r"\d+").replace(r"\{any\}", ".*") for x in family.skipped
+    ]
+    skipped += [rf".*layers\.{number}\..*" for number in left_out]
+    is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
+    unknown = [
+        x for x in files.file_of if x not in known and not (skipped and is_skipped(x))
+        and not (x in heads and _is_embedding(x, files, family, names))
+    ]
+    if heads & set(unknown):
+        raise ConfigError(
+            f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
+            f"but the checkpoint has a {few(sorted(heads))} with other values, which would be lost."
+            " Set tie_word_embeddings to false in config.json, if the head is the model's own."
+        )
+    if unknown:
+        raise ConfigError(
+            f"{files.directory}: the checkpoint has "
+            f"{few([shown(name) for name in sorted(unknown)])}, which the table of "
+            f"{family.name} does not know, and which would be lost."
+        )
+    return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
+
+
+def _is_embedding(
+    name: str, files: TensorFiles, family: Family, names: Mapping[str, str]
+) -> bool:
+    """Returns True if the head, which a tied model does not have, is the embedding once more."""
+    (embedding,) = (x for x, entry in family.tensors.items() if entry["to"] == "embedding")
+    shapes = files.shape(names[embedding]), files.shape(name)
+    return shapes[0] == shapes[1] and np.array_equal(
+        files.tensor(names[embedding]), files.tensor(name), equal_nan=True
+    )
+
+
+def read_weights(
+    leaves: Sequence[LeafLayout], mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
+    note: Callable[[str], None],
+) -> dict[str, jax.Array]:
+    """Returns weights by path, padded and in their shards.
+
+    Besides what is returned it holds one shard at a time.
+
+    Args:
+      parts: of all weights, see `stored`.
+      note: told how far it is, a line now and then.
+    """
+    of_weight: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        of_weight[part.path].append(part)
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    start = last = time.monotonic()
+    arrays, done = {}, 0
+    for leaf in leaves:
+        arrays[leaf.path] = _placed(leaf, mesh, of_weight[leaf.path], files, note)
+        done += math.prod(leaf.shape) * leaf.dtype.itemsize
+        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            note(f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB, {last - start:.0f} s")
+    seconds = time.monotonic() - start
+    rate = seconds / max(total / 1e9, 1e-9)
+    note(f"read {total / 1e9:.3g} GB in {seconds:.1f} s, {rate:.1f} s per GB")
+    return arrays
+
+
+def _placed(
+    leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
+    note: Callable[[str], None],
+) -> jax.Array:
+    """Returns a weight; each shard is on its devices before the next is read.
+
+    `jax.make_array_from_callback` would hold the shards of all devices on the host at once.
+    """
+    sharding = NamedSharding(mesh, leaf.spec)
+    devices_of = collections.defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items():
+        sizes = zip(index, leaf.padded_shape, strict=True)
+        devices_of[tuple(x.indices(size)[:2] for x, size in sizes)].append(device)
+    on_devices = []
+    for bounds, devices in devices_of.items():
+        shard = _shard(leaf, tuple(slice(*x) for x in bounds), parts, files)
+        if not _is_finite(shard):
+            names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
+            note(
+                f"WARNING: {files.directory} has NaN or infinite numbers in {few(sorted(names))}; "
+                "what is computed with them is NaN. Have the file made again."
+            )
+        on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
+    return jax.make_array_from_single_device_arrays(
+        leaf.padded_shape, sharding, on_devices, dtype=leaf.dtype
+    )
+
+
+def _shard(
+    leaf: LeafLayout, bounds: tuple[slice, ...], parts: Sequence[Part], files: TensorFiles
+) -> np.ndarray:
+    shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
+    for part in parts:
+        leading = len(part.index)
+        place = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
+        sizes = [x.stop - x.start for x in bounds[:leading]]
+        if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
+            continue
+        ours = part.as_ours(files.tensor(part.tensor))[bounds[leading:]]
+        # What lies beyond the true shape is padding, and stays zero.
+        shard[(*place, *map(slice, ours.shape))] = ours
+    return shard
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    # The product reads a float32 array once, and makes none; it may overflow where no number does.
+    flat = array.reshape(-1)
+    return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())

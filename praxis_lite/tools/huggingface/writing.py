@@ -1,0 +1,116 @@
+"""A model's weights as safetensors files, with the index that Hugging Face's readers want."""
+
+import collections
+import errno
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from praxis_lite.tools.huggingface.tensor_files import INDEX, SINGLE
+from praxis_lite.tools.huggingface.weights import Part, as_tensor, tensor_shape
+
+MAX_FILE_BYTES = 5_000_000_000
+
+
+def write_tensors(
+    directory: Path,
+    parts: Sequence[Part],
+    arrays: Mapping[str, jax.Array],
+    mesh: Mesh,
+    dtypes: Mapping[str, np.dtype],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    note: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes the tensors that weights on a mesh are, in files of up to `max_file_bytes`.
+
+    Called on each process of a job; the first one writes. It holds one file's tensors at a time.
+
+    Args:
+      directory: that exists.
+      parts: of all weights, in the order in which tensors are to be written.
+      arrays: the weights by path, padded, on the mesh.
+      dtypes: of the tensors by name.
+    """
+    of_tensor: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        of_tensor[part.tensor].append(part)
+    files = list(_files(of_tensor, dtypes, max_file_bytes))
+    pieces = Pieces(arrays, mesh)
+    weight_map, total = {}, 0
+    for number, names in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else (
+            f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        )
+        tensors = {}
+        for name in names:
+            own = of_tensor[name]
+            tensor = as_tensor(own, [pieces(x.path, x.index, x.piece_shape()) for x in own])
+            tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
+        if jax.process_index() == 0:
+            save_tensors(tensors, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+        total += sum(x.nbytes for x in tensors.values())
+        note(f"wrote {file}, {total / 1e9:.3g} GB so far")
+    if len(files) > 1 and jax.process_index() == 0:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file. Raises OSError, also where the library has another error."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), os.fspath(path)) from error
+
+
+def _files(
+    of_tensor: Mapping[str, Sequence[Part]], dtypes: Mapping[str, np.dtype], max_bytes: int
+) -> Iterator[list[str]]:
+    """Yields the names of the tensors of each file."""
+    names, size = [], 0
+    for name, parts in of_tensor.items():
+        num_bytes = dtypes[name].itemsize * math.prod(tensor_shape(parts))
+        if names and size + num_bytes > max_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    yield names
+
+
+class Pieces:
+    """Takes parts out of weights that lie on a mesh: to every process's host, without padding."""
+
+    def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
+        self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
+
+    def __call__(
+        self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Returns the array at an index of a weight's leading dims, without padding."""
+        take = self._take(shape, len(index))
+        return np.asarray(take(self.arrays[path], np.array(index, np.int32)))
+
+    @functools.cache  # noqa: B019 - as long-lived as the writing.
+    def _take(self, shape: tuple[int, ...], num_leading: int) -> Callable[..., Any]:
+        def taken(weight: jax.Array, index: jax.Array) -> jax.Array:
+            for place in range(num_leading):
+                weight = jax.lax.dynamic_index_in_dim(weight, index[place], 0, keepdims=False)
+            return weight[tuple(map(slice, shape))]
+
+        return jax.jit(taken, out_shardings=self.replicated)

@@ -1,0 +1,57 @@
+"""Weights from an Orbax checkpoint of `nnx.state(model)`, in the form that Flax's guide saves.
+
+A job begins with them by `run.init_from_checkpoint_rules`, which takes such a folder too.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, few
+from praxis_lite.core.models.model import MdlVars, spec_leaves
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.core.models.nnx_variables import collection, leaves_of, path_text
+from praxis_lite.run.checkpoints.init.nnx_checkpoints import NnxCheckpoint
+
+
+def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
+    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
+
+    The state of random streams (`nnx.Dropout`'s) is left out: no job keeps it.
+
+    Args:
+      model: whose variables are wanted.
+      directory: what was given to `ocp.StandardCheckpointer().save`, of `nnx.state(model)` or
+        `nnx.to_pure_dict(nnx.state(model))`.
+
+    Raises:
+      ConfigError: it is no such checkpoint, or damaged; variables are left over or missing, or
+        have another shape or dtype. Lists them.
+    """
+    saved = NnxCheckpoint(Path(directory))
+    errors, unused, found = [], set(saved.arrays.values()), {}
+    for path, leaf in leaves_of(model.abstract_module()):
+        if collection(leaf) is None:
+            unused.discard(saved.arrays.get(path_text(path)))
+    for path, spec in spec_leaves(model.weight_specs()):
+        name = path.split("/", 1)[1]
+        array = saved.arrays.get(name)
+        if array is None:
+            errors.append(f"{name} is missing.{did_you_mean(name, saved.arrays)}")
+            continue
+        unused.discard(array)
+        found[path] = array
+        there = f"{array.dtype}{list(array.shape)}"
+        wanted = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
+        if there != wanted:
+            errors.append(f"{name} is {there} there, {wanted} in the model.")
+    left_over = sorted(array.path.removesuffix("/value") for array in unused)
+    errors += [f"{path} is left over." for path in left_over]
+    if errors:
+        raise ConfigError(
+            f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model as "
+            "the one that was saved."
+        )
+    arrays = {path: array.read() for path, array in found.items()}
+    return {"params": {}, "non_trainable": {}, **unflatten_dict(arrays, sep="/")}

@@ -1,0 +1,200 @@
+"""Names the layer that made a step's loss or gradient NaN or infinite (run.debug_nans)."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.layers.stacking import pipeline_ticks
+from praxis_lite.tools.explain.hlo_layers import (
+    GRADIENT_OF,
+    PACKAGE_FOLDER,
+    layers_of_name,
+    own_frames,
+)
+from praxis_lite.tools.non_finite.jaxprs import Loop, Operation
+from praxis_lite.tools.non_finite.origins import Origin, OriginSearch
+
+MAX_REPORTS = 20
+
+
+class NonFiniteReports:
+    """Looks at every step of a run; a step with a non-finite loss or gradient is run again.
+
+    Such a step left weights and slots as they were, so its state is still there. Its operations run
+    one after the other, and each result is looked at. This is another program than the step,
+    compiled at the first such step; it needs a step's memory besides the state, and takes several
+    times as long.
+
+    At most `max_reports` are added to the file at `path`; `note` is told each line. `search` is the
+    compiled program, or None before the first such step.
+    """
+
+    def __init__(
+        self, partitioner: Partitioner, path: Path, note: Callable[[str], None],
+        max_reports: int = MAX_REPORTS,
+    ):
+        self._partitioner, self._path, self._note = partitioner, path, note
+        self._num_left = self._max_reports = max_reports
+        self.search: OriginSearch | None = None
+
+    def look(
+        self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
+    ) -> None:
+        """Waits for a step and, if its loss or gradient is not finite, reports why.
+
+        `state` is that after the step, and is not donated.
+        """
+        loss, grad_norm = map(float, jax.device_get(_watched(outputs)))
+        if (math.isfinite(loss) and math.isfinite(grad_norm)) or not self._num_left:
+            return
+        self._num_left -= 1
+        args = (self._before(step, state, outputs), batch, key)
+        lines = [
+            f"step {step}: the loss is {loss}, the norm of the gradient {grad_norm}; run again, "
+            "operation by operation:",
+            *(f"  {line}" for line in self._reasons(args)),
+        ]
+        if not self._num_left:
+            lines.append(f"  (no more steps are looked into: this was the {self._max_reports}th)")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:  # A full disk, say: no reason to end the run.
+            lines.append(f"  (not written to {self._path}: {error.strerror})")
+        for line in lines:
+            self._note(line)
+
+    def _before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
+        opt_states = dict(state.opt_states)
+        if "loss_scale" in opt_states:  # Besides counts, a skipped step changes only this.
+            scale = outputs["learner"]["loss_scale"]
+            opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
+        before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
+        return dataclasses.replace(state, step=before, opt_states=opt_states)
+
+    def _reasons(self, args: tuple) -> list[str]:
+        leaves = jax.tree_util.tree_flatten_with_path(args)[0]
+        if self.search is None:
+            traced = self._partitioner.train_step.trace(*args)
+            structure = jax.tree.structure(traced.out_info)
+            _, indices = jax.tree.unflatten(structure, range(structure.num_leaves))
+            self.search = OriginSearch(
+                traced.jaxpr, _watched(indices), self._partitioner.replicated
+            )
+        args = [x for _, x in leaves]
+        loss, gradient = self.search(args, only_nan=False)
+        first = loss or gradient
+        if first is None:
+            return [
+                "all numbers were finite this time. So it depends on how XLA put operations "
+                "together (digits kept between them in bfloat16 or float16), or does not come back."
+            ]
+        if first.operation is not None and first.operation.argument is not None:
+            found = leaves[first.operation.argument]
+            return _argument_reasons(*found, self._partitioner.replicated)
+        loss_nan, gradient_nan = self.search(args, only_nan=True)
+        return _reasons(first, loss_nan if loss else gradient_nan, is_forward=loss is not None)
+
+
+def _watched(outputs: Any) -> tuple[Any, Any]:
+    return outputs["metrics"]["loss"][0], outputs["learner"]["grad_norm"]
+
+
+def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
+    """Returns the report of a weight, or a leaf of the batch, that was not finite before."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for prefix, kind in (
+        ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
+        ("0/", "the state's"), ("1/inputs/", "the batch's"),
+    ):
+        if name.startswith(prefix):
+            name = f"{kind} {name.removeprefix(prefix)}"
+            break
+    by_row = tuple(range(1, x.ndim))
+    is_nan, rows = jax.device_get(jax.jit(
+        lambda x: (jnp.isnan(x).any(), (~jnp.isfinite(x)).any(by_row)), out_shardings=replicated
+    )(x))
+    where = ""
+    if x.ndim:
+        first = [int(row) for row in np.flatnonzero(rows)[:5]]
+        where = f", in {int(rows.sum())} of its {len(rows)} rows (first dim), the first {first}"
+    kind = "NaN" if is_nan else "infinite"
+    return [f"{name} was {kind} before the step{where}; no operation is to blame"]
+
+
+def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[str]:
+    where = "the forward pass" if is_forward else "the backward pass (the loss is finite)"
+    if first.operation is None:
+        # A mask of -inf is meant; the fault is in the code that made a NaN of it.
+        if first_nan is None or first_nan.operation is None:
+            what = "infinity" if first_nan is None else "NaN"
+            return [f"in {where}, from a constant {what} of the model's code"]
+        return [f"the first NaN, in {where}, of an infinite constant: {_place(first_nan)}"]
+    if first_nan == first:
+        return [f"the first NaN, in {where}: {_place(first)}"]
+    lines = [f"the first infinity, in {where}: {_place(first)}"]
+    if first_nan is not None:
+        lines.append(f"the first NaN, made of it: {_place(first_nan)}")
+    return lines
+
+
+def _place(origin: Origin) -> str:
+    """Returns 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
+    operation, before, turns = origin.operation, 0, []
+    scopes = _scopes(operation)
+    for loop, turn in zip(operation.loops, origin.turns, strict=True):
+        before = max(before, len(_scopes(loop)))
+        file = next((file for file, _ in _frames(loop.tracebacks)), "")
+        name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(file)
+        if turn is None:
+            continue
+        if name is None and before < len(scopes) and "[" not in scopes[before]:
+            scopes[before] += f"[{turn}]"
+        else:
+            turns.append(f"{name or 'turn'} {turn}")
+    layer = "/".join(scopes)
+    hint = " (an index out of range gives NaN)" if operation.primitive == "gather" else ""
+    parts = [f"in the layer {layer}" if layer else "", f"made by {operation.primitive}{hint}"]
+    lines = _source_lines(operation.tracebacks)
+    parts += [f"at {lines}" if lines else "", *turns]
+    return ", ".join(part for part in parts if part)
+
+
+def _scopes(named: Operation | Loop) -> list[str]:
+    # The last part would be the operation.
+    layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
+    return layer.split("/") if layer else []
+
+
+def _source_lines(tracebacks: Sequence[Any]) -> str:
+    """Returns 'linears.py:45, called at my_model.py:12', or 'my_model.py:12' alone.
+
+    The first is the innermost line that is not of an installed library; if this package has it,
+    the line outside that called it follows.
+    """
+    frames = _frames(tracebacks)
+    outer = itertools.islice(frames, 1, None)
+    users = [one for one in outer if not one[0].startswith(PACKAGE_FOLDER)]
+    names = [f"{os.path.basename(file)}:{line}" for file, line in (*frames[:1], *users[:1])]
+    is_ours = frames and frames[0][0].startswith(PACKAGE_FOLDER)
+    return ", called at ".join(names if is_ours else names[:1])
+
+
+def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
+    """Returns (file, line) of the calls from the step inwards, innermost first."""
+    return own_frames([
+        (one.file_name, one.line_num) for traceback in tracebacks if traceback is not None
+        for one in traceback.frames
+    ])

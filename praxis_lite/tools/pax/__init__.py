@@ -1,0 +1,1 @@
+"""Weights, checkpoints and jobs of Pax as ours, and weights back."""

@@ -1,0 +1,105 @@
+"""Begins a job with the weights of a Pax checkpoint, from which `main.py` then goes on.
+
+    python -m praxis_lite.tools.pax.job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
+
+Afterwards the job is as one whose step 0 was saved: train, evaluate or decode it with `main.py`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from praxis_lite.run.command import Parser, run
+from praxis_lite.run.job.processes.standard_output import print_log
+
+if TYPE_CHECKING:
+    import jax
+
+    from praxis_lite.core.partitioner.partitioner import Partitioner
+    from praxis_lite.run.experiment.experiment import Job
+    from praxis_lite.run.job.job_dir import JobDir
+
+
+def begin_job(
+    experiment: str,
+    pax_directory: str | Path,
+    job_log_dir: str | Path,
+    *,
+    step: int | None = None,
+    settings: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    new: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> "JobDir":
+    """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.
+
+    The optimizer's slots are new, made from these weights, and the training data starts at its
+    first batch.
+
+    Args:
+      experiment: its name, as for `--exp`.
+      pax_directory, step: see `read_pax_checkpoint`.
+      job_log_dir: a new or an empty directory.
+      settings: "path=value", as for `--set`.
+      ignore, new: see `mdl_vars_from_pax`; what is new is drawn with the run's seed.
+      packages: as for `--packages`.
+
+    Raises:
+      ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
+    """
+    # Imported here: a signal may come while jax is.
+    import jax
+
+    from praxis_lite.tools.begin_job import begin_job_with, beginning
+    from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
+    from praxis_lite.tools.pax.weights import mdl_vars_from_pax
+
+    # Before the memory of the model is counted: the path may be wrong.
+    found = read_pax_checkpoint(pax_directory, step)
+
+    def weights(partitioner: "Partitioner", job: "Job") -> dict[str, "jax.Array"]:
+        key = jax.random.key(job.run.seed)
+        mdl_vars = mdl_vars_from_pax(job.task.model, found, ignore=ignore, new=new, key=key)
+        layout = partitioner.layout.select("mdl_vars")
+        place = jax.jit(layout.pad, out_shardings=layout.shardings(partitioner.mesh))
+        paths = [leaf.path for leaf in layout.leaves()]
+        return dict(zip(paths, jax.tree.leaves(place(mdl_vars)), strict=True))
+
+    with beginning(job_log_dir, experiment, packages) as job_dir:
+        return begin_job_with(weights, experiment, job_dir, settings, packages)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Begins a job with the weights of a Pax job, from the command line."""
+    run(lambda: _begin(argv), goes_on=True)
+
+
+def _begin(argv: Sequence[str] | None) -> None:
+    print_log()
+    parser = Parser(
+        prog="python -m praxis_lite.tools.pax.job", allow_abbrev=False,
+        description="Begins a job with the weights of a Pax job.",
+    )
+    parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
+    parser.add_argument("--packages", metavar="NAME,...", type=lambda words: words.split(","),
+                        action="extend", default=[], help="as of main.py")
+    parser.add_argument("--pax", metavar="DIR", required=True, help="Pax's job_log_dir")
+    parser.add_argument("--pax_step", metavar="N", type=int, help="default: the newest")
+    parser.add_argument("--job_log_dir", metavar="DIR", required=True, help="a new directory")
+    parser.add_argument("--ignore", metavar="PATTERN", nargs="+", default=[],
+                        help="variables of Pax's that are not wanted")
+    parser.add_argument("--new", metavar="PATTERN", nargs="+", default=[],
+                        help="weights of the model that Pax has nothing for")
+    parser.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
+                        action="extend", default=[], help="as of main.py")
+    args = parser.parse_args(argv)
+    job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
+                    settings=args.settings, ignore=args.ignore, new=args.new,
+                    packages=args.packages)
+    from praxis_lite.tools.begin_job import how_to_go_on
+
+    print(how_to_go_on(job, args.exp, args.settings, args.packages))
+
+
+if __name__ == "__main__":
+    main()

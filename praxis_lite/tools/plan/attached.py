@@ -1,0 +1,83 @@
+"""Plans of devices that are attached: their figures for --mode=explain, and --measure."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.trainer.job_on_mesh import partitioner_of
+from praxis_lite.run.trainer.memory import compile_step
+from praxis_lite.tools.plan.predict import StepPlan, plan_of_compiled
+from praxis_lite.tools.plan.report import figures, plan_text, seconds_text
+from praxis_lite.tools.plan.topology import attached_topology
+
+NUM_STEPS = 10  # Measured, after two that are not.
+_NUM_FIRST = 2
+
+
+def figures_of_attached(
+    partitioner: Partitioner,
+) -> Callable[[str, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
+    """Returns the plan's figures that --mode=explain adds to a compiled step."""
+    topology = attached_topology(list(partitioner.mesh.devices.flat))
+
+    def found(
+        step: str, spec: Any, compiled: jax.stages.Compiled, seconds: float
+    ) -> list[tuple[str, str]]:
+        if topology is None:
+            return []
+        plan = plan_of_compiled(partitioner, step, spec, topology, compiled, seconds)
+        return [*figures(plan), *(("note", note) for note in plan.notes)]
+
+    return found
+
+
+def measure(job: Job) -> tuple[StepPlan, list[float]]:
+    """Trains ten steps on the attached devices; prints what was predicted and what was measured.
+
+    Returns:
+      The plan, and the seconds of each step.
+
+    Raises:
+      ConfigError: the devices are not in the table, or the job is refused as in training.
+    """
+    partitioner = partitioner_of(job, "train")
+    topology = attached_topology(list(partitioner.mesh.devices.flat))
+    if topology is None:
+        kind = partitioner.mesh.devices.flat[0].device_kind
+        raise ConfigError(
+            f"--measure: there are no figures of {kind} (praxis_lite/tools/plan/chips.py)."
+        )
+    pipeline = job.datasets[TRAIN]
+    spec = pipeline.element_spec()
+    start = time.monotonic()
+    compiled = compile_step(partitioner, "train", pipeline, f"datasets.{TRAIN}")
+    plan = plan_of_compiled(
+        partitioner, "train", spec, topology, compiled, time.monotonic() - start
+    )
+    print(plan_text(plan), flush=True)
+    key, batches = partitioner.key(job.run.seed), pipeline.batches()
+    state = partitioner.init(key)
+    seconds = []
+    for index in range(_NUM_FIRST + NUM_STEPS):
+        batch = partitioner.global_batch(next(batches))
+        start = time.monotonic()
+        state, outputs = partitioner.train_step(state, batch, key)
+        jax.block_until_ready(outputs)
+        if index >= _NUM_FIRST:
+            seconds.append(time.monotonic() - start)
+    taken = statistics.median(seconds)
+    useful = plan.flops_per_device - plan.recomputed_flops
+    print(
+        f"\nmeasured  {seconds_text(taken)} a step (median of {NUM_STEPS}; "
+        f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}), MFU "
+        f"{useful / taken / topology.chip.peak():.1%}\n"
+        f"predicted {seconds_text(plan.step_seconds)}: {plan.step_seconds / taken:.2f} of measured"
+    )
+    return plan, seconds

@@ -1,0 +1,180 @@
+"""The abilities of a chip: a table of public figures, each with its source. Bytes, not bits."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from praxis_lite.core.errors import require_choice
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CudaTarget:
+    """What XLA's compiler for CUDA asks of a GPU that is not there.
+
+    Attributes:
+      capability: CUDA's compute capability.
+      cores: streaming multiprocessors.
+      fpus, shared, shared_of_block: of each: units for float32; bytes of shared memory; how much of
+        it a block may take.
+      l2: bytes of the second-level cache.
+      clock: GHz.
+      memory: bytes, all of it.
+      description: the device's name.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    shared: int
+    shared_of_block: int
+    l2: int
+    clock: float
+    memory: int
+    description: str
+
+    def text(self, bandwidth: float) -> str:
+        """Returns it as XLA reads it, a GpuTargetConfigProto in text."""
+        major, minor = self.capability
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
+  shared_memory_per_block_optin: {self.shared_of_block}
+  core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {int(bandwidth)} l2_cache_size: {self.l2} device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{self.description}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
+
+    Attributes:
+      name: as in a topology's name: "v5e" of "v5e:16x16".
+      flops: peak operations per second of a matmul, by element type.
+      hbm_bytes: memory for programs; less than what is sold, for the runtime keeps some.
+      hbm_bandwidth: bytes per second.
+      clock: of the matmul units in Hz, which the compiler's cycles count; None: it tells none.
+      torus_dims: of the interconnect within a slice (ICI); 0: every device reaches each other one
+        of its node alike (NVLink).
+      link_bandwidth: bytes per second of one link one way. Two links lie along each torus dim. Of
+        a node with torus_dims 0: all that a device can send within it.
+      wraps_at: a torus dim closes into a ring where its size is a multiple of this.
+      network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
+      sources: where the figures are from.
+      cuda: of a GPU: what its compiler asks.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    hbm_bytes: int
+    hbm_bandwidth: float
+    clock: float | None
+    torus_dims: int
+    link_bandwidth: float
+    wraps_at: int
+    network_bandwidth: float
+    sources: tuple[str, ...]
+    cuda: CudaTarget | None = None
+
+    def peak(self, dtype: str = "bf16") -> float:
+        """Returns the peak of a matmul in `dtype`; of an unknown dtype that of bfloat16."""
+        return self.flops.get(dtype, self.flops["bf16"])
+
+
+def _hopper(memory: int, description: str) -> CudaTarget:
+    return CudaTarget(
+        capability=(9, 0), cores=132, fpus=128, shared=233_472, shared_of_block=232_448,
+        l2=52_428_800, clock=1.98, memory=memory, description=description,
+    )
+
+
+_CLOUD = "https://docs.cloud.google.com/tpu/docs/"
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, and to other slices)"
+# Of a link: 0.9 of what the maker says of a chip's interconnect, over its links and both ways. The
+# memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
+# from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
+CHIPS: dict[str, Chip] = {
+    one.name: one
+    for one in (
+        Chip(
+            name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
+            hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=45e9, wraps_at=4,
+            network_bandwidth=6.25e9, sources=(_CLOUD + "v4", _BOOK),
+        ),
+        Chip(
+            name="v5e", flops={"bf16": 197e12, "s8": 394e12}, hbm_bytes=int(15.75 * _GIB),
+            hbm_bandwidth=819e9, clock=1.5e9, torus_dims=2, link_bandwidth=45e9, wraps_at=16,
+            network_bandwidth=3.125e9, sources=(_CLOUD + "v5e", _BOOK),
+        ),
+        Chip(
+            name="v5p", flops={"bf16": 459e12, "s8": 918e12}, hbm_bytes=int(95.74 * _GIB),
+            hbm_bandwidth=2765e9, clock=1.75e9, torus_dims=3, link_bandwidth=90e9, wraps_at=4,
+            network_bandwidth=6.25e9, sources=(_CLOUD + "v5p", _BOOK),
+        ),
+        Chip(
+            name="v6e", flops={"bf16": 918e12, "s8": 1836e12}, hbm_bytes=int(31.25 * _GIB),
+            hbm_bandwidth=1640e9, clock=1.75e9, torus_dims=2, link_bandwidth=90e9, wraps_at=16,
+            network_bandwidth=12.5e9, sources=(_CLOUD + "v6e", _BOOK),
+        ),
+        Chip(
+            name="tpu7x", flops={"bf16": 2307e12 / 2, "f8e4m3fn": 4614e12 / 2},
+            hbm_bytes=int(94.74 * _GIB), hbm_bandwidth=7380e9 / 2, clock=2.2e9, torus_dims=3,
+            link_bandwidth=45e9, wraps_at=4, network_bandwidth=6.25e9,
+            sources=(_CLOUD + "tpu7x (per chip; halved)", _BOOK),
+        ),
+        Chip(
+            name="a100", flops={"bf16": 312e12, "s8": 624e12}, hbm_bytes=int(79 * _GIB),
+            hbm_bandwidth=2039e9, clock=None, torus_dims=0, link_bandwidth=300e9, wraps_at=1,
+            network_bandwidth=25e9,
+            sources=("https://www.nvidia.com/en-us/data-center/a100/ (SXM 80GB; HDR 200 Gb/s)",),
+            cuda=CudaTarget(
+                capability=(8, 0), cores=108, fpus=64, shared=167_936, shared_of_block=166_912,
+                l2=41_943_040, clock=1.41, memory=85 * 10**9, description="NVIDIA A100-SXM4-80GB",
+            ),
+        ),
+        Chip(
+            name="h100", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
+            hbm_bandwidth=3350e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
+            network_bandwidth=50e9,
+            sources=("https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s)",),
+            cuda=_hopper(85 * 10**9, "NVIDIA H100 80GB HBM3"),
+        ),
+        Chip(
+            name="h200", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
+            hbm_bandwidth=4800e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
+            network_bandwidth=50e9,
+            sources=("https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s)",),
+            cuda=_hopper(150 * 10**9, "NVIDIA H200"),
+        ),
+        Chip(
+            name="b200", flops={"bf16": 2250e12, "f8e4m3fn": 4500e12}, hbm_bytes=int(178 * _GIB),
+            hbm_bandwidth=8000e9, clock=None, torus_dims=0, link_bandwidth=900e9, wraps_at=1,
+            network_bandwidth=50e9,
+            sources=("https://www.nvidia.com/en-us/data-center/dgx-b200/",),
+            cuda=CudaTarget(
+                capability=(10, 0), cores=148, fpus=128, shared=233_472, shared_of_block=232_448,
+                l2=132_120_576, clock=1.965, memory=192 * 10**9, description="NVIDIA B200",
+            ),
+        ),
+        # No figures of a maker's: what one core of a server or laptop does, to an order.
+        Chip(
+            name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9, clock=None,
+            torus_dims=0, link_bandwidth=2e9, wraps_at=1, network_bandwidth=1e9,
+            sources=("nominal: one core of a machine; its memory is its part of the machine's",),
+        ),
+    )
+}
+
+
+def chip_named(name: str) -> Chip:
+    """Returns the chip of CHIPS; raises ConfigError with the names there are if there is none."""
+    require_choice("The chip of --topology", name, CHIPS)
+    return CHIPS[name]

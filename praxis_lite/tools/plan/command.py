@@ -1,0 +1,116 @@
+"""`main.py --mode=plan`: an experiment's steps on a topology, as text, JSON and a page."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.libtpu import mismatch
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.config.build import build
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.options import file_path
+from praxis_lite.run.trainer.job_on_mesh import use_compilation_cache
+from praxis_lite.run.trainer.layout_table import layout_warnings
+from praxis_lite.tools.explain.compiler_warnings import explained_warnings
+from praxis_lite.tools.explain.explain import explained_step
+from praxis_lite.tools.explain.explain_page import page
+from praxis_lite.tools.plan.attached import measure
+from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.predict import StepPlan, plan_step
+from praxis_lite.tools.plan.report import figures, plan_text
+from praxis_lite.tools.plan.search import search
+from praxis_lite.tools.plan.topology import Topology, topology_of
+
+
+def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
+    """Prints the plan of each step; raises ConfigError, after all of them, if any does not fit."""
+    path = args.json and file_path(args, "--json", "plan.json")
+    html = args.html and file_path(args, "--html", "plan.html")
+    if args.measure:
+        _measure(args, config)
+        return
+    topology = chosen_topology(args)
+    if topology.compiled_for == "tpu":
+        # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        use_compilation_cache()
+    if args.search:
+        search(args, config, experiment, topology)
+        return
+    plans = plan_job(build(config), topology, args.steps or [TRAIN], title=experiment, html=html)
+    if path:
+        first, *others = (one.to_json() for one in plans)
+        path.write_text(json.dumps(first | {"other_steps": others}, indent=1) + "\n", "utf-8")
+    if not all(one.fits for one in plans):
+        too_large = next(one for one in plans if not one.fits)
+        raise ConfigError(
+            f"{experiment} does not fit on {topology.name}: its {too_large.step} step needs "
+            f"{too_large.peak_bytes_per_device / 2**30:.2f} GiB on each device, which has "
+            f"{too_large.hbm_bytes_per_device / 2**30:.2f} GiB. {too_large.why_not}"
+        )
+
+
+def _measure(args: argparse.Namespace, config: "fdl.Config") -> None:
+    if args.topology is not None or args.search:
+        raise ConfigError(
+            "--measure runs on the devices that are attached: leave --topology and --search out."
+        )
+    made, seconds = measure(build(config))
+    if args.json:
+        record = made.to_json() | {"measured_seconds": seconds}
+        file_path(args, "--json", "plan.json").write_text(json.dumps(record, indent=1), "utf-8")
+
+
+def chosen_topology(args: argparse.Namespace) -> Topology:
+    """Returns the topology of --topology and --num_slices; raises ConfigError without them."""
+    if args.topology is None:
+        raise ConfigError(
+            "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
+            "--topology=v5e:16x16."
+        )
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # No device is asked for: none need be there.
+    topology = topology_of(args.topology, args.num_slices or 1)
+    if topology.compiled_for == "tpu" and (said := mismatch()):
+        print(f"WARNING: {said}")
+    return topology
+
+
+def plan_job(
+    job: Job, topology: Topology, steps: Sequence[str], *, title: str = "",
+    html: Path | None = None,
+) -> list[StepPlan]:
+    """Returns the plans of a job's steps, printed as they are made; `html`: a page of them, too."""
+    partitioner = planned_partitioner(job, topology)
+    mesh, layout = partitioner.mesh, partitioner.layout
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    print(f"mesh ({axes}) on {topology.name}: {mesh.size} devices, none of them needed here")
+    if partitioner.compiler_options:
+        words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
+        print(f"compiler options: {words}")
+    warnings = layout_warnings(layout)
+    for warning in warnings:
+        print(f"WARNING: {warning}")
+    plans, explained = [], []
+    for step, name, spec in step_specs(job, partitioner, steps):
+        print(f"\n{step}_step, batches of {name}: compiling", flush=True)
+        with explained_warnings(print):
+            one = plan_step(partitioner, step, spec, topology)
+        plans.append(one)
+        print(plan_text(one), flush=True)
+        if html is not None and one.compiled is not None:
+            shown = explained_step(partitioner, step, name, spec, one.compiled)
+            explained.append(dataclasses.replace(shown, figures=figures(one)))
+        plans[-1] = dataclasses.replace(one, compiled=None)  # Large, and no longer needed.
+    if html is not None:
+        html.write_text(page(title, mesh, layout, warnings, explained), "utf-8")
+        print(f"\nThe page to look at in a browser: {html.absolute()}")
+    return plans

@@ -1,0 +1,222 @@
+"""What an instruction costs on a chip: matmuls, memory, kernels, collectives. The model, explicit.
+
+A TPU's compiler writes into its text how many cycles it expects of each instruction of its own;
+these are taken, and divided by an efficiency. All else is worked out here: a roofline where there
+are no cycles, Pallas kernels by their matmuls, collectives by bytes, links and hops.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from praxis_lite.layers.attention.fused import SHARE_OF_BLOCKS
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain.hlo_text import Instruction, Program, arrays_of
+from praxis_lite.tools.plan.chips import Chip
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Efficiencies:
+    """Shares of a chip's abilities that programs get; fitted on published runs (docs/plan.md).
+
+    Attributes:
+      cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
+      kernel: of the peak, that a Pallas kernel of attention reaches.
+      matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
+      link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
+      network: of the bandwidth of a TPU to other slices.
+      nodes: of the bandwidth of a GPU to other nodes.
+      hop_seconds: for a message to reach the next device of a ring.
+      network_seconds: for a message to another slice or node.
+      waiting: relative, that a step grows each time the slices double: all wait for the slowest.
+      step_seconds: of a step, whatever is in it.
+      spread: relative; four of five runs were that near to what was predicted.
+    """
+
+    cycles: float = 1.0
+    kernel: float = 0.5
+    matmul: float = 0.6
+    link: float = 1.0
+    network: float = 1.0
+    nodes: float = 0.8
+    hop_seconds: float = 1e-6
+    network_seconds: float = 1e-4
+    waiting: float = 0.0
+    step_seconds: float = 0.0
+    spread: float = 0.15
+
+
+# By `benchmarks/plan_published.py --fit`. No run on GPUs was built: `matmul`, `nodes` are guesses.
+FITTED = Efficiencies(
+    cycles=1.053, kernel=0.46, matmul=0.6, link=1.11, network=0.691, hop_seconds=1e-6,
+    network_seconds=1e-4, waiting=0.0308, step_seconds=0.0, spread=0.14,
+)
+
+
+def compute_seconds(
+    one: Instruction, around: Mapping[str, Instruction], program: Program, chip: Chip,
+    efficiencies: Efficiencies,
+) -> float:
+    """Returns the seconds of an instruction that is no collective, loop, branch or call."""
+    if found := _CYCLES.search(one.attributes):
+        return int(found.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
+    if 'custom_call_target="tpu_custom_call"' in one.attributes:
+        return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
+    if chip.clock is not None:
+        return 0.0  # What has no cycles is free, or hidden behind what has: copies in flight.
+    flops, dtype = _matmul(one, around, program)
+    matmul = flops / (chip.peak(dtype) * efficiencies.matmul)
+    return max(matmul, _bytes_moved(one, around, program) / chip.hbm_bandwidth)
+
+
+def kernel_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
+    """Returns the matmul flops of a Pallas kernel of JAX's splash attention, or 0 of another.
+
+    Of q [B, N, T, K] against [B, G, S, K]: two matmuls forward, three for dq, four for dk and dv,
+    of the blocks that are computed, whose share the layer writes into the text.
+    """
+    matmuls = next(
+        (number for name, number in (("_dq", 3), ("_dkv", 4), ("_fwd", 2), ("", 0))
+         if f"splash_mha{name}" in one.name + one.attributes[-20_000:]), 0,
+    )
+    operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
+    # Integers say which blocks are computed, and of which segments tokens are.
+    wide = [
+        found[0].dims for found in operands
+        if found and found[0].dtype in ("bf16", "f16", "f32") and len(found[0].dims) in (3, 4)
+    ]
+    if not matmuls or len(wide) < 2:
+        return 0
+    q, k = wide[0], wide[1]
+    share = re.search(rf'{SHARE_OF_BLOCKS}="([\d.]+)"', one.attributes)
+    flops = 2 * matmuls * math.prod(q) * k[-2]
+    return int(flops * float(share.group(1) if share else 1.0))
+
+
+def is_matmul(one: Instruction, program: Program) -> bool:
+    """Returns True if an instruction is a matmul, or a fusion around a matmul, or a kernel."""
+    if one.opcode in ("dot", "convolution") or "tpu_custom_call" in one.attributes:
+        return True
+    return one.opcode == "fusion" and any(
+        is_matmul(inner, program)
+        for name in called(one, "calls") for inner in program.computations[name].values()
+    )
+
+
+def _matmul(
+    one: Instruction, around: Mapping[str, Instruction], program: Program
+) -> tuple[int, str]:
+    """Returns the matmul flops of an instruction and its calls, and its operands' type."""
+    flops, dtype = hlo.matmul_flops(one, around), "bf16"
+    if flops:
+        return flops, arrays_of(around[one.operands[0]].shape)[0].dtype
+    if one.opcode in ("fusion", "call"):
+        for name in called(one, "calls") or called(one, "to_apply"):
+            inside = program.computations[name]
+            for inner in inside.values():
+                more, of = _matmul(inner, inside, program)
+                flops, dtype = flops + more, of if more else dtype
+    return flops, dtype
+
+
+def _bytes_moved(
+    one: Instruction, around: Mapping[str, Instruction], program: Program
+) -> int:
+    """Returns the bytes that an instruction reads and writes; of a slice only the part taken."""
+    if one.opcode in _FREE:
+        return 0
+    result = sum(array.bytes for array in arrays_of(one.shape))
+    if one.opcode in _SLICES:
+        return 2 * result
+    if one.opcode == "dynamic-update-slice":
+        return 2 * sum(array.bytes for array in arrays_of(around[one.operands[1]].shape))
+    reads = [
+        sum(array.bytes for array in arrays_of(around[name].shape))
+        for name in one.operands if name in around
+    ]
+    if one.opcode != "fusion":
+        return result + sum(reads)
+    inside = program.computations[called(one, "calls")[0]]
+    root = next(inner for inner in inside.values() if inner.is_root)
+    if root.opcode == "dynamic-update-slice":
+        result = sum(array.bytes for array in arrays_of(inside[root.operands[1]].shape))
+    parameters = {
+        inner.name: int(inner.operands[0]) for inner in inside.values()
+        if inner.opcode == "parameter"
+    }
+    for name, index in parameters.items():
+        users = [inner for inner in inside.values() if name in inner.operands]
+        if users and index < len(reads) and all(
+            inner.opcode in (*_SLICES, "dynamic-update-slice") and inner.operands[0] == name
+            for inner in users
+        ):
+            reads[index] = sum(
+                array.bytes for inner in users if inner.opcode != "dynamic-update-slice"
+                for array in arrays_of(inner.shape)
+            )
+    return result + sum(reads)
+
+
+_SLICES = ("dynamic-slice", "slice", "gather")  # They read what they give.
+# Names of values, and what a program has only to be written down.
+_FREE = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
+    "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done", "reshape",
+})
+
+
+def called(one: Instruction, key: str) -> list[str]:
+    """Returns the computations that an attribute of an instruction names."""
+    found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", one.attributes)
+    return re.findall(r"[\w.\-]+", found.group(1)) if found else []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The form of a collective, from which its cost follows.
+
+    Attributes:
+      kind: of `hlo.KINDS`.
+      bytes: on one device, of its operands.
+      group: devices of a group.
+      links: that carry it at once, each one way.
+      is_ring: its ends meet; on a line half of the links idle.
+      crosses: it leaves the slice or node.
+    """
+
+    kind: str
+    bytes: int
+    group: int
+    links: int = 2
+    is_ring: bool = True
+    crosses: bool = False
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends, by the algorithm of rings."""
+        others = self.group - 1
+        if self.kind == "all-gather":
+            return self.bytes * others
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.bytes
+        return self.bytes * others / self.group * (2 if self.kind == "all-reduce" else 1)
+
+
+def wire_seconds(wire: Wire, chip: Chip, efficiencies: Efficiencies) -> float:
+    """Returns the seconds of a collective alone: bytes over bandwidth, and a latency per hop."""
+    if wire.group <= 1 and wire.kind != "collective-permute":
+        return 0.0
+    if wire.crosses:
+        share = efficiencies.network if chip.torus_dims else efficiencies.nodes
+        bandwidth = chip.network_bandwidth * share
+        return wire.sent / bandwidth + efficiencies.network_seconds
+    if not chip.torus_dims:  # NVLink: every device reaches every other.
+        bandwidth = chip.link_bandwidth * efficiencies.link
+        return wire.sent / bandwidth + 2 * efficiencies.hop_seconds
+    links = wire.links if wire.is_ring else max(1, wire.links // 2)
+    hops = 1 if wire.kind == "collective-permute" else wire.group / 2
+    bandwidth = links * chip.link_bandwidth * efficiencies.link
+    return wire.sent / bandwidth + hops * efficiencies.hop_seconds

@@ -1,0 +1,275 @@
+"""A plan: a compiled step's memory, traffic and seconds on each device of a topology."""
+
+import dataclasses
+import math
+import re
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh as DeviceMesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.plan.costs import FITTED, Efficiencies
+from praxis_lite.tools.plan.formulas import bubble_share
+from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
+from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.timeline import Mesh, Timeline
+from praxis_lite.tools.plan.topology import Topology
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The plan of a step on a device. Seconds and bytes; None where it does not compile.
+
+    Attributes:
+      step: "train", "eval" or "decode".
+      fits: the step's memory is no more than the device's.
+      peak_bytes_per_device, hbm_bytes_per_device: what the step holds, what the device has.
+      memory: `peak_bytes_per_device` in parts.
+      step_seconds, step_seconds_low, step_seconds_high: predicted; four of five published runs lay
+        between the last two.
+      compute_seconds, memory_seconds: in matmuls and kernels; in all else.
+      network_seconds, exposed_seconds: of collectives, alone; and what is waited for.
+      flops_per_device, recomputed_flops: of matmuls; what of these remat adds.
+      mfu, hfu: the share of the device's peak, without and with what remat adds.
+      tokens_per_second: of one device; of a task that counts no tokens, rows.
+      unit: "tokens" or "rows".
+      bubble_share: of a pipeline's ticks, those in which a stage idles; None: there is no pipeline.
+        What idle stages compute is among the seconds of matmuls.
+      timeline: collectives by kind, axes and layer, and the costliest operations.
+      parameters: of the model.
+      compile_seconds: of this step, lowering included.
+      why_not: for a step that does not fit, what to change.
+      notes: what was modelled rather than compiled, and kernels that count as nothing.
+      compiled: the step, where it was.
+    """
+
+    step: str
+    topology: str
+    num_devices: int
+    fits: bool
+    peak_bytes_per_device: int
+    hbm_bytes_per_device: int
+    parameters: int
+    compile_seconds: float
+    memory: Memory | None = None
+    step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    compute_seconds: float | None = None
+    memory_seconds: float | None = None
+    network_seconds: float | None = None
+    exposed_seconds: float | None = None
+    flops_per_device: int | None = None
+    recomputed_flops: int | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    tokens_per_second: float | None = None
+    unit: str = "tokens"
+    bubble_share: float | None = None
+    timeline: Timeline | None = None
+    why_not: str = ""
+    notes: tuple[str, ...] = ()
+    compiled: jax.stages.Compiled | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields of --json, a contract that only grows."""
+        fields = {
+            name: getattr(self, name)
+            for name in (
+                "fits", "peak_bytes_per_device", "hbm_bytes_per_device", "step_seconds",
+                "step_seconds_low", "step_seconds_high", "flops_per_device", "mfu", "parameters",
+                "compile_seconds", "topology", "num_devices", "step", "hfu", "recomputed_flops",
+                "compute_seconds", "memory_seconds", "network_seconds", "exposed_seconds",
+                "tokens_per_second", "unit", "bubble_share", "why_not",
+            )
+        }
+        found = self.timeline.collectives.values() if self.timeline else ()
+        return fields | {
+            "memory": self.memory and dataclasses.asdict(self.memory),
+            "notes": list(self.notes),
+            "collectives": [
+                {
+                    "kind": one.kind, "axes": list(one.axes), "layer": one.layer,
+                    "count": one.count, "bytes": one.bytes, "seconds": one.seconds,
+                    "exposed_seconds": one.exposed_seconds, "crosses_slices": one.crosses,
+                }
+                for one in sorted(found, key=lambda one: -one.seconds)
+            ],
+        }
+
+
+def plan_step(
+    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology,
+    efficiencies: Efficiencies = FITTED,
+) -> StepPlan:
+    """Compiles a step and returns its plan; a step too large for the compiler has a plan, too.
+
+    Args:
+      step: "train", "eval" or "decode".
+      element_spec: shapes and types of a global batch.
+
+    Raises:
+      ConfigError: what a layer or the task refuses when it is traced, or XLA's text cannot be read.
+    """
+    chip, start = topology.chip, time.monotonic()
+    lowered = partitioner.lower(step, element_spec)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        wanted = out_of_memory(error)
+        if wanted is None:
+            raise
+        return StepPlan(
+            **_common(partitioner, step, element_spec, topology), fits=False,
+            peak_bytes_per_device=max(wanted[0], chip.hbm_bytes + 1),
+            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {wanted[1]}",),
+            why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
+        )
+    return plan_of_compiled(
+        partitioner, step, element_spec, topology, compiled, time.monotonic() - start, efficiencies
+    )
+
+
+def plan_of_compiled(
+    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology,
+    compiled: jax.stages.Compiled, compile_seconds: float, efficiencies: Efficiencies = FITTED,
+) -> StepPlan:
+    """Returns the plan of a step that is compiled for the topology's devices; as `plan_step`."""
+    layout, chip = partitioner.layout, topology.chip
+    planned = hlo.memory_per_device(compiled)
+    if planned is None:
+        raise ConfigError(f"The compiler for {topology.name} does not tell the memory of a step.")
+    text = text_of(compiled, topology)
+    memory = memory_of(layout, planned, text, step)
+    fits = memory.peak <= chip.hbm_bytes
+    return StepPlan(
+        **_common(partitioner, step, element_spec, topology), fits=fits,
+        peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
+        compiled=compiled, bubble_share=_bubbles(partitioner, step, element_spec),
+        why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
+        **timed(
+            text, topology, mesh_of(partitioner.mesh, topology), num_units(element_spec),
+            efficiencies,
+        ),
+    )
+
+
+def _bubbles(partitioner: Partitioner, step: str, element_spec: PyTree) -> float | None:
+    rows = next(iter(jax.tree.leaves(element_spec))).shape[0]
+    return None if step == "decode" else bubble_share(partitioner.task.model, rows)
+
+
+def _common(
+    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology
+) -> dict[str, Any]:
+    unit = partitioner.task.weight_unit
+    if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
+        unit = "tokens"  # A loss of one's own: a weight for each.
+    return {
+        "step": step, "topology": topology.name, "num_devices": partitioner.mesh.size,
+        "hbm_bytes_per_device": topology.chip.hbm_bytes,
+        "parameters": num_parameters(partitioner.layout),
+        "unit": "rows" if step == "decode" else unit,
+    }
+
+
+def timed(
+    text: str, topology: Topology, mesh: Mesh, num_units: float,
+    efficiencies: Efficiencies = FITTED,
+) -> dict[str, Any]:
+    """Returns the fields of a StepPlan that follow from a program's text.
+
+    Args:
+      num_units: tokens, or rows, of a global batch.
+    """
+    chip, num_devices = topology.chip, len(topology.devices)
+    found = schedule(text, chip, mesh, efficiencies)
+    low, middle, high = (efficiencies.step_seconds + found.seconds,) * 3
+    notes = []
+    if topology.compiled_for == "tpu":
+        # A ring that turns both ways uses both links of an axis; the text does not tell which.
+        low = efficiencies.step_seconds + schedule(
+            text, chip, mesh, efficiencies, both_links=True
+        ).seconds
+        waits = 1 + efficiencies.waiting * math.log2(topology.num_slices)
+        low, middle, high = low * waits, middle * waits, high * waits
+    elif topology.compiled_for == "gpu":
+        notes.append(
+            "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses; "
+            "kernels of libraries that are no matmuls (cuDNN) count as no time"
+        )
+    elif chip.name != "cpu":
+        work = found.compute + found.memory
+        low, middle = max(work, found.wire), (max(work, found.wire) + found.seconds) / 2
+        notes.append(
+            f"modelled, not compiled: flops, bytes and collectives are those of the program that "
+            f"XLA makes for {num_devices} CPU devices (reduce-scatters are all-reduces there, and "
+            f"attention is no fused kernel); {chip.name} fills in the speeds. The range goes from "
+            "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
+            "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
+        )
+    if found.unknown_kernels:
+        names = ", ".join(sorted(found.unknown_kernels)[:3])
+        notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
+    spread, peak = efficiencies.spread, chip.peak()
+    useful = found.flops - found.recomputed_flops
+    return {
+        "step_seconds": middle, "step_seconds_low": low / (1 + spread),
+        "step_seconds_high": high * (1 + spread), "compute_seconds": found.compute,
+        "memory_seconds": found.memory, "network_seconds": found.wire,
+        "exposed_seconds": found.exposed, "flops_per_device": found.flops,
+        "recomputed_flops": found.recomputed_flops, "mfu": useful / (middle * peak),
+        "hfu": found.flops / (middle * peak), "timeline": found, "notes": tuple(notes),
+        "tokens_per_second": num_units / num_devices / middle,
+    }
+
+
+def num_parameters(layout: StateLayout) -> int:
+    """Returns how many weights a model has, without padding."""
+    return sum(
+        math.prod(leaf.shape) for leaf in layout.leaves() if leaf.path.startswith("mdl_vars/params")
+    )
+
+
+def num_units(element_spec: PyTree) -> int:
+    """Returns how many tokens, or rows, a batch has: the elements of `weights`, if it has any."""
+    weights = _weights(element_spec)
+    if weights is not None:
+        return math.prod(weights.shape)
+    return next(iter(jax.tree.leaves(element_spec))).shape[0]
+
+
+def _weights(element_spec: PyTree) -> Any:
+    return element_spec.get("weights") if isinstance(element_spec, dict) else None
+
+
+def mesh_of(mesh: DeviceMesh, topology: Topology) -> Mesh:
+    """Returns a schedule's view of a mesh over the topology's devices."""
+    devices = list(mesh.devices.flat)
+    per_slice = topology.devices_per_slice
+    if topology.chip.torus_dims:
+        slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
+        coords = np.array([device.coords for device in devices])
+        return Mesh(dict(mesh.shape), slices, coords, (*topology.dims, *(1,) * 3)[:3])
+    place = {device.id: index for index, device in enumerate(topology.devices)}
+    return Mesh(dict(mesh.shape), np.array([place[one.id] // per_slice for one in devices]))
+
+
+def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:
+    """Returns a program's text; raises ConfigError where XLA cannot read its own (SparseCores)."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        first = re.sub(r"\s+", " ", str(error))[:200]
+        raise ConfigError(
+            f"XLA cannot write down the program that it made for {topology.name} ({first}). Turn "
+            "off what it offloads to SparseCores, in mesh.compiler_options."
+        ) from error

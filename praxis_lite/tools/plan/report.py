@@ -1,0 +1,103 @@
+"""A plan in words: the figures, and the collectives as a table."""
+
+from collections.abc import Sequence
+
+from praxis_lite.core.errors import format_bytes
+from praxis_lite.tools.plan.predict import StepPlan
+
+MOST_COLLECTIVES = 12
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns '12.9 s', '47.3 ms' or '310 us'."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def figures(plan: StepPlan) -> list[tuple[str, str]]:
+    """Returns the figures of a plan of a step, as (name, value)."""
+    share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
+    room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
+    spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"
+    found = [
+        ("fits", f"{'yes' if plan.fits else 'NO'}: {format_bytes(plan.peak_bytes_per_device)} of "
+         f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}"),
+    ]
+    if plan.step_seconds is not None:
+        flops = max(plan.flops_per_device, 1)
+        # Simulated devices share the cores that there are: a speed of one would mean nothing.
+        speed = (
+            ", if each simulated device were a nominal core of its own"
+            if plan.topology.startswith("cpu") else
+            f" ({seconds_text(plan.step_seconds_low)} to {seconds_text(plan.step_seconds_high)}), "
+            f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
+            f"HFU {plan.hfu:.1%}"
+        )
+        found += [
+            ("step", f"{seconds_text(plan.step_seconds)}{speed}"),
+            ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
+             f"{seconds_text(plan.memory_seconds)} in other work, "
+             f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
+             f"{seconds_text(plan.network_seconds)} in all"),
+            ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
+             f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
+        ]
+    if plan.bubble_share is not None:
+        found.append(
+            ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
+        )
+    found += [("compiled", f"in {plan.compile_seconds:.0f} s")]
+    return found
+
+
+def plan_text(plan: StepPlan) -> str:
+    """Returns a step's plan: figures, memory in parts, collectives, notes."""
+    lines = [f"{name:<10}{value}" for name, value in figures(plan)]
+    if plan.memory is not None:
+        lines += ["", "memory per device", plan.memory.table()]
+    if plan.timeline is not None:
+        lines += ["", collectives_text(plan)]
+    lines += [f"note: {note}" for note in plan.notes]
+    if plan.why_not:
+        lines.append(f"It does not fit. {plan.why_not}")
+    return "\n".join(lines)
+
+
+def collectives_text(plan: StepPlan) -> str:
+    """Returns bytes and seconds of collectives, by kind and axes, and of the costliest layers."""
+    found = list(plan.timeline.collectives.values())
+    if not found:
+        return "no collectives"
+    rows: list[Sequence[str]] = [("collective", "axes", "count", "sent", "on the wire", "exposed")]
+    groups: dict[tuple[str, tuple[str, ...]], list] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.axes), []).append(one)
+    by_time = sorted(groups.items(), key=lambda item: -sum(one.seconds for one in item[1]))
+    for (kind, axes), group in by_time:
+        named = "+".join(axes) or "-"
+        if any(one.crosses for one in group):
+            named += " (between slices)"
+        rows.append((kind, named, *_sums(group)))
+        largest = sorted(group, key=lambda one: -one.seconds)
+        rows += [(f"  {one.layer}", "", *_sums([one])) for one in largest[:MOST_COLLECTIVES]]
+        if left := largest[MOST_COLLECTIVES:]:
+            rows.append((f"  {len(left)} more layers", "", *_sums(left)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _sums(group: Sequence) -> tuple[str, str, str, str]:
+    return (
+        f"{sum(one.count for one in group):,}",
+        format_bytes(int(sum(one.wire_bytes for one in group))),
+        seconds_text(sum(one.seconds for one in group)),
+        seconds_text(sum(one.exposed_seconds for one in group)),
+    )

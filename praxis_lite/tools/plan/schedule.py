@@ -1,0 +1,279 @@
+"""The time of each instruction of a compiled step: the overlap rule, and the exposed rest.
+
+Instructions run one after the other, in the order of the compiled program. One collective is on the
+wires inside a slice at a time, and one on the network between slices; what is scheduled between a
+collective's start and its end goes on beside it, and only what is left of it then is waited for.
+What a kernel, a matmul or a collective costs is `costs`'.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups
+from praxis_lite.tools.explain.hlo_layers import (
+    layers_of,
+    nearest_layer,
+    source_frames,
+    source_line,
+    together,
+)
+from praxis_lite.tools.explain.hlo_text import (
+    Instruction,
+    Program,
+    Site,
+    arrays_of,
+    op_name_of,
+    parse,
+    trip_count,
+)
+from praxis_lite.tools.plan.chips import Chip
+from praxis_lite.tools.plan.costs import (
+    FITTED,
+    Efficiencies,
+    Wire,
+    called,
+    compute_seconds,
+    is_matmul,
+    kernel_flops,
+    wire_seconds,
+)
+from praxis_lite.tools.plan.timeline import Mesh, OnWire, Timeline
+
+RECOMPUTED = "rematted_computation"  # In the names that jax.checkpoint gives.
+
+
+def schedule(
+    text: str, chip: Chip, mesh: Mesh, efficiencies: Efficiencies = FITTED, *,
+    both_links: bool = False,
+) -> Timeline:
+    """Returns the schedule of a program's text.
+
+    Args:
+      text: as `Compiled.as_text()` writes it.
+      both_links: a collective-permute sends both ways round, over two links; else over one, as a
+        ring that turns one way.
+    """
+    walk = _Walk(parse(text), chip, mesh, efficiencies, both_links)
+    walk.made.seconds = walk.run(walk.program.entry, 1)
+    return walk.made
+
+
+class _Walk:
+    def __init__(
+        self, program: Program, chip: Chip, mesh: Mesh, efficiencies: Efficiencies, both: bool
+    ):
+        self.program, self.chip, self.mesh = program, chip, mesh
+        self.efficiencies, self.both_links, self.made = efficiencies, both, Timeline()
+        self.fusions: dict[str, list] = {}
+
+    def run(self, name: str, count: int) -> float:
+        """Returns the seconds of a computation that runs `count` times; adds up the rest."""
+        computation = self.program.computations[name]
+        ends_in = {
+            chain: one.name for one in computation.values() for chain, *_ in self.fused(one)
+        }
+        now, is_free = 0.0, {False: 0.0, True: 0.0}  # The wires, the network.
+        pending: dict[str, tuple[float, OnWire]] = {}
+
+        def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
+            in_fusion = computation[outside] if outside else None
+            seconds, crosses, entry = self.on_the_wire(one, around, count, in_fusion, computation)
+            is_free[crosses] = max(now, is_free[crosses]) + seconds
+            return is_free[crosses], entry
+
+        def waited(until: float, entry: OnWire) -> float:
+            entry.exposed_seconds += max(0.0, until - now) * count
+            return max(now, until)
+
+        for one in computation.values():
+            kind = one.opcode.removesuffix("-start")
+            if one.opcode == "while":
+                trips = trip_count(self.program, computation, one) or 1
+                now += trips * self.run(called(one, "body")[0], count * trips)
+            elif one.opcode == "conditional":
+                now += self.run(self.costliest(one), count)
+            elif one.opcode == "call":
+                now += self.run(called(one, "to_apply")[0], count)
+            elif one.opcode == "async-start" and (held := self.wrapped(one)):
+                pending[one.name] = sent(*held)
+            elif kind in hlo.KINDS or self.is_transfer(one):
+                end, entry = sent(one, computation)
+                if one.opcode.endswith("-start") or one.opcode in ("send", "recv"):
+                    pending[one.name] = end, entry
+                else:
+                    now = waited(end, entry)
+            elif one.opcode.endswith("-done") and one.operands and one.operands[0] in pending:
+                now = waited(*pending.pop(one.operands[0]))
+            else:
+                started = {chain for chain, *_ in self.fused(one)} - pending.keys()
+                for chain, instruction, around in self.fused(one):
+                    if chain in started:
+                        pending[chain] = sent(instruction, around, ends_in[chain])
+                        started.discard(chain)
+                now += self.computed(one, computation, count)
+                for chain, *_ in self.fused(one):
+                    if ends_in[chain] == one.name and chain in pending:
+                        now = waited(*pending.pop(chain))
+        return now
+
+    def wrapped(self, one: Instruction) -> tuple[Instruction, Mapping] | None:
+        """Returns the collective that a GPU's asynchronous call holds, or None."""
+        return next(
+            (
+                (inner, self.program.computations[name])
+                for name in called(one, "calls")
+                for inner in self.program.computations[name].values() if inner.opcode in hlo.KINDS
+            ), None,
+        )
+
+    def is_transfer(self, one: Instruction) -> bool:
+        """Returns True for a TPU's message to another slice, of which the text has two halves."""
+        return one.opcode == "send" and "_xla_megascale_transfer_type" in one.attributes
+
+    def computed(self, one: Instruction, around: Mapping, count: int) -> float:
+        seconds = compute_seconds(one, around, self.program, self.chip, self.efficiencies)
+        flops = self.flops_of(one, around, count)
+        if "tpu_custom_call" in one.attributes and not flops and not seconds:
+            self.made.unknown_kernels.add(one.name)
+        if seconds:
+            if flops or is_matmul(one, self.program):
+                self.made.compute += seconds * count
+            else:
+                self.made.memory += seconds * count
+            self.made.of[op_name_of(one) or one.opcode] += seconds * count
+        return seconds
+
+    def flops_of(self, one: Instruction, around: Mapping, count: int) -> int:
+        """Returns the matmul flops of an instruction and its calls; adds them up."""
+        if one.opcode == "fusion":
+            inside = self.program.computations[called(one, "calls")[0]]
+            return sum(self.flops_of(inner, inside, count) for inner in inside.values())
+        flops = hlo.matmul_flops(one, around)
+        if not flops and "tpu_custom_call" in one.attributes:
+            flops = kernel_flops(one, around)
+            self.made.kernel_flops += flops * count
+        self.made.flops += flops * count
+        if RECOMPUTED in op_name_of(one):
+            self.made.recomputed_flops += flops * count
+        return flops
+
+    def fused(self, one: Instruction) -> list[tuple[str, Instruction, Mapping]]:
+        """Returns the collectives in a fusion, with the chain of fusions that carry each out."""
+        if one.opcode != "fusion":
+            return []
+        if one.name not in self.fusions:
+            self.fusions[one.name] = [
+                (chain.group(1) if chain else inner.name + one.name, inner, around)
+                for inner, around in self._inside(called(one, "calls")[0])
+                for chain in [re.search(r'chain_id="(\d+)"', inner.attributes)]
+            ]
+        return self.fusions[one.name]
+
+    def _inside(self, name: str) -> Iterator[tuple[Instruction, Mapping]]:
+        computation = self.program.computations[name]
+        for one in computation.values():
+            if one.opcode in hlo.KINDS:
+                yield one, computation
+            elif one.opcode in ("fusion", "call"):
+                for callee in called(one, "calls"):
+                    yield from self._inside(callee)
+
+    def on_the_wire(
+        self, one: Instruction, around: Mapping, count: int, fusion: Instruction | None,
+        outside: Mapping,
+    ) -> tuple[float, bool, OnWire]:
+        """Returns a collective's seconds, alone, if it crosses, and the entry it is counted in.
+
+        Args:
+          fusion: in `outside`, that ends the collective, if it is part of one.
+        """
+        kind = one.opcode.removesuffix("-start")
+        shapes = [around[name].shape for name in one.operands if name in around]
+        operands = sum(array.bytes for shape in shapes for array in arrays_of(shape))
+        groups = device_groups(one.attributes, self.program)
+        crosses = kind == "send" or self._crosses(groups)
+        if kind == "send":
+            operands = sum(array.bytes for array in arrays_of(one.shape)[:1])
+            found = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
+            kind = found.group(1).lower().replace("_", "-")
+            kind = kind if kind in hlo.KINDS else "collective-permute"
+        # With a slice of its result in one fusion an all-reduce is a reduce-scatter.
+        slices = any(inner.opcode == "dynamic-slice" for inner in around.values())
+        if kind == "all-reduce" and fusion is not None and slices:
+            kind = "reduce-scatter"
+        group = groups.shape[1] if groups is not None else int(self.mesh.slices.max()) + 1
+        links, is_ring = self._links(one, kind, groups)
+        wire = Wire(kind=kind, bytes=operands, group=group, links=links, is_ring=is_ring,
+                    crosses=crosses)
+        seconds = wire_seconds(wire, self.chip, self.efficiencies)
+        entry = self._entry(one, around, kind, groups, fusion, outside)
+        entry.crosses |= crosses
+        entry.count, entry.seconds = entry.count + count, entry.seconds + seconds * count
+        entry.wire_bytes += wire.sent * count
+        results = {"all-gather": operands * group, "reduce-scatter": operands // group}
+        entry.bytes += int(results.get(kind, operands)) * count
+        return seconds, crosses, entry
+
+    def _entry(
+        self, one: Instruction, around: Mapping, kind: str, groups: np.ndarray | None,
+        fusion: Instruction | None, outside: Mapping,
+    ) -> OnWire:
+        axes = axes_of_groups(groups, self.mesh.axis_sizes) if groups is not None else ()
+        if one.opcode == "send":
+            axes = self.mesh.axes_between_slices()
+        site = Site(one, around, 1, False, False, (), False)
+        layer = together(layers_of(self.program, site))
+        if not layer:
+            whole = fusion._replace(opcode=kind) if fusion else one
+            near = site._replace(instruction=whole, computation=outside if fusion else around)
+            layer = nearest_layer(self.program, near) or "unknown"
+        source = source_line(source_frames(self.program, one))
+        return self.made.collectives.setdefault(
+            (kind, axes, layer), OnWire(kind, axes, layer, source)
+        )
+
+    def _crosses(self, groups: np.ndarray | None) -> bool:
+        if groups is None or groups.max(initial=0) >= len(self.mesh.slices):
+            return False
+        slices = self.mesh.slices[groups]
+        return bool((slices != slices[:, :1]).any())
+
+    def _links(
+        self, one: Instruction, kind: str, groups: np.ndarray | None
+    ) -> tuple[int, bool]:
+        """Returns the links that carry a collective at once, and whether they close into rings."""
+        if not self.chip.torus_dims:
+            return 1, True
+        if kind == "collective-permute":
+            return (2 if self.both_links else 1), True
+        if colors := re.search(r"UniDirection\w*\{colors:(\d+)", one.attributes):
+            return int(colors.group(1)), True
+        if dims := re.search(r"num_dims:(\d+)", one.attributes):
+            return 2 * int(dims.group(1)), True
+        # One ring, both ways round: through a plane it always closes, along one dim if that wraps.
+        if groups is None or self.mesh.coords is None or not len(groups):
+            return 2, True
+        if groups.max(initial=0) >= len(self.mesh.coords):
+            return 2, True
+        coords = self.mesh.coords[groups[0]]
+        along = [dim for dim in range(coords.shape[1]) if len(set(coords[:, dim])) > 1]
+        if len(along) != 1:
+            return 2, True
+        size = self.mesh.dims[along[0]]
+        return 2, len(set(coords[:, along[0]])) == size and size % self.chip.wraps_at == 0
+
+    def costliest(self, one: Instruction) -> str:
+        """Returns the branch of a conditional that takes longest."""
+        branches: Sequence[str] = [
+            name for key in ("branch_computations", "true_computation", "false_computation")
+            for name in called(one, key)
+        ]
+        cost: Callable[[str], float] = lambda name: sum(  # noqa: E731
+            compute_seconds(inner, self.program.computations[name], self.program, self.chip,
+                            self.efficiencies)
+            for inner in self.program.computations[name].values()
+        )
+        return max(branches, key=cost)

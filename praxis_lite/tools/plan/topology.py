@@ -1,0 +1,179 @@
+"""The devices that are planned for, by name: a TPU slice, a GPU cluster, simulated devices."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
+from praxis_lite.core.sharding.mesh import simulated_devices
+from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
+
+# Examples of what each kind of name looks like, for errors. libtpu takes others, too.
+_EXAMPLES = {
+    2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
+    3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
+}
+_TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
+_GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to plan for.
+
+    Attributes:
+      name: as it was asked for, "v5e:16x16".
+      chip: what one device can do.
+      dims: of a slice's torus in chips; of GPUs (nodes, devices of a node); of "cpu:8" (8,).
+      num_slices: slices, or nodes of GPUs.
+      devices: to compile for; on "cpu" real ones.
+      is_attached: they are there.
+    """
+
+    name: str
+    chip: Chip
+    dims: tuple[int, ...]
+    num_slices: int
+    devices: Sequence[jax.Device]
+    is_attached: bool = False
+
+    @property
+    def devices_per_slice(self) -> int:
+        return len(self.devices) // self.num_slices
+
+    @property
+    def compiled_for(self) -> str:
+        """The platform whose compiler makes the programs; "cpu" for GPUs without their plugin."""
+        platform = self.devices[0].platform
+        return "gpu" if platform == "cuda" else platform
+
+
+def topology_of(name: str, num_slices: int = 1) -> Topology:
+    """Returns the devices that a name stands for.
+
+    Args:
+      name: "v5e:16x16" (a TPU slice's torus, in chips), "cpu:8" (simulated devices), or
+        "gpu:h100:4x8" (nodes x GPUs of a node).
+      num_slices: of a TPU: that many such slices, joined by the data-centre network.
+
+    Raises:
+      ConfigError: no such chip or shape, or its compiler is not installed.
+    """
+    kind, _, shape = name.partition(":")
+    if kind == "gpu":
+        kind, _, shape = shape.partition(":")
+        if kind not in _GPUS:
+            raise _unknown(name, f"{kind!r} is no GPU of its table")
+    elif kind not in (*_TPUS, "cpu"):
+        raise _unknown(name, f"{kind!r} is no TPU of its table")
+    chip = chip_named(kind)
+    if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", shape) is None:
+        raise _unknown(name, f"{shape!r} is no shape")
+    dims = tuple(map(int, shape.split("x")))
+    if num_slices < 1 or (num_slices > 1 and not chip.torus_dims):
+        raise ConfigError(
+            f"--num_slices={num_slices}; wanted is 1 or more, and 1 but for TPUs: the nodes of "
+            "GPUs are in the topology's name, as in gpu:h100:4x8."
+        )
+    if chip.torus_dims:
+        return Topology(name, chip, dims, num_slices, _tpus(name, chip, dims, num_slices))
+    wanted = 1 if kind == "cpu" else 2
+    if len(dims) != wanted:
+        raise _unknown(name, f"{shape!r} has {len(dims)} dims")
+    if kind != "cpu" and (found := _gpus(name, chip, dims)):
+        return Topology(name, chip, dims, dims[0], found)
+    devices = simulated_devices(math.prod(dims))
+    if kind == "cpu":
+        chip = _share_of_this_machine(chip, len(devices))
+    return Topology(name, chip, dims, dims[0] if wanted == 2 else 1, devices)
+
+
+def _share_of_this_machine(chip: Chip, count: int) -> Chip:
+    """Returns a simulated device: of this machine's memory it has its part."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return dataclasses.replace(chip, hbm_bytes=memory // count)
+
+
+def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
+    """Returns the topology of devices that are there; None of a kind that the table lacks."""
+    kind, platform = devices[0].device_kind.lower(), devices[0].platform
+    names = {
+        "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
+        "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
+    }
+    name = "cpu" if platform == "cpu" else names.get(kind) or next(
+        (one for one in _GPUS if one in kind), None
+    )
+    if name is None:
+        return None
+    chip, count = CHIPS[name], len(devices)
+    if name == "cpu":
+        chip = _share_of_this_machine(chip, count)
+    if chip.torus_dims:
+        slices = len({getattr(device, "slice_index", None) for device in devices})
+        coords = [device.coords for device in devices]
+        dims = tuple(max(at[dim] for at in coords) + 1 for dim in range(chip.torus_dims))
+    else:
+        slices = len({device.process_index for device in devices})
+        dims = (count,)
+    shape = "x".join(map(str, dims))
+    return Topology(f"{name}:{shape}", chip, dims, slices, devices, is_attached=True)
+
+
+def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
+    if len(dims) != chip.torus_dims:
+        raise _unknown(name, f"a {chip.name}'s torus has {chip.torus_dims} dims")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"--topology={name} is compiled by libtpu, which is not installed. Install it: "
+            "pip install 'praxis_lite[plan]' (or 'jax[tpu]': each jax has a libtpu of its own)."
+        )
+    for setting, value in WITHOUT_TPU.items():
+        os.environ.setdefault(setting, value)
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {"num_slices": num_slices}
+    if chip.name == "v4":
+        options = {"chip_config_name": "megacore"}  # A device is a chip, as on v5p.
+        if num_slices > 1:
+            options["num_slices"] = num_slices
+    if math.prod(dims) == 1:  # libtpu up to 0.0.42 takes four chips for a host's.
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{chip.name}:{'x'.join(map(str, dims))}", **options
+        ).devices
+    except Exception as error:  # libtpu's own words say which shapes it takes.
+        raise _unknown(name, f"libtpu says: {str(error).splitlines()[0][:200]}") from error
+
+
+def _gpus(name: str, chip: Chip, dims: tuple[int, ...]) -> Sequence[jax.Device] | None:
+    """Returns GPUs to compile for, or None where JAX's plugin for CUDA is not installed."""
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    if chip.cuda is None or not any(map(importlib.util.find_spec, plugins)):
+        return None
+    from jax.experimental import topologies
+
+    nodes, each = dims
+    return topologies.get_topology_desc(
+        name, "cuda", target_config=chip.cuda.text(chip.hbm_bandwidth), topology=f"1x{nodes}x{each}"
+    ).devices
+
+
+def _unknown(name: str, why: str) -> ConfigError:
+    shapes = "; ".join(
+        f"{', '.join(one for one in _TPUS if CHIPS[one].torus_dims == dims)} with {examples}"
+        for dims, examples in _EXAMPLES.items()
+    )
+    return ConfigError(
+        f"--topology={name}: {why}. Wanted is CHIP:SHAPE, such as v5e:16x16. TPUs: {shapes}. "
+        f"GPUs: gpu:CHIP:NODESxGPUS with {', '.join(_GPUS)}, such as gpu:h100:4x8. Simulated "
+        "devices: cpu:8."
+    )

@@ -1,0 +1,183 @@
+"""Budgets for a compiled step's traffic, as assertions of a test."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.core.errors import require_choice
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.run.config.build import build
+from praxis_lite.run.config.overrides import check_required
+from praxis_lite.run.experiment.experiment import Experiment
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
+from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.topology import topology_of
+
+_RESHARDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "all-gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step, as `assert_collectives` reads it.
+
+    Attributes:
+      name: "train", "eval" or "decode".
+      collectives: that a run of it executes, with their mesh axes.
+      layout: of the state.
+      compiled: None for a text.
+    """
+
+    name: str
+    collectives: list[hlo.Collective]
+    layout: StateLayout
+    compiled: jax.stages.Compiled | None = None
+
+
+def compiled_step(
+    experiment: "Experiment | type[Experiment] | fdl.Config[Any] | Partitioner",
+    step: str = "train",
+    *,
+    batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    mesh: Sequence[int] | None = None,
+    topology: str = "cpu:8",
+) -> CompiledStep:
+    """Returns a step of an experiment, compiled; none of its data is read, and nothing is run.
+
+    Args:
+      experiment: an Experiment, its class, the config of its job; or a Partitioner of your own.
+      step: "train", "eval" or "decode".
+      batch: with a Partitioner: shapes and types of a global batch.
+      mesh: devices along each axis, in place of the experiment's own.
+      topology: as --topology of --mode=plan; the CPU's compiler makes other collectives than a
+        TPU's (all-reduces of reduce-scatters).
+
+    Raises:
+      ConfigError: the experiment, its mesh or the topology is refused.
+    """
+    require_choice("The step of compiled_step", step, ("train", "eval", "decode"))
+    if isinstance(experiment, Partitioner):
+        if batch is None:
+            raise TypeError("compiled_step of a Partitioner needs batch=, the shapes of a batch.")
+        partitioner, spec = experiment, dict(batch)
+    else:
+        if isinstance(experiment, type):
+            experiment = experiment()
+        config = experiment.config() if isinstance(experiment, Experiment) else experiment
+        check_required(config)
+        job = build(config)
+        if mesh is not None:
+            mesh_config = dataclasses.replace(
+                job.mesh, ici_mesh_shape=tuple(mesh), dcn_mesh_shape=None,
+                allow_unused_devices=True,
+            )
+            job = dataclasses.replace(job, mesh=mesh_config)
+        else:
+            mesh_config = dataclasses.replace(job.mesh, allow_unused_devices=True)
+            job = dataclasses.replace(job, mesh=mesh_config)
+        partitioner = planned_partitioner(job, topology_of(topology))
+        ((_, _, spec),) = step_specs(job, partitioner, [step])
+    compiled = partitioner.lower(step, spec).compile()
+    found = hlo.collectives(compiled, dict(partitioner.mesh.shape))
+    return CompiledStep(step, found, partitioner.layout, compiled)
+
+
+def assert_collectives(
+    step: CompiledStep,
+    *,
+    max_bytes: int | None = None,
+    max_bytes_over: Mapping[str, int] | None = None,
+    no_gather_in_backward_of: Sequence[str] = (),
+    no_gather_of_whole_weights: bool = False,
+    max_resharding_bytes: int | None = None,
+) -> None:
+    """Checks a step's traffic; bytes are of results on a device, all executions together.
+
+    Args:
+      max_bytes: of all collectives.
+      max_bytes_over: by mesh axis, of the collectives that run along it, alone or with others.
+      no_gather_in_backward_of: paths of layers ("transformer/blocks/ff_layer"; a part of a path at
+        its start counts) in whose backward pass nothing is gathered.
+      no_gather_of_whole_weights: no all-gather has a weight of the model, or one layer's of a
+        stack, as its result.
+      max_resharding_bytes: of one execution of what is no gather of a weight and turns an array
+        from one split to another: all-to-all, collective-permute, all-gather.
+
+    Raises:
+      AssertionError: names for each limit that is passed the layer, the source line, what was
+        found and what was allowed.
+    """
+    found, said = step.collectives, []
+    axes = dict(step.layout.axis_sizes)
+    if max_bytes is not None:
+        said += _over("all collectives", found, max_bytes)
+    for axis, limit in (max_bytes_over or {}).items():
+        require_choice("An axis of max_bytes_over", axis, axes)
+        said += _over(f"collectives over {axis}", [c for c in found if axis in c.axes], limit)
+    for layer in no_gather_in_backward_of:
+        prefix = GRADIENT_OF + layer.strip("/")
+        gathers = [
+            one for one in found
+            if one.kind == "all-gather" and any(_within(name, prefix) for name, _ in one.layers)
+        ]
+        said += [f"a gather in the backward pass of {layer}: {_line(one)}" for one in gathers]
+    weights = _weight_dims(step.layout)
+    if no_gather_of_whole_weights:
+        said += [
+            f"a weight is gathered whole: {_line(one)}, as large as {weights[dims]}"
+            for one in found if one.kind == "all-gather"
+            for dims in _dims(one) if dims in weights
+        ]
+    if max_resharding_bytes is not None:
+        said += [
+            f"an array is resharded: {_line(one)}; allowed are {max_resharding_bytes:,} bytes"
+            for one in found
+            if one.kind in _RESHARDS and one.bytes > max_resharding_bytes
+            and not any(dims in weights for dims in _dims(one))
+        ]
+    assert not said, f"The {step.name} step sends more than it may:\n  " + "\n  ".join(said)
+
+
+def _over(what: str, found: Iterable[hlo.Collective], limit: int) -> list[str]:
+    found = sorted(found, key=lambda one: -one.count * one.bytes)
+    size = sum(one.count * one.bytes for one in found)
+    if size <= limit:
+        return []
+    largest = "; ".join(map(_line, found[:3]))
+    return [f"{what}: {size:,} bytes, allowed are {limit:,}. The largest: {largest}"]
+
+
+def _line(one: hlo.Collective) -> str:
+    where = f" ({one.source})" if one.source else ""
+    return (
+        f"{one.kind} over {'+'.join(one.axes) or '?'} of {one.layer}{where}, {one.count:,} x "
+        f"{one.bytes:,} bytes"
+    )
+
+
+def _within(layer: str, prefix: str) -> bool:
+    return layer == prefix or layer.startswith(prefix + "/")
+
+
+def _dims(one: hlo.Collective) -> list[tuple[int, ...]]:
+    return [tuple(sorted(size for size in dims if size > 1)) for dims in one.dims]
+
+
+def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
+    """Returns the dims, sorted, of the weights that are split, whole or a layer's of a stack."""
+    found: dict[tuple[int, ...], str] = {}
+    for leaf in layout.leaves():
+        if not leaf.path.startswith("mdl_vars/params") or leaf.num_shards == 1:
+            continue
+        for shape in (leaf.shape, leaf.padded_shape):
+            # A stack's first dim is that of its layers; a gather takes one at a time.
+            for dims in (shape, shape[1:]):
+                sorted_dims = tuple(sorted(size for size in dims if size > 1))
+                if math.prod(sorted_dims) > 1:
+                    found.setdefault(sorted_dims, leaf.path)
+    return found

@@ -1,0 +1,128 @@
+"""Where two runs differ first: the axes that must be split, the layer, the leaf, the step."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
+from praxis_lite.tools.testing.certificate import Comparison, FirstDifference, split_axes
+from praxis_lite.tools.testing.check import Check
+from praxis_lite.tools.testing.runs.on_mesh import OnMesh, names_of
+from praxis_lite.tools.testing.runs.states import nudged
+
+OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
+               "variables", "counts", "padding", "initial state")
+# What a model, or XLA, raises on a mesh that it was not written for.
+REFUSALS = (ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError)
+# What the partitioner does around the layers.
+_NO_LAYERS = ("inputs", "unpad", "pad")
+
+
+def first_difference(
+    check: Check, mesh: OnMesh | None, failed: Sequence[Comparison]
+) -> FirstDifference:
+    """Returns where the first of the failed comparisons has its cause.
+
+    Args:
+      mesh: on which they failed; None: no mesh was in use.
+      failed: in the order in which they were made.
+    """
+    first = failed[0]
+    axis, layer = None, ""
+    is_of_training = first.what in OF_TRAINING and mesh is not None
+    if mesh is not None and split_axes(mesh.mesh.shape) and first.mesh != "one device":
+        axes = list(split_axes(mesh.mesh.shape))
+        if is_of_training and len(axes) > 1:
+            axes = _fewest_axes(check, mesh, first, axes)
+        axis = "+".join(axes)
+    if is_of_training and first.what != "initial state" and first.step is not None:
+        layer = _first_layer(check, mesh, first.step)
+    same = [x for x in failed if x.what == first.what and x.step == first.step]
+    here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
+    leaf = max(here or same, key=_share)
+    if not layer:
+        layer = layer_of(leaf.leaf, names_of(check.plain_one.layout.shapes.mdl_vars["params"]))
+    return FirstDifference(
+        leaf.what, layer, leaf.leaf, leaf.step, axis, leaf.mesh, leaf.difference, leaf.tolerance
+    )
+
+
+def _share(one: Comparison) -> float:
+    return one.difference / one.tolerance if one.tolerance else float(one.difference > 0) * np.inf
+
+
+def layer_of(leaf: str, weights: Iterable[str]) -> str:
+    """Returns the layer that a leaf of a report or a state belongs to; "" without a layer.
+
+    A weight without a layer around it is its own.
+
+    Args:
+      weights: the paths of all weights. A gradient, a slot or an average has that of its own weight
+        at its end.
+    """
+    own = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
+    if not own and leaf.startswith("mdl_vars/non_trainable/"):
+        own = leaf.removeprefix("mdl_vars/non_trainable/")
+    return own.rpartition("/")[0] or own
+
+
+def _fewest_axes(
+    check: Check, mesh: OnMesh, first: Comparison, axes: Sequence[str]
+) -> list[str]:
+    """Returns the fewest axes that, split as on the mesh and all others whole, differ too."""
+    for number in range(1, len(axes)):
+        for some in itertools.combinations(axes, number):
+            shape = tuple(
+                size if axis in some else 1 for axis, size in mesh.mesh.shape.items()
+            )
+            try:
+                one = check.on_mesh(shape)
+                found = (
+                    check.compare_initial(one) if first.what == "initial state"
+                    else check.compare_training(one, (first.step or 0) + 1)
+                )
+            except REFUSALS:
+                continue
+            if any(not x.is_equal and x.what == first.what for x in found):
+                return list(some)
+    return list(axes)
+
+
+def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
+    """Returns the layer whose values differ first in a training step, or "" if none does."""
+    reference, state = check.reference_of(mesh), check.state
+    if step:
+        _, state, _ = reference.train(state, check.batches[:step], check.seed)
+    try:
+        wanted, moved, found = (
+            one.by_layer(given, check.batches[step], check.seed)
+            for one, given in ((reference, state), (reference, nudged(state)), (mesh, state))
+        )
+    except REFUSALS as error:
+        check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
+        return ""
+    # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.
+    by_hand = isinstance(mesh.partitioner, ShardMapPartitioner)
+    skipped = (*_NO_LAYERS, GRADIENT_OF) if by_hand else _NO_LAYERS
+    there: dict[str, list[np.ndarray]] = {}
+    for key, x in found.items():
+        there.setdefault(_layer_of_key(key), []).append(x)
+    for key in sorted(wanted):
+        layer, x = _layer_of_key(key), wanted[key]
+        if not layer or layer.startswith(skipped):
+            continue
+        moved_by = np.max(np.abs(moved[key] - x), initial=0.0)
+        atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * moved_by
+        candidates = [one for one in there.get(layer, []) if one.shape == x.shape]
+        if candidates and not any(np.max(np.abs(one - x)) <= atol for one in candidates):
+            plain = layer.removeprefix(GRADIENT_OF)
+            return "" if plain.startswith("learner") else plain
+    return ""
+
+
+def _layer_of_key(key: str) -> str:
+    return key.split("|", 1)[1]

@@ -1,0 +1,288 @@
+"""The state of a check: its references, its computed runs, its comparisons."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import fiddle as fdl
+import jax
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.task import Task
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.config.build import build
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.tools.testing import tolerances
+from praxis_lite.tools.testing.certificate import Certificate, Comparison
+from praxis_lite.tools.testing.meshes import Shape
+from praxis_lite.tools.testing.parts import data, properties
+from praxis_lite.tools.testing.runs.on_mesh import (
+    Batch,
+    Leaves,
+    OnMesh,
+    cut,
+    leaves_of,
+    on_mesh,
+    reporting,
+)
+from praxis_lite.tools.testing.runs.parts import devices_in_turn
+from praxis_lite.tools.testing.runs.states import first_state, nudged
+
+T = TypeVar("T")
+
+
+class Differs(Exception):
+    """Ends a check: comparisons failed.
+
+    Attributes:
+      mesh: on which they failed; None: no mesh was in use.
+      failed: in the order in which they were made.
+    """
+
+    def __init__(self, mesh: OnMesh | None, failed: Sequence[Comparison]):
+        super().__init__(failed)
+        self.mesh, self.failed = mesh, failed
+
+
+class Check:
+    """A check of an experiment: its references, and its comparisons.
+
+    Args:
+      config: of the job.
+      experiment: its full name.
+      num_steps: of training on the experiment's own mesh.
+      parts: names of `course.PARTS`, which alone are made; None: all.
+      packages: whose functions and classes the config may name, besides the library's.
+      print_text: told what is being done, a line each.
+
+    Attributes:
+      found: the certificate, as far as it is made.
+      batches: the first of the training data, cut to few rows.
+      whole: the first of them with all of its rows; None if none was cut off.
+      evaluated: the first of `batches`, and by what is said of it each batch of another form that
+        the job evaluates or trains on, with all of its rows.
+      state: to train from, NumPy arrays of true shapes in float64.
+      nudged: the same, its weights moved by rounding.
+      own_shape: of the experiment's own mesh, or of what stands for it.
+      num_rows: of a batch.
+      meshes: those that were checked, by their shapes.
+      couplings: what makes a row's numbers depend on other rows, in words; none as a rule.
+    """
+
+    def __init__(
+        self, config: "fdl.Config[Job]", experiment: str, *, num_steps: int,
+        parts: Sequence[str] | None, packages: Sequence[str], print_text: Callable[[str], None],
+    ):
+        self.config, self.job, self.packages = config, build(config), packages
+        self.found, self.meshes = Certificate(experiment), {}
+        self.num_steps, self._parts, self._print = num_steps, parts, print_text
+        self._axis_names = tuple(self.job.mesh.axis_names)
+        self._start = time.monotonic()
+        self.seed, self.task = self.job.run.seed, reporting(self.job.task)
+        self.couplings = properties.couplings(self.task)
+        self._references: dict[Any, OnMesh] = {}
+        self._on_meshes: dict[Shape, OnMesh] = {}
+        self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
+        self._is_random: bool | None = None
+        self.whole: Batch | None = None
+
+    def prepare(self, own_shape: Shape) -> None:
+        """Makes the batches and the state to train from."""
+        self.own_shape = own_shape
+        pipeline = self.job.datasets[TRAIN]
+        batches = data.first_batches(pipeline, self.num_steps)
+        partitioners = [self.plain_one.partitioner, self.on_mesh(own_shape).partitioner]
+        self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
+        if self.num_rows != pipeline.batch_size:
+            self.whole = self.known(batches[0])
+            self.remark(
+                f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
+                f"else of {self.num_rows}."
+            )
+        self.batches = [self.known(data.with_rows(one, self.num_rows)) for one in batches]
+        self.evaluated = {"": self.batches[0], **self._own_sizes()}
+        if self.couplings:
+            self.remark(
+                f"{', '.join(self.couplings)}: no sums over rows. A batch in parts is held against "
+                "one device that works on the same parts in turn."
+            )
+        self.note("one device: initial weights")
+        self.initial = jax.device_get(self.plain_one.init(self.seed))
+        self.state = first_state(self.initial, self.plain_one)
+        self.nudged = nudged(self.state)
+
+    def _own_sizes(self) -> dict[str, Batch]:
+        """Returns the first batch of each form that the job evaluates, and the training batch."""
+        whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
+        seen = [data.structs(one) for one in (self.batches[0], *whole.values())]
+        for name, pipeline in self.job.datasets.items():
+            if name != TRAIN and pipeline.element_spec() not in seen:
+                (batch,) = data.first_batches(pipeline, 1)
+                whole[f" of {name}"] = self.known(batch)
+                seen.append(data.structs(batch))
+        return whole
+
+    def makes(self, part: str) -> bool:
+        """Returns True if a part of `course.PARTS` is to be made."""
+        return self._parts is None or part in self._parts
+
+    def known(self, batch: Batch) -> Batch:
+        """Returns a batch whose ids the model has; of a smaller model they are folded into it."""
+        folded, names = data.folded(batch, self.task.num_ids())
+        if names:
+            self.remark(f"Ids beyond the model's are folded into those there are: {names}.")
+        return folded
+
+    # What is computed.
+
+    @property
+    def plain_one(self) -> OnMesh:
+        """The task on a single device."""
+        return self._reference(None)
+
+    def reference_of(self, one: OnMesh) -> OnMesh:
+        """Returns the single device that a mesh is held against.
+
+        Of a ShardMapPartitioner it works on the rows of each device in turn.
+        """
+        if not isinstance(one.partitioner, ShardMapPartitioner):
+            return self.plain_one
+        axes = one.partitioner.data_axes
+        return self._reference(math.prod(one.mesh.shape[axis] for axis in axes))
+
+    def _reference(self, num_parts: int | None) -> OnMesh:
+        if num_parts not in self._references:
+            build_one = Partitioner if num_parts is None else devices_in_turn(num_parts)
+            shape = (1,) * len(self._axis_names)
+            self._references[num_parts] = self.on_mesh(shape, build_one)
+        return self._references[num_parts]
+
+    def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
+        """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.
+
+        The experiment's own task and partitioner are put on a mesh once.
+        """
+        if build_one is not None or task is not None:
+            return on_mesh(self.job, task or self.task, shape, build_one)
+        if shape not in self._on_meshes:
+            self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
+        return self._on_meshes[shape]
+
+    @property
+    def is_random(self) -> bool:
+        """True if a training step draws random numbers."""
+        if self._is_random is None:
+            self._is_random = self.plain_one.traced("train", self.batches[0]).draws
+        return self._is_random
+
+    def trained_on_one(
+        self, one: OnMesh, num_steps: int, *, nudged: bool = False
+    ) -> tuple[list[Leaves], Leaves]:
+        """Returns the reports of each step, and the leaves of the last state; computed once."""
+        key = id(one), num_steps, nudged
+        if key not in self._trained:
+            state = self.nudged if nudged else self.state
+            reports, last, _ = one.train(state, self.batches[:num_steps], self.seed)
+            losses = [report["metrics/loss/value"] for report in reports]
+            require(
+                np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
+                "Nothing can be compared with others: mend the experiment first.",
+            )
+            infinite = [
+                name for report in reports for name, x in report.items()
+                if name.startswith("gradients/") and not np.isfinite(x).all()
+            ]
+            if infinite:
+                self.remark(f"On one device {infinite[0]} is not finite, and compared as it is.")
+            self._trained[key] = reports, leaves_of(last)
+        return self._trained[key]
+
+    def compare_whole_batch(self, one: OnMesh) -> list[Comparison]:
+        """Returns comparisons of a step of all rows of a batch, if batches were cut to fewer."""
+        if self.whole is None:
+            return []
+        reference = self.reference_of(one)
+        runs = (
+            (reference, self.state), (one, self.state), (reference, self.nudged)
+        )
+        wanted, found, moved = (
+            on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
+        )
+        what = f"all {num_rows_of(self.whole)} rows"
+        return [
+            dataclasses.replace(x, what=f"{x.what}, {what}")
+            for x in tolerances.by_kind(one.name, wanted, found, moved, 0)
+        ]
+
+    def train_once(
+        self, one: OnMesh, batch: Batch, *, nudged: bool = False
+    ) -> tuple[Leaves, Leaves]:
+        """Returns the report and the leaves of the state after a step that draws nothing."""
+        state = self.nudged if nudged else self.state
+        settings = {"without_randomness": True} if self.is_random else {}
+        (report,), last, _ = one.train(state, [batch], self.seed, **settings)
+        return report, leaves_of(last)
+
+    def compare_initial(self, one: OnMesh) -> list[Comparison]:
+        """Returns comparisons of the initial state on a mesh with that of a single device."""
+        found, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
+        return tolerances.exact(
+            one.name, "initial state", leaves_of(self.initial), leaves_of(found)
+        ) + tolerances.padding(one.name, padding)
+
+    def compare_training(self, one: OnMesh, num_steps: int) -> list[Comparison]:
+        """Returns comparisons of training on a mesh with a single device.
+
+        Of the reports of the first and the last step, then of the last state.
+        """
+        reference = self.reference_of(one)
+        wanted, wanted_state = self.trained_on_one(reference, num_steps)
+        moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
+        reports, last, padding = one.train(self.state, self.batches[:num_steps], self.seed)
+        found = []
+        for step in dict.fromkeys((0, num_steps - 1)):
+            found += tolerances.by_kind(
+                one.name, wanted[step], reports[step], moved[step], step
+            )
+        found += tolerances.by_kind(
+            one.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
+        )
+        return found + tolerances.padding(one.name, padding, num_steps - 1)
+
+    # What is said.
+
+    def note(self, text: str) -> None:
+        """Prints the current work, and the seconds since the check began."""
+        self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
+
+    def remark(self, text: str) -> None:
+        """Puts a sentence into the certificate, once."""
+        if text not in self.found.notes:
+            self.found.notes.append(text)
+            self._print(f"note: {text}")
+
+    def tried(self, what: str, make: Callable[[], T]) -> T | None:
+        """Returns `make()`; None, with a remark, if the experiment does not take its arguments."""
+        try:
+            return make()
+        except (ConfigError, TypeError, ValueError) as error:
+            self.remark(f"{what}: not checked. {str(error).splitlines()[0]}")
+            return None
+
+    def add(self, one: OnMesh | None, comparisons: Iterable[Comparison]) -> None:
+        """Takes comparisons into the certificate.
+
+        Raises:
+          Differs: one of them failed.
+        """
+        comparisons = list(comparisons)
+        self.found.comparisons += comparisons
+        failed = [x for x in comparisons if not x.is_equal]
+        if failed:
+            raise Differs(one, failed)

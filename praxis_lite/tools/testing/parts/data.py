@@ -1,0 +1,108 @@
+"""The batches that a check trains on, and whether a pipeline gives the same twice."""
+
+import itertools
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.tolerances import exact
+
+Batch = dict[str, np.ndarray]
+# Few rows, which divide by 4 micro-batches and not by 3 or 8 devices, if the task takes them.
+ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
+
+
+def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
+    """Returns the first batches; those of a short pass come again."""
+    found = [
+        {name: np.asarray(x) for name, x in batch.items()}
+        for batch in itertools.islice(pipeline.batches(), number)
+    ]
+    return [found[i % len(found)] for i in range(number)] if found else []
+
+
+def with_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> Batch:
+    """Returns the first rows of a batch."""
+    return {name: x[:num_rows] if x.ndim else x for name, x in batch.items()}
+
+
+def folded(batch: Mapping[str, np.ndarray], num_ids: Mapping[str, int]) -> tuple[Batch, str]:
+    """Returns a batch with ids modulo how many there are, and which leaves that changed.
+
+    Args:
+      num_ids: as of `Task.num_ids`.
+    """
+    found, names = dict(batch), []
+    for name, number in num_ids.items():
+        if name in found and np.any(found[name] >= number):
+            found[name] = found[name] % number
+            names.append(name)
+    return found, ", ".join(names)
+
+
+def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size: int) -> int:
+    """Returns how many rows of each batch are enough, and are taken by these partitioners.
+
+    Raises:
+      ConfigError: the partitioners refuse the batches as they are.
+    """
+    for num_rows in (*(n for n in ROWS if n < batch_size), batch_size):
+        spec = structs(with_rows(batch, num_rows))
+        try:
+            for one in partitioners:
+                one.check_batch(spec)
+                one.trace("train", spec)
+            return num_rows
+        except ConfigError:
+            if num_rows == batch_size:
+                raise
+    return batch_size
+
+
+def structs(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the spec of a batch."""
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+
+
+def repeatable(job: Job) -> list[Comparison]:
+    """Returns whether each dataset gives the same again: whole, from a later batch, by rows."""
+    found = []
+    for root in ("datasets", "decode_datasets"):
+        for name, pipeline in getattr(job, root).items():
+            once = list(itertools.islice(pipeline.batches(), 3))
+            again = list(itertools.islice(pipeline.batches(), 3))
+            found += _compared(f"{root}.{name}, made twice", once, again)
+            start = min(1, len(once) - 1)
+            later = list(itertools.islice(pipeline.batches(start=start), 3 - start))
+            found += _compared(
+                f"{root}.{name}, from batch {start}", once[start:], later[: len(once) - start]
+            )
+            middle = max(1, pipeline.batch_size // 3)
+            blocks = [
+                next(pipeline.batches(rows=rows))
+                for rows in (slice(0, middle), slice(middle, pipeline.batch_size))
+                if rows.start < rows.stop
+            ]
+            joined = {
+                key: np.concatenate([block[key] for block in blocks])
+                if np.ndim(blocks[0][key]) else blocks[0][key]
+                for key in blocks[0]
+            }
+            found += _compared(f"{root}.{name}, by rows", once[:1], [joined])
+    return found
+
+
+def _compared(name: str, wanted: list[Batch], found: list[Batch]) -> list[Comparison]:
+    def leaves(batches: list[Batch]) -> Batch:
+        return {
+            f"{name}: batch {i}, {key}": np.asarray(x)
+            for i, batch in enumerate(batches) for key, x in batch.items()
+        }
+
+    return exact("one host", "data", leaves(wanted), leaves(found))

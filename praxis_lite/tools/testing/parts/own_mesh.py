@@ -1,0 +1,213 @@
+"""Comparisons on the experiment's own mesh alone: all parts of a job but training."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fiddle as fdl
+import numpy as np
+
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.shard_map_partitioner import ShardMapPartitioner
+from praxis_lite.run.config.build import build
+from praxis_lite.tools.testing import tolerances
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.check import Check
+from praxis_lite.tools.testing.parts import data, properties, rows
+from praxis_lite.tools.testing.parts.as_trained import as_trained
+from praxis_lite.tools.testing.parts.by_hand import update_by_hand
+from praxis_lite.tools.testing.parts.resumed import resumed
+from praxis_lite.tools.testing.parts.switched import settings_switched
+from praxis_lite.tools.testing.runs import variants
+from praxis_lite.tools.testing.runs.on_mesh import OnMesh, reporting
+from praxis_lite.tools.testing.runs.parts import micro_batches_in_turn
+from praxis_lite.tools.testing.runs.states import restacked, stacked_like
+
+Batch = dict[str, np.ndarray]
+
+
+def check(check: Check, one: OnMesh) -> None:
+    """Adds the comparisons on a mesh to a check, the quick ones first."""
+    for what, compare in PARTS.items():
+        if not check.makes(what):
+            continue
+        check.note(f"mesh {one.name}: {what}")
+        for comparisons in compare(check, one):
+            check.add(one, comparisons)
+
+
+def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """Metrics and outputs of each row; and that a batch's metrics are the means of its halves'."""
+    plain, reference = check.plain_one, check.reference_of(one)
+    mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
+    for of_what, batch in check.evaluated.items():
+        wanted, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
+        yield tolerances.in_float64(
+            one.name, f"evaluation{of_what}", wanted, one.evaluate(mdl_vars, batch), moved
+        )
+        if "weights" in batch and not check.couplings:
+            parts = [plain.evaluate(mdl_vars, half) for half in rows.halves(batch)]
+            metrics = {name: x for name, x in wanted.items() if name.startswith("metrics/")}
+            found = tolerances.in_float64(
+                plain.name, f"metrics of halves{of_what}", metrics, rows.sums(parts), moved
+            )
+            yield list(map(tolerances.with_epsilon, found))
+    yield from rows.in_evaluation(check, one)
+
+
+def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A batch whose last rows have no weight: their contents enter nothing."""
+    batch, reference = check.batches[0], check.reference_of(one)
+    if "weights" not in batch:
+        check.remark("Rows of filler: not checked, for batches have no weights.")
+        return
+    num_filler = max(1, len(batch["weights"]) // 2)
+    others = {name: x[::-1] if x.ndim else x for name, x in check.batches[-1].items()}
+    same = rows.with_filler(batch, num_filler, batch)
+    other = rows.with_filler(batch, num_filler, others)
+    wanted, _ = check.train_once(reference, same)
+    moved, _ = check.train_once(reference, same, nudged=True)
+    for kind, filled in (("the same", same), ("other", other)):
+        if kind == "other" and properties.STATISTICS in check.couplings:
+            check.remark("Batch statistics see rows of filler: their contents are not exchanged.")
+            continue
+        found, _ = check.train_once(one, filled)
+        yield _named(
+            tolerances.by_kind(one.name, wanted, found, moved, 0), f"{kind} rows of filler"
+        )
+    if not check.couplings:
+        one, plain = (one if reference is check.plain_one else check.plain_one), check.plain_one
+        fewer = data.with_rows(same, len(batch["weights"]) - num_filler)
+        what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
+        wanted = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
+        if wanted is not None:
+            moved = plain.evaluate(check.nudged.mdl_vars, fewer)
+            found = one.evaluate(mdl_vars, other)
+            yield tolerances.in_float64(one.name, what, wanted, found, moved)
+
+
+def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
+    batch, whole = check.batches[0], (1,) * len(one.mesh.shape)
+    own = check.job.task.learner.gradient_accumulation_steps
+    num_rows = check.num_rows
+    reference = check.plain_one
+    if own != 1:
+        reference = check.on_mesh(whole, Partitioner, reporting(check.job.task, 1))
+    for number in (1, 2, 4):
+        if number == own and not check.is_random:
+            continue  # It was trained so.
+        by_hand = isinstance(one.partitioner, ShardMapPartitioner)
+        if num_rows % number or (by_hand and check.couplings):
+            check.remark(f"{number} micro-batches: not checked.")
+            continue
+        task = reporting(check.job.task, number)
+        if check.couplings:
+            def in_turn(task: Any, mesh: Any, number: int = number) -> Partitioner:
+                return Partitioner(task, mesh, value_and_grad=micro_batches_in_turn(number))
+
+            reference = check.on_mesh(whole, in_turn, task)
+        trained = check.tried(
+            f"{number} micro-batches",
+            lambda task=task: check.train_once(
+                check.on_mesh(check.own_shape, None, task), batch
+            ),
+        )
+        if trained is None:
+            continue
+        found, state = trained
+        wanted, right = check.train_once(reference, batch)
+        moved, moved_state = check.train_once(reference, batch, nudged=True)
+        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        compared += tolerances.by_kind(one.name, right, state, moved_state, 0)
+        if not check.couplings:
+            compared = list(map(tolerances.with_epsilon, compared))
+        yield _named(compared, f"{number} micro-batches")
+
+
+def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """The task's decoded outputs of the first batch of each of its prompts."""
+    reference, mdl_vars = check.plain_one, check.state.mdl_vars
+    for pipeline in check.job.decode_datasets.values():
+        batch = check.known(data.first_batches(pipeline, 1)[0])
+        yield tolerances.in_float64(
+            one.name, "decoding", reference.decode(mdl_vars, batch), one.decode(mdl_vars, batch),
+            reference.decode(check.nudged.mdl_vars, batch),
+        )
+    yield from rows.in_decoding(check, one)
+
+
+def two_ways(
+    what: str, property_of: Callable[..., Any], check: Check, one: OnMesh
+) -> Iterator[list[Comparison]]:
+    """A function of `properties`, computed in two ways: the first is to be trusted."""
+    batch = check.batches[0]
+    function = None if check.couplings else property_of(check.task, batch)
+    if function is None:
+        return
+    length = batch["ids"].shape[1]
+    if property_of is properties.token_by_token and length > properties.MOST_TOKENS:
+        check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
+    found = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
+    if found is None:
+        return
+    moved = one.call(function, check.nudged.mdl_vars, batch)
+    trusted, other = properties.TWO_WAYS[property_of]
+    yield tolerances.in_float64(
+        one.name, what, {other: found[trusted]}, {other: found[other]}, {other: moved[trusted]}
+    )
+
+
+def variant(
+    what: str, change: "Callable[[fdl.Config], fdl.Config | None]", check: Check, one: OnMesh
+) -> Iterator[list[Comparison]]:
+    """A step of a config that must compute the same."""
+    config = change(check.config)
+    if config is None:
+        check.remark(f"{what}: not checked, for no layer's config says that.")
+        return
+
+    def changed() -> OnMesh:
+        return check.on_mesh(check.own_shape, None, reporting(build(config).task))
+
+    other = check.tried(what, changed)
+    if other is None:
+        return
+    state = restacked(check.state, other)
+    if state is None:
+        check.remark(f"{what}: not checked, for its weights have other names.")
+        return
+    reference = check.reference_of(one)
+    (wanted,), _ = check.trained_on_one(reference, 1)
+    (moved,), _ = check.trained_on_one(reference, 1, nudged=True)
+    (report,), _, _ = other.train(state, check.batches[:1], check.seed)
+    found = stacked_like(wanted, report)
+    yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), what)
+
+
+PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
+    "training": rows.in_training,
+    "evaluation": evaluation,
+    "update by hand": update_by_hand,
+    "rows of filler": filler,
+    "micro-batches": micro_batches,
+    "decoding": decoding,
+    **{
+        what: functools.partial(two_ways, what, property_of) for what, property_of in (
+            ("token by token", properties.token_by_token), ("packed segments", properties.packed),
+        )
+    },
+    **{
+        what: functools.partial(variant, what, change) for what, change in (
+            ("remat switched", variants.remat_switched), ("unrolled", variants.unrolled),
+        )
+    },
+    "settings switched": settings_switched,
+    "as trained": as_trained,
+    "resumed": resumed,
+}
+
+
+def _named(comparisons: list[Comparison], what: str) -> list[Comparison]:
+    return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]

@@ -1,0 +1,132 @@
+"""What holds of a task whatever it is trained on: filler, sums over rows, caches, segments."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from praxis_lite.core.task import Task
+from praxis_lite.layers.base_layer import rebuilt
+
+Batch = Mapping[str, np.ndarray]
+MOST_TOKENS = 256  # Decoded one by one.
+STATISTICS = "batch statistics"
+
+
+def couplings(task: Task) -> list[str]:
+    """Returns the reasons that rows depend on each other, as the task and its layers declare.
+
+    Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
+    """
+    found = [] if task.couples_rows is None else [task.couples_rows]
+    abstract = getattr(task.model, "abstract_module", None)
+    if abstract is not None:
+        for _, node in nnx.iter_graph(abstract()):
+            said = getattr(type(node), "couples_rows", None)
+            if isinstance(said, str):
+                found.append(said)
+            if isinstance(node, nnx.BatchStat):
+                found.append(STATISTICS)
+    specs = jax.tree_util.tree_flatten_with_path(task.model.weight_specs()["non_trainable"])[0]
+    if any("batch_stats" in jax.tree_util.keystr(path) for path, _ in specs):
+        found.append(STATISTICS)
+    return list(dict.fromkeys(found))
+
+
+def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function of (mdl_vars, inputs): logits of whole rows, and of a token at a time.
+
+    Returns None if the task's model is no causal language model with a cache.
+    """
+    model = _abstract_module(task)
+    ids = batch.get("ids")
+    if ids is None or ids.ndim != 2 or getattr(model, "model_type", "causal") != "causal":
+        return None
+    if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
+        return None
+    required = {
+        name for name, one in _parameters(getattr(model, "init_cache", None)).items()
+        if one.default is inspect.Parameter.empty
+    }
+    if len(required) != 2:
+        return None
+
+    def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+        model = task.module(mdl_vars)
+        ids = inputs["ids"][:, :MOST_TOKENS]
+        num_rows, length = ids.shape
+
+        def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+            one, cache = rebuilt(model)(
+                jax.lax.dynamic_slice_in_dim(ids, t, 1, axis=1),
+                positions=jnp.full((num_rows, 1), t, jnp.int32), cache=cache,
+            )
+            return cache, one[:, 0].astype(jnp.float32)
+
+        _, steps = jax.lax.scan(step, model.init_cache(num_rows, length), jnp.arange(length))
+        whole = rebuilt(model)(ids)[0].astype(jnp.float32)
+        return {"whole": whole, "token_by_token": jnp.swapaxes(steps, 0, 1)}
+
+    return logits
+
+
+def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function of (mdl_vars, inputs): the loss of packed rows, and of each alone.
+
+    Returns None if the model's `compute_loss` takes no segments, or has no causal rows of ids.
+    """
+    model = _abstract_module(task)
+    ids = batch.get("ids")
+    settings = set(_parameters(getattr(type(model), "compute_loss", None)))
+    if ids is None or ids.ndim != 2 or not {"segment_ids", "positions"} <= settings:
+        return None
+    if getattr(model, "model_type", "causal") != "causal" or "labels" not in batch:
+        return None
+    num_rows, length = ids.shape
+    half, num_pairs = length // 2, num_rows // 2
+    if not half or not num_pairs:
+        return None
+
+    def losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+        names = ("ids", "labels")
+        alone = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
+        # Weights that differ, so that no token can stand for another.
+        weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
+        alone["weights"] = weights.astype(jnp.float32)
+        together = {
+            name: jnp.concatenate([x[:num_pairs], x[num_pairs:]], axis=1)
+            for name, x in alone.items()
+        }
+        segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), half, axis=1)
+        together["segment_ids"] = jnp.broadcast_to(segments, together["ids"].shape)
+        together["segment_pos"] = jnp.broadcast_to(
+            jnp.tile(jnp.arange(half, dtype=jnp.int32), 2)[None], together["ids"].shape
+        )
+        found = {}
+        for name, given in (("packed", together), ("alone", alone)):
+            metrics, _ = task.outputs("compute_loss", task.module(mdl_vars), given, None)
+            found[name] = metrics["loss"][0]
+        return found
+
+    return losses
+
+
+# By what makes the function: the output to trust, and the other.
+TWO_WAYS = {token_by_token: ("whole", "token_by_token"), packed: ("alone", "packed")}
+
+
+def _abstract_module(task: Task) -> Any:
+    abstract = getattr(task.model, "abstract_module", None)
+    return None if abstract is None else abstract()
+
+
+def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+    if function is None:
+        return {}
+    found = dict(inspect.signature(function).parameters)
+    found.pop("self", None)
+    return found

@@ -1,0 +1,151 @@
+"""A job as it is launched: its program, and that it goes on as if it had not been stopped."""
+
+import contextlib
+import io
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.core.errors import LastStepUnsound
+from praxis_lite.inputs.base import TRAIN, InputPipeline
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer import launch
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.testing import tolerances
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.check import Check
+from praxis_lite.tools.testing.parts.data import structs, with_rows
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, cut, leaves_of
+
+NUM_STEPS, STOPPED_AT = 3, 1
+_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
+
+
+def resumed(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A job made at a stretch, and a job launched twice; a checkpoint's state."""
+    one = check.on_mesh(check.own_shape, None, check.job.task)
+    yield from _saved_and_restored(check, one)
+    pipeline = _AsChecked(check)
+    with tempfile.TemporaryDirectory() as folder:
+        losses = [
+            _losses(check, one, pipeline, Path(folder) / name, stops)
+            for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
+        ]
+        yield tolerances.exact(one.name, "losses of a job that goes on", *losses)
+        directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
+        states = [_restored(directory, one) for directory in directories]
+        yield tolerances.exact(
+            one.name, "state of a job that goes on", *map(leaves_of, states)
+        )
+    yield _of_the_program(check, one)
+
+
+def _saved_and_restored(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """Random numbers in every leaf, saved on a mesh and restored on each."""
+    rng = np.random.default_rng(7)
+
+    def drawn(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        if jax.dtypes.issubdtype(x.dtype, np.floating):
+            return rng.normal(size=x.shape).astype(x.dtype)
+        return rng.integers(0, 100, x.shape).astype(x.dtype)
+
+    shapes = one.layout.shapes
+    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(shapes)):
+        check.remark("Restored: not checked, for a variable is a key.")
+        return
+    state = jax.tree.map(drawn, shapes)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        with Checkpoints(directory, saving=SaveSettings(), note=lambda line: None) as saved:
+            saved.save(int(state.step), one.stored(state), one.layout, {}, is_last=True)
+        for mesh in (check.plain_one, *check.meshes.values()):
+            yield tolerances.exact(
+                f"{one.name} to {mesh.name}", "restored", leaves_of(state),
+                leaves_of(_restored(directory, mesh)),
+            )
+
+
+class _AsChecked(InputPipeline):
+    """The training data as it is checked: few rows, of ids that the model has."""
+
+    def __init__(self, check: Check):
+        self.check, self.pipeline = check, check.job.datasets[TRAIN]
+        self.batch_size = check.num_rows
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.pipeline.num_batches
+
+    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return structs(self.check.batches[0])
+
+    def batches(
+        self, start: int = 0, *, rows: slice | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        wanted = self.whole_or(rows)
+        for batch in self.pipeline.batches(start=start):
+            whole = self.check.known(with_rows(batch, self.batch_size))
+            yield {name: x[wanted] if x.ndim else x for name, x in whole.items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.pipeline.fingerprint()
+
+
+def _losses(
+    check: Check, one: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
+) -> Leaves:
+    """Trains a job, launched anew after each of `stops`; returns its losses by step."""
+    folder.mkdir()
+    launched = launch.LaunchedConfig(
+        check.config, check.found.experiment, packages=check.packages
+    )
+    for num_steps in (*stops, NUM_STEPS):
+        run = RunConfig(
+            num_train_steps=num_steps, seed=check.seed, watchdog_seconds=None,
+            max_skipped_steps_in_a_row=None, save_non_finite=True,
+        )
+        job = JobOnMesh(one.partitioner, {TRAIN: pipeline}, {}, run, JobDir(folder))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(LastStepUnsound):
+            launch.train(job, launched)
+    return {
+        f"step {line['step']}": np.asarray(line["loss"])
+        for line in read_json_lines(JobDir(folder).metrics_jsonl)
+    }
+
+
+def _restored(directory: Path, mesh: OnMesh) -> Any:
+    with Checkpoints(directory, note=lambda line: None) as saved:
+        state = saved.restore(mesh.layout, mesh.mesh).state
+    return cut(mesh.layout, jax.device_get(state))[0]
+
+
+def _of_the_program(check: Check, one: OnMesh) -> list[Comparison]:
+    """Returns the exact figures of the compiled train step, after it was called."""
+    partitioner = one.partitioner
+    compiled = partitioner.lower("train", structs(check.batches[0])).compile().as_text()
+    state_bytes = sum(leaf.bytes_per_device for leaf in one.layout.leaves())
+    num_compiled = partitioner.train_step._cache_size()
+    return [
+        Comparison(
+            one.name, "donated", "bytes per device", None,
+            abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "all of the state is donated",
+        ),
+        Comparison(
+            one.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
+            "a step stays on the devices",
+        ),
+        Comparison(
+            one.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
+            "one for all steps",
+        ),
+    ]

@@ -1,0 +1,224 @@
+"""What holds of rows: a row's numbers depend on no other row, nor on its place or its batch."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.sharding.inputs import is_true_row, num_rows_of
+from praxis_lite.tools.testing import tolerances
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.check import Check
+from praxis_lite.tools.testing.parts import data
+from praxis_lite.tools.testing.runs.on_mesh import Leaves
+
+Batch = Mapping[str, np.ndarray]
+Batches = list[dict[str, np.ndarray]]
+Run = Callable[[Batch, bool], Leaves]
+EXAMPLES = "examples/"
+
+
+def moved(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
+    """Returns batches of the same rows, each at another place, and where they were.
+
+    Row i of the new batches, counted through all of them, was row `order[i]` of the old ones.
+    """
+    num_rows = num_rows_of(batches[0])
+    order = np.random.default_rng(11).permutation(num_rows * len(batches))
+    together = {
+        name: np.concatenate([one[name] for one in batches])[order] if x.ndim else x
+        for name, x in batches[0].items()
+    }
+    return list(blocks(together, num_rows)), order
+
+
+def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the rows of a batch, `num_rows` at a time, and the rest."""
+    for start in range(0, num_rows_of(batch), num_rows):
+        yield {name: x[start : start + num_rows] if x.ndim else x for name, x in batch.items()}
+
+
+def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.ndarray]:
+    """Returns a batch whose last rows have no weight, and other contents."""
+    found = {}
+    for name, x in batch.items():
+        x = x.copy()
+        if x.ndim:
+            x[-num_filler:] = 0 if name == "weights" else contents[name][:num_filler]
+        found[name] = x
+    return found
+
+
+def halves(batch: Batch) -> Batches:
+    """Returns a batch twice, with weights in complementary rows."""
+    num_rows = len(batch["weights"])
+    is_first = np.arange(num_rows) < num_rows // 2 + 1
+    shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)
+    return [
+        {**batch, "weights": batch["weights"] * mask.reshape(shape)}
+        for mask in (is_first, ~is_first)
+    ]
+
+
+def sums(reports: Sequence[Leaves]) -> Leaves:
+    """Returns the metrics and gradients of several batches taken together: means by weight."""
+    found = {}
+    for name in (one.removesuffix("/value") for one in reports[0] if one.endswith("/value")):
+        weights = [report[f"{name}/weight"] for report in reports]
+        found[f"{name}/value"] = _mean([report[f"{name}/value"] for report in reports], weights)
+        found[f"{name}/weight"] = sum(weights)
+    weights = [report["metrics/loss/weight"] for report in reports]
+    for name in (one for one in reports[0] if one.startswith("gradients/")):
+        found[name] = _mean([report[name] for report in reports], weights)
+    return found
+
+
+def _mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
+    total = sum(weights)
+    scaled = sum(np.where(w != 0, x * w, 0.0) for x, w in zip(values, weights, strict=True))
+    return scaled / np.where(total == 0, 1.0, total)
+
+
+def in_training(check: Check, _: Any) -> Iterator[list[Comparison]]:
+    """Metrics and gradients of rows that change places and batches, and of all in a batch."""
+    yield from _sums_over_rows(
+        check, "", check.batches[:2], check.whole,
+        lambda batch, nudged: check.train_once(check.plain_one, batch, nudged=nudged)[0],
+    )
+
+
+def in_evaluation(check: Check, _: Any) -> Iterator[list[Comparison]]:
+    """The same of an evaluation; and the outputs of each row, wherever it stands."""
+    plain = check.plain_one
+    for what, own in check.evaluated.items():
+        batches, whole = (check.batches[:2], check.whole) if what == "" else ([own], None)
+        is_random = plain.traced("eval_examples", batches[0]).draws
+
+        def run(batch: Batch, nudged: bool, is_random: bool = is_random) -> Leaves:
+            state = check.nudged if nudged else check.state
+            return plain.evaluate(state.mdl_vars, batch, without_randomness=is_random)
+
+        yield from _sums_over_rows(check, f"evaluation{what}", batches, whole, run)
+
+
+def in_decoding(check: Check, _: Any) -> Iterator[list[Comparison]]:
+    """Outputs of each row, wherever it stands, and whatever the rows of filler beside it are."""
+    for pipeline in check.job.decode_datasets.values():
+        if not check.couplings:
+            batches = [check.known(one) for one in data.first_batches(pipeline, 2)]
+            yield from _of_prompts(check, batches)
+
+
+def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
+    plain, num_rows = check.plain_one, num_rows_of(batches[0])
+    is_random = plain.traced("decode", batches[0]).draws
+
+    def run(batch: Batch, is_nudged: bool = False) -> Leaves:
+        mdl_vars = (check.nudged if is_nudged else check.state).mdl_vars
+        found = plain.decode(mdl_vars, batch, without_randomness=is_random)
+        return {k: x for k, x in found.items() if x.ndim and len(x) == num_rows_of(batch)}
+
+    others, order = moved(batches)
+    wanted, nudged = (
+        _joined([run(one, is_nudged) for one in batches]) for is_nudged in (False, True)
+    )
+    yield tolerances.in_float64(
+        plain.name, "decoding, rows moved", _rows(wanted, order), _joined(list(map(run, others))),
+        _rows(nudged, order),
+    )
+    if "weights" not in batches[0] or num_rows < 2:
+        return
+    true = slice(0, num_rows - num_rows // 2)
+    reverse = {name: x[::-1] if x.ndim else x for name, x in batches[-1].items()}
+    filled = with_filler(batches[0], num_rows - true.stop, reverse)
+    wanted, nudged, found = (_rows(x, true) for x in (wanted, nudged, run(filled)))
+    yield tolerances.in_float64(
+        plain.name, "decoding, other rows of filler", wanted, found, nudged
+    )
+    what = "decoding, fewer rows"
+    fewer = check.tried(what, lambda: run(data.with_rows(filled, true.stop)))
+    if fewer is not None:
+        yield tolerances.in_float64(plain.name, what, wanted, fewer, nudged)
+
+
+def _sums_over_rows(
+    check: Check, what: str, batches: Sequence[Batch], whole: Batch | None, run: Run
+) -> Iterator[list[Comparison]]:
+    """Yields comparisons of batches with the same rows in other batches, on a single device.
+
+    Args:
+      what: is run; "": training.
+      batches: of equally many rows.
+      whole: a batch of more rows, or None.
+      run: (batch, whether weights are moved by rounding) -> its report.
+    """
+    if check.couplings:
+        return
+    if num_rows_of(batches[0]) > 1:
+        others, order = moved(batches)
+        yield _compared(check, (what, "rows moved"), batches, others, order, run)
+    if whole is not None:
+        parts, order = _parts(whole, num_rows_of(batches[0]))
+        names = what, f"{num_rows_of(whole)} rows in parts"
+        found = check.tried(
+            names[1], lambda: _compared(check, names, parts, [whole], order, run)
+        )
+        yield found or []
+
+
+def _compared(
+    check: Check, names: Sequence[str], batches: Sequence[Batch], others: Sequence[Batch],
+    order: np.ndarray, run: Run,
+) -> list[Comparison]:
+    what = ", ".join(filter(None, names))
+    wanted, nudged = ([run(one, is_nudged) for one in batches] for is_nudged in (False, True))
+    found = [run(one, False) for one in others]
+    kinds = tolerances.by_kind(
+        check.plain_one.name, sums(wanted), sums(found), sums(nudged), 0
+    )
+    comparisons = [
+        tolerances.with_epsilon(dataclasses.replace(one, what=f"{one.what}, {what}"))
+        for one in kinds
+    ]
+    examples = _examples(wanted)
+    if examples:
+        is_true = np.concatenate([is_true_row(one) for one in batches])
+        # Outputs are of true rows alone: the place of a row among these.
+        places = np.cumsum(is_true) - 1
+        kept = places[order[is_true[order]]]
+        comparisons += tolerances.in_float64(
+            check.plain_one.name, f"outputs, {what}", _rows(examples, kept), _examples(found),
+            _rows(_examples(nudged), kept),
+        )
+    return comparisons
+
+
+def _parts(whole: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
+    """Returns the rows of a batch in parts of `num_rows`, and where each stands in them.
+
+    The last part is filled up with rows before it, of weight 0, if rows have weights.
+    """
+    parts, count = list(blocks(whole, num_rows)), num_rows_of(whole)
+    order, left = np.arange(count), count % num_rows
+    if left and "weights" in whole:
+        missing = num_rows - left
+        parts[-1] = {name: x[-num_rows:].copy() if x.ndim else x for name, x in whole.items()}
+        parts[-1]["weights"][:missing] = 0
+        order[-left:] += missing
+    return parts, order
+
+
+def _examples(reports: Sequence[Leaves]) -> Leaves:
+    return _joined([
+        {name: x for name, x in report.items() if name.startswith(EXAMPLES)} for report in reports
+    ])
+
+
+def _joined(reports: Sequence[Leaves]) -> Leaves:
+    first, *others = reports
+    return {name: np.concatenate([x, *(one[name] for one in others)]) for name, x in first.items()}
+
+
+def _rows(leaves: Leaves, index: Any) -> Leaves:
+    return {name: x[index] for name, x in leaves.items()}

@@ -1,0 +1,185 @@
+"""Settings of models of others that only change how a number is computed, known by their names."""
+
+import copy
+import dataclasses
+import enum
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.tools.testing.runs.variants import buildables, parameters_of, settings_of
+
+# Parts of a name between its underscores. Of a switch, of a number, of a text.
+SWITCHES = {
+    "remat", "remats", "rematerialize", "rematerialization", "checkpoint", "checkpointing", "scan",
+    "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit", "vmap",
+    "vectorize", "vectorized", "offload",
+}
+NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
+BLOCKS = {"block", "blocks"}  # Beside what is cut into them: "blocks" alone are layers.
+REMAT = {"remat", "checkpoint", "checkpointing"}
+KERNELS = {"implementation", "impl", "kernel", "backend"}
+ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
+# A name with one of these is about files, or about what is computed.
+OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
+# Values to try of a text whose type does not say which there are; a refused one is no fault.
+POLICIES = ("none", "full", "minimal", "nothing", "nothing_saveable", "everything_saveable")
+IMPLEMENTATIONS = ("xla", "dot_product", "einsum", "eager", "reference", "naive", "default")
+FASTER = {"flash", "splash", "cudnn", "pallas", "triton", "fused", "chunked", "sdpa", "math"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HowSetting:
+    """A setting that is switched, wherever it stands in a task's config.
+
+    Attributes:
+      name: of the setting.
+      value: as the experiment has it.
+      others: values to switch it to, the first that the model takes counts; none if none is known.
+    """
+
+    name: str
+    value: Any
+    others: tuple[Any, ...]
+
+
+def how_settings(config: "fdl.Config") -> list[HowSetting]:
+    """Returns the settings of a task's models that are known by name, but for the library's own.
+
+    Those of layers with a `checkpoint_policy` are switched by `variants`.
+    """
+    found: dict[str, HowSetting] = {}
+    for one in _of_others(config):
+        types = _types(fdl.get_callable(one))
+        for name, value in _settings(one).items():
+            for leaf, inner, kind in _leaves(str(name), value, types.get(name)):
+                if leaf not in found and _is_known(leaf, inner):
+                    found[leaf] = HowSetting(leaf, inner, tuple(_others(leaf, inner, kind)))
+    return list(found.values())
+
+
+def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Config":
+    """Returns a copy of a config in which a setting has another value, wherever it stands."""
+
+    def other(old: Any) -> Any:
+        return not old if isinstance(old, bool) else value
+
+    config = copy.deepcopy(config)
+    for one in _of_others(config):
+        for name, old in _settings(one).items():
+            new = _with(str(name), old, setting.name, other)
+            if new is old:
+                continue
+            if isinstance(name, int):
+                one[name] = new
+            else:
+                setattr(one, name, new)
+    return config
+
+
+def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
+    """Returns settings by name, or by place where a class does not tell fiddle their names."""
+    build = fdl.get_callable(buildable)
+    # What an NNX class is called with, its metaclass hides.
+    defaults = {
+        name: x.default for name, x in parameters_of(getattr(build, "__init__", build)).items()
+        if isinstance(build, type) and x.default is not inspect.Parameter.empty
+    }
+    return {**defaults, **settings_of(buildable), **fdl.ordered_arguments(buildable)}
+
+
+def _of_others(config: "fdl.Config") -> Iterator[fdl.Buildable]:
+    """Yields the buildables of a task's config that are not the library's own."""
+    for one in buildables(config.task):
+        build = fdl.get_callable(one)
+        is_own = getattr(build, "__module__", "").startswith("praxis_lite.")
+        is_model = not is_own or build.__module__.startswith("praxis_lite.experiments")
+        if is_model and "checkpoint_policy" not in parameters_of(build):
+            yield one
+
+
+def _is_known(name: str, value: Any) -> bool:
+    parts = set(name.lower().split("_"))
+    if parts & OTHERS:
+        return False
+    if isinstance(value, bool):
+        return bool(parts & SWITCHES)
+    if isinstance(value, int):
+        return bool(parts & NUMBERS or (parts & BLOCKS and parts & ATTENTION))
+    if not isinstance(value, str | enum.Enum | type(None)):
+        return False
+    is_kernel = parts & KERNELS and parts & (ATTENTION | {"scan", "loss"})
+    is_named = parts & (KERNELS | ATTENTION) and value in FASTER.union(IMPLEMENTATIONS[:-1])
+    return bool(is_kernel or is_named or parts & REMAT)
+
+
+def _others(name: str, value: Any, kind: Any) -> Iterator[Any]:
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        # A chunk is to divide what it is cut from, as a rule.
+        yield from (x for x in (value // 2, value * 2, 1) if x > 0 and x != value)
+    elif isinstance(value, enum.Enum):
+        yield from (x for x in type(value) if x is not value)
+    else:
+        choices = [x for x in _literals(kind) if isinstance(x, str)]
+        if not choices and isinstance(value, str):
+            of_remat = set(name.lower().split("_")) & REMAT
+            choices = POLICIES if of_remat else IMPLEMENTATIONS
+        yield from (x for x in choices if x != value)
+
+
+def _literals(kind: Any) -> list[Any]:
+    """Returns the values that a type hint names, such as Literal["none", "full"] | None."""
+    if typing.get_origin(kind) is typing.Literal:
+        return list(typing.get_args(kind))
+    return [x for inner in typing.get_args(kind) for x in _literals(inner)]
+
+
+def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (name, value, type) of a setting; of an object or a dict of settings, of each."""
+    if _is_object(value):
+        types = _types(type(value))
+        for inner, x in _fields(value).items():
+            yield from _leaves(inner, x, types.get(inner))
+    elif isinstance(value, Mapping):
+        for inner, x in value.items():
+            yield from _leaves(str(inner), x, None)
+    else:
+        yield name, value, kind
+
+
+def _with(name: str, value: Any, wanted: str, other: Callable[[Any], Any]) -> Any:
+    """Returns a setting's value with the setting called `wanted` in it exchanged; or itself."""
+    if _is_object(value):
+        fields = _fields(value)
+        new = {key: _with(key, x, wanted, other) for key, x in fields.items()}
+        changed = {key: x for key, x in new.items() if x is not fields[key]}
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, Mapping) and not isinstance(value, fdl.Buildable):
+        new = {key: _with(str(key), x, wanted, other) for key, x in value.items()}
+        return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
+    return other(value) if name == wanted and _is_known(name, value) else value
+
+
+def _is_object(value: Any) -> bool:
+    is_built = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_built and not isinstance(value, fdl.Buildable)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    # A Linen module has its parent among them.
+    return {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        if field.init and field.name not in ("parent", "name")
+    }
+
+
+def _types(build: Any) -> dict[str, Any]:
+    """Returns annotations of a function's arguments, or of a class' fields and its init's."""
+    own = inspect.get_annotations(build) if callable(build) else {}
+    init = getattr(build, "__init__", None) if isinstance(build, type) else None
+    return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **own}

@@ -1,0 +1,281 @@
+"""A task on a mesh, its steps in float64: from NumPy states to NumPy states."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from praxis_lite.core.models.model import MdlVars
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
+from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
+from praxis_lite.core.task import Task
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.tools.testing.certificate import mesh_name
+from praxis_lite.tools.testing.runs.float64 import in_float64
+from praxis_lite.tools.testing.runs.wide_types import wide_dtype, wide_structs
+
+PyTree = Any
+Batch = Mapping[str, np.ndarray]
+Leaves = dict[str, np.ndarray]
+FILLER = 3.0  # What the padding of an array holds on its way in: it must enter nothing.
+
+
+class OnMesh:
+    """A task on a mesh, with the compiled steps that a check needs.
+
+    Args:
+      partitioner: of the task on the mesh.
+    """
+
+    def __init__(self, partitioner: Partitioner):
+        self.partitioner = partitioner
+        self.layout, self.mesh = partitioner.layout, partitioner.mesh
+        self.name = mesh_name(self.mesh.shape)
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def stored(self, state: TrainState) -> TrainState:
+        """Returns a NumPy state of true shapes in its own types, padded by zeros, on the mesh."""
+
+        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+                return jax.device_put(x, like.sharding)
+            filled = np.zeros(like.shape, like.dtype)
+            filled[tuple(map(slice, np.shape(x)))] = x
+            # A copy of JAX's own: a view of NumPy's buffer would not be donated.
+            return jax.device_put(filled, like.sharding).copy()
+
+        return jax.tree.map(place, state, self.layout.abstract(self.mesh))
+
+    def init(self, seed: int) -> TrainState:
+        """Returns the initial state as the partitioner makes it, padded, on the mesh."""
+        return self.partitioner.init(self.partitioner.key(seed))
+
+    def train(
+        self, state: TrainState, batches: Sequence[Batch], seed: int, *,
+        without_randomness: bool = False,
+    ) -> tuple[list[Leaves], TrainState, dict[str, float]]:
+        """Returns the reports of each step, the last state, and the largest padding of its leaves.
+
+        Args:
+          state: NumPy arrays of true shapes, in float64.
+          batches: a step for each.
+
+        Returns:
+          By step: "metrics/NAME/value", "metrics/NAME/weight", "learner/NAME", "gradients/PATH".
+        """
+        placed, reports, key = self._placed(self.layout, state), [], self.partitioner.key(seed)
+        for inputs in batches:
+            batch = self.batch(inputs)
+            step = self._program("train", inputs, without_randomness=without_randomness)
+            with jax.enable_x64(True):
+                placed, outputs = step(placed, batch, key)
+            reports.append(report(jax.device_get(outputs)))
+        return reports, *self._cut(self.layout, placed)
+
+    def evaluate(
+        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+    ) -> Leaves:
+        """Returns the metrics and outputs of each true row of a batch, as `train` names them."""
+        layout = self.layout.select("mdl_vars")
+        settings = {"without_randomness": True} if without_randomness else {}
+        step = self._program("eval_examples", inputs, **settings)
+        key = self.partitioner.batch_key(seed, 0, 0)
+        with jax.enable_x64(True):
+            found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
+        metrics, examples, is_true = jax.device_get(found)
+        return report({"metrics": metrics}) | {
+            f"examples/{name}": x[np.asarray(is_true)] for name, x in examples.items()
+        }
+
+    def decode(
+        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+    ) -> Leaves:
+        """Returns the arrays that the task decodes of a batch."""
+        layout = self.layout.select("mdl_vars")
+        settings = {"without_randomness": True} if without_randomness else {}
+        step = self._program("decode", inputs, **settings)
+        key = self.partitioner.batch_key(seed, 0, 0)
+        with jax.enable_x64(True):
+            found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
+        return leaves_of(jax.device_get(found))
+
+    def call(
+        self, function: Callable[..., Any], mdl_vars: MdlVars, inputs: Batch
+    ) -> Leaves:
+        """Returns `function(mdl_vars, inputs)` of unpadded arrays, run on the mesh in float64."""
+        layout = self.layout.select("mdl_vars")
+        batch, given = self.batch(inputs), self._placed(layout, mdl_vars)
+        run = self._compiled(
+            self.partitioner.with_mdl_vars(function), layout.abstract(self.mesh),
+            self._abstract_batch(inputs), out_shardings=self.partitioner.replicated,
+        )
+        with jax.enable_x64(True):
+            return leaves_of(jax.device_get(run(given, batch)))
+
+    def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
+        """Returns the values that `in_float64(by_layer=True)` records of a training step."""
+        run = self._program("train", inputs, by_layer=True)
+        key = self.partitioner.key(seed)
+        with jax.enable_x64(True):
+            _, seen = run(self._placed(self.layout, state), self.batch(inputs), key)
+            return {name: np.asarray(x) for name, x in seen.items()}
+
+    def traced(self, step: str, inputs: Batch, **settings: Any) -> Callable[..., Any]:
+        """Returns a step in float64 before it is compiled, of the arguments of `Partitioner`'s."""
+        state, key = self.layout.abstract(self.mesh), jax.eval_shape(lambda: jax.random.key(0))
+        given = state if step == "train" else state.mdl_vars
+        function = self.partitioner.step_function(step)
+        return in_float64(function, given, self._abstract_batch(inputs), key, **settings)
+
+    def batch(self, inputs: Batch) -> GlobalBatch:
+        """Returns a batch in float64; the rows that fill it up are copies of the last row."""
+        num_rows = len(next(x for x in inputs.values() if x.ndim))
+        missing = -num_rows % self.mesh.size
+
+        def place(x: np.ndarray) -> jax.Array:
+            x = x.astype(wide_dtype(x.dtype))
+            if x.ndim:
+                x = np.concatenate([x, *[x[-1:]] * missing])
+            spec = batch_spec(x.ndim, self.mesh.axis_names)
+            return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+        with jax.enable_x64(True):
+            return GlobalBatch({name: place(x) for name, x in inputs.items()}, num_rows)
+
+    def _abstract_batch(self, inputs: Batch) -> GlobalBatch:
+        spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
+        return abstract_global_batch(spec, self.mesh)
+
+    def _program(self, step: str, inputs: Batch, **settings: Any) -> Callable[..., Any]:
+        shapes = tuple((name, x.shape) for name, x in inputs.items())
+        key = (step, shapes, *settings.items())
+        if key not in self._programs:
+            out = self.partitioner.replicated
+            if settings.get("by_layer"):
+                out = None
+            elif step == "train":
+                out = self.layout.shardings(self.mesh), out
+            self._programs[key] = self._jitted(self.traced(step, inputs, **settings), out)
+        return self._programs[key]
+
+    def _compiled(
+        self, function: Callable[..., Any], *args: Any, out_shardings: Any
+    ) -> Callable[..., Any]:
+        return self._jitted(in_float64(function, *args), out_shardings)
+
+    def _jitted(self, function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
+        return jax.jit(
+            without_xla_errors(function), out_shardings=out_shardings,
+            compiler_options=_options(self.mesh),
+        )
+
+    def _placed(self, layout: Any, tree: PyTree) -> PyTree:
+        """Returns NumPy arrays of true shapes, padded by FILLER, on the mesh."""
+
+        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+                return jax.device_put(x, like.sharding)
+            x = np.asarray(x)
+            filled = np.full(like.shape, FILLER, x.dtype)
+            filled[tuple(map(slice, x.shape))] = x
+            return jax.device_put(filled, like.sharding)
+
+        with jax.enable_x64(True):
+            return jax.tree.map(place, tree, wide_structs(layout.abstract(self.mesh)))
+
+    def _cut(self, layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
+        return cut(layout, jax.device_get(tree))
+
+
+def _options(mesh: Mesh) -> dict[str, int] | None:
+    """Returns options under which CPU programs, which run a few times, compile a third faster."""
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_backend_optimization_level": 0} if is_cpu else None
+
+
+def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
+    """Returns padded NumPy arrays cut to true shapes, and by path the largest number cut off.
+
+    Only what has padding is among the latter.
+    """
+    padding = {}
+
+    def one(path: tuple, x: Any, true: jax.ShapeDtypeStruct) -> Any:
+        if x.shape == true.shape:
+            return x
+        x = np.array(x)
+        inside = tuple(map(slice, true.shape))
+        kept = x[inside].copy()
+        x[inside] = 0
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        padding[name] = float(np.max(np.abs(x.astype(np.float64)), initial=0.0))
+        return kept
+
+    return jax.tree_util.tree_map_with_path(one, tree, layout.shapes), padding
+
+
+def on_mesh(job: Job, task: Task, shape: Sequence[int], build: Any = None) -> OnMesh:
+    """Returns `task` on a mesh of the job's axes.
+
+    Args:
+      build: of a partitioner, called with the task and the mesh; None: the job's own.
+    """
+    config = MeshConfig(
+        ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
+        allow_unused_devices=True,
+    )
+    return OnMesh((build or job.partitioner or Partitioner)(task, make_mesh(config)))
+
+
+def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
+    """Returns a task whose learner also reports the gradients, as they come in.
+
+    Args:
+      num_micro_batches: in place of the learner's own; None: its own.
+    """
+    task, learner = copy.copy(task), copy.copy(task.learner)
+    update = task.learner.update
+
+    def and_gradients(grads: PyTree, *args: Any, **named: Any) -> tuple:
+        params, opt_states, scalars, is_skipped = update(grads, *args, **named)
+        return params, opt_states, {**scalars, "gradients": grads}, is_skipped
+
+    learner.update = and_gradients
+    if num_micro_batches is not None:
+        learner.gradient_accumulation_steps = num_micro_batches
+    task.learner = learner
+    return task
+
+
+def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
+    """Returns the arrays of a tree by their paths; a key as its bits."""
+    found = {}
+    for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        found[prefix + name] = np.asarray(x)
+    return found
+
+
+def names_of(tree: PyTree) -> list[str]:
+    """Returns the paths of a tree's leaves, whatever these are."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+
+
+def report(outputs: Mapping[str, Any]) -> Leaves:
+    """Returns the report of a step, in the names of `OnMesh.train`."""
+    found = {}
+    for name, (value, weight) in outputs["metrics"].items():
+        found[f"metrics/{name}/value"] = np.asarray(value)
+        found[f"metrics/{name}/weight"] = np.asarray(weight)
+    scalars = dict(outputs.get("learner", {}))
+    gradients = scalars.pop("gradients", {})
+    found |= {f"learner/{name}": np.asarray(x) for name, x in scalars.items()}
+    return found | leaves_of(gradients, "gradients/")

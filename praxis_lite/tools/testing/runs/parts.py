@@ -1,0 +1,148 @@
+"""A single device's results of a batch part by part: a step in parts promises to equal them."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.partitioner import accumulation, steps
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.task import Task, WeightedScalars
+
+PyTree = Any
+
+
+def micro_batches_in_turn(num_parts: int) -> Callable[..., Any]:
+    """Returns a `value_and_grad` that takes rows r, r + N, r + 2 N, ... together, in turn.
+
+    Each part is a batch of its own; what comes of them is added by the weight of "loss".
+    """
+    return functools.partial(_value_and_grad, num_parts=num_parts, is_strided=True)
+
+
+def devices_in_turn(num_parts: int) -> Callable[[Task, Any], Partitioner]:
+    """Returns a maker of partitioners for a single device that works on N devices' rows in turn.
+
+    Part d is the d-th block of rows, filled up with copies of the first row of weight 0; its key is
+    the step's, folded with d. It is what `ShardMapPartitioner` promises of N devices.
+    """
+
+    def build(task: Task, mesh: Any) -> Partitioner:
+        return Partitioner(
+            task, mesh,
+            value_and_grad=functools.partial(
+                _value_and_grad, num_parts=num_parts, is_strided=False
+            ),
+            evaluate=functools.partial(_evaluate, num_parts=num_parts),
+        )
+
+    return build
+
+
+def _value_and_grad(
+    loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree,
+    inputs: Mapping[str, jax.Array], key: jax.Array, *, num_micro_batches: int, num_parts: int,
+    is_strided: bool, inputs_split_mapping: Any = None, lay_out: Any = None,
+) -> tuple[Any, PyTree, PyTree]:
+    del inputs_split_mapping, lay_out  # There is one device.
+    parts = _parts(inputs, num_parts, is_strided, num_micro_batches)
+    total, by_part, grad_sums, changes = 0.0, [], None, None
+    state = non_trainable
+    for index, part in enumerate(parts):
+        metrics, new, grads = accumulation.value_and_grad(
+            loss_fn, fixed, params, state, part, jax.random.fold_in(key, index),
+            num_micro_batches=1 if is_strided else num_micro_batches,
+        )
+        metrics = _counted(metrics, part)
+        by_part.append(metrics)
+        weight = metrics["loss"][1]
+        counts = weight != 0
+        total = total + weight
+        add = lambda x, counts=counts, weight=weight: jnp.where(counts, x * weight, 0.0)  # noqa: E731
+        grads = jax.tree.map(add, grads)
+        grad_sums = grads if grad_sums is None else jax.tree.map(jnp.add, grad_sums, grads)
+        if is_strided:  # One micro-batch after the other.
+            state = jax.tree.map(lambda n, o, c=counts: jnp.where(c, n, o), new, state)
+        else:  # Each device starts from the same.
+            change = jax.tree.map(functools.partial(_change, counts, weight), new, non_trainable)
+            changes = change if changes is None else jax.tree.map(_added, changes, change)
+    divisor = jnp.where(total == 0, 1.0, total)
+    if not is_strided:
+        state = jax.tree.map(
+            lambda old, change: (old + change / divisor).astype(old.dtype)
+            if jnp.issubdtype(old.dtype, jnp.inexact) else change, non_trainable, changes,
+        )
+    return _means(by_part), state, jax.tree.map(lambda g: g / divisor, grad_sums)
+
+
+def _counted(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> WeightedScalars:
+    """Returns a part's metrics; their weights are 0 if none of its rows has a weight."""
+    is_there = jnp.any(part["weights"] != 0) if "weights" in part else True
+    return {
+        name: (value, jnp.where(is_there, jnp.asarray(weight, jnp.float32), 0.0))
+        for name, (value, weight) in metrics.items()
+    }
+
+
+def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
+    """Returns the means of metrics by weight, and the sums of the weights."""
+    found = {}
+    for name in by_part[0]:
+        pairs = [one[name] for one in by_part]
+        total = sum(weight for _, weight in pairs)
+        scaled = sum(jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs)
+        found[name] = scaled / jnp.where(total == 0, 1.0, total), total
+    return found
+
+
+def _change(counts: Any, weight: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return jnp.where(counts, new, old)
+    return jnp.where(counts & (new != old), (new - old) * weight, 0.0)
+
+
+def _added(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a + b if jnp.issubdtype(a.dtype, jnp.inexact) else jnp.maximum(a, b)
+
+
+def _evaluate(
+    task: Task, mdl_vars: PyTree, inputs: Mapping[str, jax.Array], key: jax.Array | None = None, *,
+    num_parts: int,
+) -> tuple[Any, Any]:
+    key, by_part, outputs = jax.random.key(0) if key is None else key, [], []
+    num_rows = num_rows_of(inputs)
+    for index, part in enumerate(_parts(inputs, num_parts, False, 1)):
+        metrics, examples = steps.eval_step(
+            task, mdl_vars, part, jax.random.fold_in(key, index)
+        )
+        by_part.append(_counted(metrics, part))
+        outputs.append(examples)
+    examples = {
+        name: jnp.concatenate([one[name] for one in outputs])[:num_rows] for name in outputs[0]
+    }
+    return _means(by_part), examples
+
+
+def _parts(
+    inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
+) -> list[dict[str, jax.Array]]:
+    num_rows = num_rows_of(inputs)
+    if is_strided:
+        return [
+            jax.tree.map(lambda x, i=i: x[i::num_parts] if x.ndim else x, dict(inputs))
+            for i in range(num_parts)
+        ]
+    missing = -num_rows % (num_parts * num_micro_batches)
+    if missing:
+        inputs = jax.tree.map(
+            lambda x: jnp.concatenate([x, *[x[:1]] * missing]) if x.ndim else x, dict(inputs)
+        )
+        inputs["weights"] = inputs["weights"].at[num_rows:].set(0.0)
+    size = (num_rows + missing) // num_parts
+    return [
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if x.ndim else x, dict(inputs))
+        for i in range(num_parts)
+    ]

@@ -1,0 +1,137 @@
+"""How far two runs may differ: measured from what rounding alone does, never guessed."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from praxis_lite.tools.testing.certificate import Comparison, differences, largest
+
+Leaves = Mapping[str, np.ndarray]
+EXACT = "the same bits are promised"
+FLOAT64 = "float64: 1e-9 of the leaf, 1000 x what rounding moves"
+RELATIVE, OF_ALL, TIMES_ROUNDING = 1e-9, 1e-12, 1000.0
+
+
+def exact(mesh: str, what: str, wanted: Leaves, found: Leaves) -> list[Comparison]:
+    """Returns comparisons that allow no difference."""
+    return [
+        Comparison(mesh, what, leaf, None, apart, 0.0, EXACT)
+        for leaf, apart in differences(wanted, found).items()
+    ]
+
+
+def with_epsilon(one: Comparison) -> Comparison:
+    """Returns a comparison of a sum in parts with the whole, as `in_float64` made it.
+
+    Losses, Pax's too, add 1e-6 to the sum of weights that they divide by: parts differ by it.
+    """
+    why = "float64: 1e-6 of the leaf, which losses add to a sum of weights"
+    times = 1e-6 / RELATIVE
+    return dataclasses.replace(one, tolerance=times * one.tolerance, why=why)
+
+
+def in_float64(
+    mesh: str, what: str, wanted: Leaves, found: Leaves, nudged: Leaves | None = None,
+    step: int | None = None,
+) -> list[Comparison]:
+    """Returns comparisons of runs in float64, which differ by the order of sums alone.
+
+    Args:
+      nudged: what one device gives for weights moved by rounding. A gradient that is zero but for
+        rounding, and what an optimizer makes of it, is known by it.
+    """
+    moved = {} if nudged is None else differences(wanted, nudged)
+    of_all = OF_ALL * max((largest(x) for x in wanted.values() if _is_float(x)), default=0.0)
+
+    def tolerance(leaf: str) -> float:
+        if leaf not in wanted or not _is_float(wanted[leaf]):
+            # A count, or a token, that rounding changes says nothing.
+            return np.inf if moved.get(leaf, 0.0) else 0.0
+        return RELATIVE * largest(wanted[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
+
+    return [
+        Comparison(mesh, what, leaf, step, apart, tolerance(leaf), FLOAT64)
+        for leaf, apart in differences(wanted, found).items()
+    ]
+
+
+def in_own_types(
+    mesh: str, wanted: Leaves, one_device: Leaves, found: Leaves
+) -> list[Comparison]:
+    """Returns comparisons of a step as trained with the same in float64 on a single device.
+
+    Args:
+      wanted: in float64.
+      one_device: in the experiment's own types; how far it is off is the measure.
+    """
+    off, scales = differences(wanted, one_device), {k: largest(x) for k, x in wanted.items()}
+    # The largest share by which a leaf of each kind is off, but for those that are rounding alone.
+    largest_of, shares = {}, {}
+    for leaf, scale in scales.items():
+        largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)
+    for leaf, apart in off.items():
+        kind, scale = kind_of(leaf), scales.get(leaf, 0.0)
+        if scale > 1e-4 * largest_of.get(kind, 0.0) and np.isfinite(apart):
+            shares[kind] = max(shares.get(kind, 0.0), apart / scale)
+    of_all = 1e-6 * max(scales.values(), default=0.0)
+    why = "own types: 1e-5 of the leaf, 16 x what one device is off"
+
+    def tolerance(leaf: str) -> float:
+        share = 1e-5 + 2.0 * shares.get(kind_of(leaf), 0.0)
+        return share * scales.get(leaf, 0.0) + of_all + 16.0 * off.get(leaf, 0.0)
+
+    return [
+        Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, apart, tolerance(leaf), why)
+        for leaf, apart in differences(wanted, found).items()
+    ]
+
+
+def _is_float(x: np.ndarray) -> bool:
+    return np.issubdtype(np.asarray(x).dtype, np.inexact)
+
+
+def by_kind(
+    mesh: str, wanted: Leaves, found: Leaves, nudged: Leaves, step: int
+) -> list[Comparison]:
+    """Returns `in_float64` of reports or states, the leaves of each kind apart."""
+    kinds: dict[str, list[str]] = {}
+    for leaf in dict.fromkeys([*wanted, *found]):
+        kinds.setdefault(kind_of(leaf), []).append(leaf)
+    comparisons = []
+    for what in sorted(kinds, key=ORDER.index):
+        leaves = kinds[what]
+        some = [{k: x[k] for k in leaves if k in x} for x in (wanted, found, nudged)]
+        comparisons += in_float64(mesh, what, *some, step=step)
+    return comparisons
+
+
+KINDS = {
+    "metrics/": "metrics", "learner/": "learner", "gradients/": "gradients",
+    "mdl_vars/params/": "weights", "mdl_vars/non_trainable/": "variables",
+    "opt_states/ema/": "averages", "opt_states/slots/": "slots", "opt_states/": "counts",
+}
+
+
+# What is said first where several kinds differ.
+ORDER = (
+    *("loss", "metrics", "gradients", "learner"),
+    *("weights", "variables", "slots", "averages", "counts"),
+)
+
+
+def kind_of(leaf: str) -> str:
+    """Returns the kind of a leaf of a report or of a state, such as "gradients"."""
+    if leaf.startswith("metrics/loss/"):
+        return "loss"
+    return next((kind for start, kind in KINDS.items() if leaf.startswith(start)), "counts")
+
+
+def padding(
+    mesh: str, largest_by_leaf: Mapping[str, float], step: int | None = None
+) -> list[Comparison]:
+    """Returns comparisons of what was cut off as padding with zeros."""
+    return [
+        Comparison(mesh, "padding", leaf, step, apart, 0.0, "padding is zeros")
+        for leaf, apart in largest_by_leaf.items()
+    ]

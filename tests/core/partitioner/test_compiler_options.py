@@ -1,0 +1,42 @@
+"""Options of XLA reach the steps of their platform, and wrong ones are refused before a step."""
+
+import jax
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.core import Partitioner, ShardMapPartitioner
+from praxis_lite.main import main
+from tests.support.lm_runs import batches, partitioner_of, structs
+
+TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
+
+
+@pytest.mark.parametrize("kind", [Partitioner, ShardMapPartitioner])
+def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
+    # By its dumps XLA shows that it was told of the folder.
+    options = {"cpu": {"xla_dump_to": str(tmp_path)}, "tpu": {"xla_tpu_of_the_future": 1}}
+    one = kind(TASK, mesh_of(1, 4, 2), compiler_options=options)
+    assert one.compiler_options == options["cpu"]
+    batch = structs(batches("uneven")[0])
+    for step in ("train", "eval"):
+        one.lower(step, batch).compile()
+        assert list(tmp_path.glob(f"*jit__{step}_step*"))
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"cpu": {"xla_bogus": 1}}, "options of cpu: No such compile option: 'xla_bogus'"),
+    ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "'maybe' is not a valid bool value"),
+    ({"cuda": {}}, "a platform is 'cuda'; wanted is one of cpu, gpu, tpu"),
+])
+def test_wrong_options_are_refused_before_a_step(options, said, mesh_of):
+    with pytest.raises(ConfigError, match=said):
+        Partitioner(TASK, mesh_of(1, 4, 2), compiler_options=options)
+
+
+@pytest.mark.slow
+def test_a_job_says_its_options(capsys, tmp_path):
+    option = "mesh.compiler_options={'cpu': {'xla_cpu_enable_fast_min_max': False}}"
+    main(["--exp=lm.Synthetic", f"--job_log_dir={tmp_path}", "--set", option,
+          "run.num_train_steps=1"])
+    assert "compiler options: xla_cpu_enable_fast_min_max=False" in capsys.readouterr().out
+    assert jax.device_count() == 8

@@ -1,0 +1,44 @@
+"""Every experiment that --list names can be built, and its steps traced on its own mesh."""
+
+import fiddle as fdl
+import pytest
+
+from praxis_lite.core import Partitioner, make_mesh
+from praxis_lite.inputs import SyntheticLm
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.config.overrides import check_required
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.trainer.job_checks import check_num_batches
+
+NAMES = list(registry.list_experiments())
+DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.
+
+
+# Their models differ from those of others in one layer or in size.
+SLOW = {
+    "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
+    "finetune.PyDocsFull", "finetune.PyDocsLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
+    "pipelined.PyDocs", "pipelined.Synthetic", "vision.DigitsViT",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
+)
+def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # Some make their data there.
+    config = registry.get_experiment(name)().config()
+    check_required(config)
+    job = fdl.build(config)
+    check_num_batches(job.datasets, job.run)
+    if any(isinstance(one, SyntheticLm) for one in job.datasets.values()):
+        assert job.task.tokenizer.token_unit == "token", "made-up tokens are no bytes"
+    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
+    is_split = any(leaf.num_shards > 1 for leaf in partitioner.layout.leaves())
+    assert is_split != (name in DATA_PARALLEL), "no weight is split"
+    train = {TRAIN: job.datasets[TRAIN]}
+    for step, datasets in (("train", train), ("decode", job.decode_datasets)):
+        for pipeline in datasets.values():
+            pipeline.check()
+            partitioner.check_batch(pipeline.element_spec(), step)
+            partitioner.trace(step, pipeline.element_spec())

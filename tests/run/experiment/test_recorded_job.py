@@ -1,0 +1,136 @@
+"""A trained job stands alone: its tokenizers are its own, and a mode reads only its data."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.inputs.tokenizers import load_tokenizer
+from praxis_lite.run.config.class_attributes import configured
+from praxis_lite.run.config.text import dump_config
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.experiment.recorded_job import (
+    check_tokenizers,
+    keep_only,
+    keep_tokenizers,
+    recorded_config,
+)
+from praxis_lite.run.experiment.setting_of import naming_settings, settings_named
+from praxis_lite.run.job.job_dir import JobDir
+from tests.support.goldens import GOLDENS
+from tests.support.job_runs import copy_of_trained, launch, loaded
+
+LLAMA = GOLDENS / "tokenizers" / "llama3"
+GONE = "datasets.train.corpus.files=/gone/*.txt"  # Of all datasets, which share one corpus.
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Returns a job's directory with the config of a job whose tokenizer lies elsewhere."""
+    tokenizer = tmp_path / "a tokenizer=1"
+    shutil.copytree(LLAMA, tokenizer)
+    experiment = registry.get_experiment("lm.PyDocs")
+    config = configured(experiment, [f"corpus.tokenizer={tokenizer}"])
+    job = JobDir(tmp_path / "job")
+    job.path.mkdir()
+    name = registry.full_name(experiment)
+    job.write_config(dump_config(config, name), [])
+    return job, config, tokenizer
+
+
+def test_a_job_keeps_its_tokenizers_and_reads_its_own(recorded):
+    job, config, tokenizer = recorded
+    keep_tokenizers(config, job)
+    before = load_tokenizer(tokenizer).fingerprint()
+    shutil.rmtree(tokenizer)
+    own = recorded_config(job, ()).config
+    check_tokenizers(own)
+    for kept in (own.task.tokenizer, own.datasets["train"].corpus.tokenizer,
+                 own.decode_datasets["heldout"].corpus.tokenizer):
+        assert kept == str(job.tokenizers / "0")
+    assert load_tokenizer(own.task.tokenizer).fingerprint() == before
+    # The corpus is one for all datasets, as before.
+    assert own.datasets["train"].corpus is own.datasets["heldout"].corpus
+
+
+def test_a_tokenizer_that_has_changed_is_copied_again(recorded):
+    job, config, tokenizer = recorded
+    keep_tokenizers(config, job)
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (tokenizer / "tokenizer_config.json").unlink()
+    keep_tokenizers(config, job)
+    names = {"tokenizer.json", "generation_config.json", "came_from.txt"}
+    assert {path.name for path in (job.tokenizers / "0").iterdir()} == names
+    assert len(list(job.tokenizers.iterdir())) == 1
+
+
+def test_a_tokenizer_that_is_gone_is_said_by_the_settings_that_name_it(recorded):
+    job, config, tokenizer = recorded
+    shutil.rmtree(tokenizer)  # Of a job that kept none, as former versions did.
+    own = recorded_config(job, ()).config
+    keep_only(own, "decode", has_prompts=True)
+    with pytest.raises(ConfigError, match=r"no directory .*a tokenizer=1.*--set task.tokenizer=DI"):
+        check_tokenizers(own)
+    whole = recorded_config(job, ()).config
+    with pytest.raises(ConfigError, match=r"datasets\.train\.corpus\.tokenizer=DIR"):
+        check_tokenizers(whole)
+
+
+def test_each_mode_keeps_its_own_data_alone(recorded):
+    job, config, _ = recorded
+    for mode, has_prompts, datasets, decoded in (
+        ("eval", False, ["heldout"], []), ("decode", False, [], ["heldout"]),
+        ("decode", True, [], []), ("train", False, ["train", "heldout"], ["heldout"]),
+    ):
+        own = recorded_config(job, ()).config
+        keep_only(own, mode, has_prompts=has_prompts)
+        assert (list(own.datasets), list(own.decode_datasets)) == (datasets, decoded), mode
+
+
+def test_an_error_about_a_file_names_the_setting(recorded):
+    _, config, _ = recorded
+    config.datasets["train"].corpus.files = "/data/*.jsonl, /more/a.txt"
+    files = "datasets.train.corpus.files"
+    assert files in settings_named(config, "The file /data/b.jsonl, row 7, has no 'text'.")
+    assert files in settings_named(config, "/more/a.txt cannot be read.")
+    assert settings_named(config, "/other/b.jsonl: no text, train, heldout") == []
+    with (
+        pytest.raises(ConfigError, match=rf"cannot be read\. \(Set by {files}"),
+        naming_settings(config),
+    ):
+        raise ConfigError("/more/a.txt cannot be read.")
+    with pytest.raises(ConfigError, match=r"^task\.tokenizer: x$"), naming_settings(config):
+        raise ConfigError("task.tokenizer: x")
+
+
+def test_moved_data_is_refused_by_its_setting_before_anything_compiles(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    done = launch("--mode=eval", f"--job_log_dir={job.path}", "--set", GONE)
+    assert (done.code, done.num_compiled) == (2, 0)
+    assert "datasets.heldout.corpus.files" in " ".join(done.err.split())
+
+
+@pytest.mark.slow
+def test_eval_and_decode_need_only_their_own_data(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    gone = [
+        f"datasets.train{setting}" for setting in (
+            "=praxis_lite.inputs.FromSource()", ".source=praxis_lite.inputs.JsonLines()",
+            ".source.files=/gone/*.jsonl", ".batch_size=3", ".shuffle=True",
+        )
+    ]
+    done = launch("--mode=eval", f"--job_log_dir={job.path}", "--set", *gone)
+    assert done.code == 0 and "step 7  heldout: accuracy" in done.out, done.err
+    done = launch("--mode=decode", f"--job_log_dir={job.path}", "--prompt", "7 plus", "--set", GONE)
+    assert done.code == 0, done.err
+    (record,) = map(json.loads, job.decode_jsonl("command_line", 7).read_text().splitlines())
+    assert record["prompt"] == "7 plus"
+    model = loaded(job, settings=[GONE])
+    assert model.generate("7 plus")[0]["continuation"] == record["continuation"]
+    with pytest.raises(ConfigError, match=r"datasets\.heldout\.corpus\.files"):
+        model.evaluate("heldout")
+    assert np.isfinite(model.evaluate({
+        "ids": np.ones((3, 5), np.int32), "labels": np.ones((3, 5), np.int32),
+    })["loss"])

@@ -1,0 +1,217 @@
+"""Jobs of several real processes, over loopback: what one process gives, and one end for all."""
+
+import functools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from praxis_lite.run.job.job_dir import JobDir
+from tests.support import process_pairs as pairs
+from tests.support.job_runs import (
+    CHECKOUT,
+    copy_of_trained,
+    home,
+    lines_of,
+    start_process,
+    trained,
+)
+
+TINY = "--exp=jobzoo.experiments.Tiny"
+
+
+@functools.cache
+def pair_job() -> tuple[JobDir, list[pairs.Ended], set[str], list[pairs.Ended]]:
+    """Returns the job of `trained`, made by two processes of four devices, but longer.
+
+    The second process gets a SIGTERM in step 3. What is left is gone on with, and the first one
+    killed while a step is saved.
+
+    Returns:
+      job, how both ended at first, what then lay in the folder, and how both ended at last.
+    """
+    job, temporary = JobDir(home() / "pair"), {"TMPDIR": str(pair_folder())}
+    argv = (TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=400")
+    signalled = temporary | {"JOBZOO_KILL_AT": "2", "JOBZOO_SIGNAL": "SIGTERM"}
+    stopped, names = pairs.run(*argv, cwd=home(), env=(temporary, signalled)), names_in(job)
+    processes = pairs.start_processes(*argv, cwd=home(), env=(temporary, temporary))
+    pairs.wait_until(
+        lambda: num_lines(job) >= 7 and any(job.checkpoints.glob("*.saving*")), processes
+    )
+    pairs.kill(processes[0])
+    return job, stopped, names, pairs.ended(processes)
+
+
+def pair_folder() -> Path:
+    """Returns where the processes of `pair_job` make temporary files."""
+    folder = home() / "pair_tmp"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def names_in(job: JobDir) -> set[str]:
+    return {path.name for path in job.path.iterdir() if path.name != ".training"}
+
+
+def num_lines(job: JobDir) -> int:
+    return len(job.metrics_jsonl.read_text().splitlines()) if job.metrics_jsonl.exists() else 0
+
+
+def numbers_of(path: Path) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in line.items() if isinstance(v, float) and "per_second" not in k}
+        for line in lines_of(path)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
+    # 13 rows on eight devices: the first process has 8 of them, the second 5 and filler. Gloo adds
+    # in another order than XLA does within a process: the last bit differs.
+    job, *_ = pair_job()
+    # The last evaluation of `trained` is that of its end.
+    for name, num in (("metrics.jsonl", 7), ("eval_metrics.jsonl", 2)):
+        ours, alone = (numbers_of(one.path / name)[:num] for one in (job, trained()[0]))
+        assert len(ours) == len(alone) == num
+        for one, other in zip(ours, alone, strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                np.testing.assert_allclose(value, other[key], rtol=1e-6, atol=1e-6, err_msg=key)
+    assert [line["step"] for line in lines_of(job.metrics_jsonl)][:7] == [*range(1, 8)]
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and_writes():
+    _, (first, second), names, _ = pair_job()
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "2 processes on 1 hosts, found by --coordinator=127.0.0.1:" in first.out
+    assert "Gloo" not in first.out
+    assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
+    assert second.out == first.err == ""
+    assert second.err.startswith("SIGTERM: ending when") and second.err.count("\n") == 1
+    assert names == names_in(trained()[0])
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_in_a_save_is_named_and_ends_the_other():
+    second = pair_job()[3][1]
+    assert second.code == 1
+    assert "error: process 0 (" in second.err and "is gone: it was killed" in second.err
+
+
+def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
+    port = pairs.free_port()
+    done = pairs.ended(
+        [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.support.process_work", f"127.0.0.1:{port}", str(k)],
+                cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for k in range(2)
+        ]
+    )
+    # The second one killed itself, and the first one waited for it on the devices.
+    assert [one.code for one in done] == [1, -signal.SIGKILL], done
+    assert "process 1 (" in done[0].err and "4 s: it was killed, or its host" in done[0].err
+    lines = done[0].out.splitlines()
+    seen = json.loads(next(line for line in lines if line.startswith("{")))
+    for order in ("in turn", "interleaved", "nested"):
+        assert seen[order] == [True] * 5, order
+    assert seen["examples"] is True
+    assert seen["agreed"] == [False, False, False, True, False, False]
+    assert seen["asked by"].startswith("a signal to process 1 (")
+    assert seen["exchanged"] == [[f"0.{k}", f"1.{k}"] for k in range(3)]
+    assert seen["missing"].startswith("process 1 (")
+    slow = [line for line in lines if line.startswith("slow: ")]
+    assert len(slow) == 1 and slow[0].startswith("slow: process 1 (")
+
+
+@pytest.mark.slow
+def test_no_temporary_folder_is_left_by_a_good_end_or_by_that_of_another_process():
+    pair_job()
+    assert [path.name for path in pair_folder().glob("praxis_lite_*")] == []
+
+
+@pytest.mark.slow
+def test_what_differs_between_processes_is_refused_by_both(tmp_path):
+    done = pairs.run(
+        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
+        more=((), ("--set", "run.seed=3")),
+    )
+    for one in done:
+        assert one.code == 2
+        words = " ".join(one.err.replace("[process 1] ", "").split())
+        assert "run.seed is" in words and "on process 0 (" in words and "on process 1 (" in words
+
+
+@pytest.mark.slow
+def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
+    first, second = pairs.run(
+        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
+        more=((), ("--set", "run.sed=3")),
+    )
+    assert (first.code, second.code) == (2, 2)
+    assert "error: process 1 (" in first.err and "run.sed" in first.err
+    assert "[process 1] error: " in second.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doubled", ["0", "1"])
+def test_two_processes_of_one_number_both_say_so(tmp_path, doubled):
+    flags = (f"--process_id={doubled}", "--start_seconds=12")
+    done = pairs.run(TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path, more=(flags, flags))
+    refused, waited = sorted((" ".join(one.err.split()) for one in done), key=len)
+    assert [one.code for one in done] == [2, 2] and "Traceback" not in refused + waited
+    assert f"error: --process_id={doubled} is given twice: process " in refused
+    assert f"was given --process_id={doubled} too, and was refused" in waited
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_a_second_time_leaves_the_job_alone(tmp_path):
+    argv = (TINY, f"--job_log_dir={tmp_path}/job", "--set", "run.num_train_steps=400")
+    running = pairs.start_processes(*argv, cwd=tmp_path)
+    pairs.wait_until(lambda: num_lines(JobDir(tmp_path / "job")) >= 3, running)
+    address = next(word for word in running[1].args if word.startswith("--coordinator="))
+    second = start_process(
+        *argv, address, "--num_processes=2", "--process_id=1", cwd=tmp_path, env=pairs.KEPT
+    )
+    _, words = second.communicate(timeout=60)
+    assert second.returncode == 2 and "--process_id=1 is given twice" in words
+    lines = num_lines(JobDir(tmp_path / "job"))
+    pairs.wait_until(lambda: num_lines(JobDir(tmp_path / "job")) > lines, running)
+    pairs.kill(running[0], signal.SIGTERM)
+    assert [one.code for one in pairs.ended(running)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_process_that_the_first_one_does_not_know_is_told_so(tmp_path):
+    first, second = pairs.run(
+        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
+        more=(("--start_seconds=15",), ("--start_seconds=15", "--num_processes=3",
+                                        "--process_id=2")),
+    )
+    assert (first.code, second.code) == (2, 2)
+    assert "does not take this one. See that --num_processes is the same" in second.err
+
+
+@pytest.mark.slow
+def test_slices_are_processes_and_both_evaluate_and_decode(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    shutil.rmtree(job.path / "decode", ignore_errors=True)
+    argv = ("--packages=jobzoo", f"--job_log_dir={job.path}")
+    mesh = ("--set", "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)")
+    for mode in ("eval", "decode"):
+        done = pairs.run(f"--mode={mode}", *argv, *mesh, cwd=tmp_path)
+        assert [one.code for one in done] == [0, 0], done
+    own, other = numbers_of(job.eval_metrics_jsonl)[-2:]
+    assert own.keys() == other.keys()
+    for key, value in own.items():
+        np.testing.assert_allclose(value, other[key], rtol=1e-6, err_msg=key)
+    assert len(job.decode_jsonl("prompts", 7).read_text().splitlines()) == 3

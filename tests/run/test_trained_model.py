@@ -1,0 +1,232 @@
+"""load(): a job's trained model in Python gives what --mode=eval and --mode=decode give."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+import praxis_lite
+from praxis_lite import ConfigError, MeshConfig
+from praxis_lite.decode import BeamSearch, Greedy
+from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.run.checkpoints.steps.manifest import read_manifest
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from tests.support.job_runs import copy_of_trained, loaded, succeed
+
+pytestmark = pytest.mark.slow
+
+ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The job that was trained on (1, 4, 2), evaluated and decoded on one device: its directory."""
+    job = copy_of_trained(tmp_path_factory.mktemp("trained") / "job")
+    for mode in ("eval", "decode"):
+        succeed(f"--mode={mode}", f"--job_log_dir={job.path}", "--set", ONE_DEVICE)
+    return job
+
+
+@pytest.fixture(scope="module")
+def model(job):
+    return loaded(job)
+
+
+@pytest.fixture(scope="module")
+def model_on_eight(job):
+    return loaded(job, mesh="job")
+
+
+def evaluated(job, line=-1):
+    found = [x for x in read_json_lines(job.eval_metrics_jsonl) if x["dataset"] == "heldout"]
+    return {k: v for k, v in found[line].items() if k not in ("step", "dataset")}
+
+
+def decoded(job):
+    text = job.decode_jsonl("prompts", 7).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def files_of(job):
+    return {p: p.stat().st_mtime_ns for p in job.path.rglob("*")}
+
+
+def test_it_has_the_checkpoints_weights_at_their_true_shapes(job, model, model_on_eight):
+    step_dir = job.checkpoints / "7"
+    stored = stored_arrays(step_dir, read_manifest(step_dir))
+    wanted = {p.removeprefix("mdl_vars/"): x for p, x in stored.items() if p.startswith("mdl_vars")}
+    assert model.step == model_on_eight.step == 7
+    assert dict(model.partitioner.mesh.shape) == {"replica": 1, "data": 1, "mdl": 1}
+    assert dict(model_on_eight.partitioner.mesh.shape) == {"replica": 1, "data": 4, "mdl": 2}
+    for one in (model, model_on_eight):
+        weights = one.weights
+        assert weights.keys() == wanted.keys()
+        for path, x in weights.items():
+            np.testing.assert_array_equal(x, wanted[path].read(), err_msg=path)
+    (hidden,) = [x for path, x in model.weights.items() if path.endswith("ffn_layer1/linear/w")]
+    assert hidden.shape == (2, 7, 11)  # Stored as [2, 8, 12] by the mesh that trained it.
+
+
+def test_evaluate_gives_the_numbers_of_mode_eval(job, model, model_on_eight):
+    before = files_of(job)
+    assert model.evaluate("heldout") == evaluated(job)
+    # The line before was written in training, on eight devices.
+    assert model_on_eight.evaluate("heldout") == evaluated(job, line=-2)
+    assert files_of(job) == before
+
+
+def test_evaluate_takes_batches_of_any_numbers_of_rows(job, model, model_on_eight):
+    wanted = evaluated(job)
+    rows = {}
+    for batch in model.job.datasets["heldout"].batches():
+        for name, x in batch.items():
+            rows[name] = np.concatenate([rows.get(name, x[:0]), x])
+    batches = [{n: x[start : start + 7] for n, x in rows.items()}
+               for start in range(0, len(rows["ids"]), 7)]
+    assert len({len(batch["ids"]) for batch in batches}) == 2, "the last is not shorter"
+    for found in (model_on_eight.evaluate(batches), model_on_eight.evaluate(rows)):
+        for name, value in found.items():
+            assert value == pytest.approx(wanted[name], abs=1e-5), name
+
+
+def test_samples_are_drawn_anew_for_the_checkpoint_of_another_step(model):
+    of_another_step = copy.copy(model)
+    of_another_step.step = 3
+    records, again = (model.decode("prompts", temperature=1.5) for _ in range(2))
+    assert records == again != of_another_step.decode("prompts", temperature=1.5)
+
+
+def test_predict_is_the_models_own_call(model, model_on_eight):
+    ids = np.random.default_rng(0).integers(0, 257, (5, 13))  # int64, and no device has as many.
+    mdl_vars = {"params": {}, "non_trainable": {}}
+    for path, x in model.weights.items():
+        *parents, name = path.split("/")
+        node = mdl_vars
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = x
+    module = model.partitioner.task.model.module(mdl_vars)
+    wanted = module(np.asarray(ids, np.int32))[0]
+    for one in (model, model_on_eight):
+        logits, cache = one.predict(ids)
+        assert isinstance(logits, np.ndarray) and logits.shape == (5, 13, 257) and cache is None
+        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    hidden = model.predict(ids, paddings=np.zeros((5, 13), np.float32))[0]
+    np.testing.assert_allclose(hidden, wanted, atol=1e-5)
+
+
+def without_scores(records):
+    return [{k: v for k, v in one.items() if k not in ("log_prob", "score")} for one in records]
+
+
+def test_decode_and_generate_give_the_records_of_mode_decode(job, model, model_on_eight):
+    wanted, before = decoded(job), files_of(job)
+    assert model.decode("prompts") == wanted
+    texts = [record["prompt"] for record in wanted]
+    ids = [[256, *text.encode()] for text in texts]
+    for found in (model.generate(texts), model_on_eight.generate(texts), model.generate(ids)):
+        assert without_scores(found) == without_scores(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
+    assert without_scores(model.generate(texts[0])) == without_scores(wanted[:1])
+    assert files_of(job) == before
+
+
+def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
+    texts = [record["prompt"] for record in decoded(job)]
+    succeed(
+        "--mode=decode", f"--job_log_dir={job.path}", "--set", ONE_DEVICE, "run.seed=7",
+        "task.decoder.temperature=1.5", "task.decoder.num_samples=2",
+    )
+    wanted = decoded(job)
+    found = model.generate(texts, temperature=1.5, num_samples=2, seed=7)
+    assert without_scores(found) == without_scores(wanted) and len(found) == 6
+    stopped = model.generate(texts, decoder=Greedy(max_decode_steps=2))
+    assert {one["decode_length"] for one in stopped} <= {1, 2}
+    # The job's decoder is as it was.
+    assert {one["decode_length"] for one in model.generate(texts)} & {3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m.evaluate("held"), "there is no 'held'. Did you mean heldout"),
+        (lambda m: m.evaluate("train"), "datasets.train has no end"),
+        (lambda m: m.evaluate({"ids": np.ones((2, 3))}), "reads the key 'labels'"),
+        (lambda m: m.evaluate([]), "given no batch"),
+        (lambda m: m.evaluate(np.ones((2, 3))), "a batch of ndarray; give NumPy"),
+        (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"id": np.ones((2, 3))}]), "same names"),
+        (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"ids": np.ones((2, 4))}]), "do not fit"),
+        (lambda m: m.decode("heldout"), r"decode_datasets are \['prompts'\]"),
+        (lambda m: m.predict(), "given no array"),
+        (lambda m: m.predict([[1, 2]]), "given no array"),
+        (lambda m: m.generate([]), "give a prompt, or"),
+        (lambda m: m.generate([[]]), "give a prompt, or"),
+        (lambda m: m.generate([[[1]]]), r"a prompt of int64\[1, 1\]"),
+        (lambda m: m.generate([[1, 10**6]]), r"a prompt has 1000000 at \[1\]; wanted are ids from"),
+        (lambda m: m.generate([[-1]]), "a prompt has -1"),
+        (lambda m: m.generate([[1.7]]), r"a prompt of float64\[1\]"),
+        (lambda m: m.generate([[True]]), r"a prompt of bool\[1\]"),
+        (lambda m: m.generate([[2**40]]), "a prompt has 1099511627776"),
+        (lambda m: m.generate([[[1], [1, 2]]]), r"a prompt of \[\[1\], \[1, 2\]\]"),
+        (lambda m: m.generate([3, 4]), r"a prompt of int64\[\]"),
+        (lambda m: m.generate(b"a"), "give a prompt, or"),
+        (lambda m: m.generate({"a": 1}), "give a prompt, or"),
+        (lambda m: m.generate(None), "give a prompt, or"),
+        (lambda m: m.generate("a", eos_id=10**6), "eos_id is 1000000; wanted is of tokens from 0"),
+        (lambda m: m.generate("a", eos_id=(1, 10**6)), "eos_id is .1, 1000000.; wanted is of"),
+        (lambda m: m.generate("a", eos_id=True), "eos_id is True; wanted is a token"),
+        (lambda m: m.generate("a", seed=-1), "seed is -1; wanted is a whole number from 0"),
+        (lambda m: m.generate("a", seed=1.0), "seed is 1.0"),
+        (lambda m: m.generate("a", max_decode_steps=2.0), "max_decode_steps is 2.0; wanted is a w"),
+        (lambda m: m.generate("a", max_decode_steps=True), "max_decode_steps is True"),
+        (lambda m: m.generate("a", temperature="hot"), "temperature is 'hot'; wanted is a number"),
+        (lambda m: m.generate("a", temperature=float("nan")), "temperature is nan"),
+        (lambda m: m.generate("a", temperature=-1), "temperature is -1"),
+        (lambda m: m.generate("a", k=1.5), "k is 1.5; wanted is a whole number"),
+        (lambda m: m.generate("a", k=None), "k is None; wanted is a whole number"),
+        (lambda m: m.generate("a", p=2), "p is 2"),
+        (lambda m: m.generate("a", num_samples=0), "num_samples is 0"),
+        (lambda m: m.predict(np.array([[10**6]])), "predict: ids has 1000000 at"),
+        (lambda m: m.predict(np.array([[-1]])), "predict: ids has -1 at"),
+        (lambda m: m.predict(np.array([[1.7]])), r"predict: ids is float64\[1, 1\]"),
+        (lambda m: m.predict(ids=np.array([[-1]])), "predict: ids has -1 at"),
+        (lambda m: m.generate("a", temprature=1), "no setting 'temprature'.*Did you mean temp"),
+        (lambda m: m.generate("a", max_decode_steps=0), "max_decode_steps is 0"),
+        (lambda m: m.generate("a", decoder=BeamSearch(), k=3), "BeamSearch has no setting 'k'"),
+    ],
+)
+def test_what_cannot_be_is_said_in_words(model, call, words):
+    with pytest.raises(ConfigError, match=words):
+        call(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"step": 5}, "no checkpoint of step 5 .*it has the steps 3, 6, 7"),
+        ({"step": "last"}, "wanted is a whole number, 'best' or None"),
+        ({"mesh": "eight"}, "wanted is 'attached', 'job' or a MeshConfig"),
+        ({"mesh": MeshConfig(ici_mesh_shape=(1, 16, 1))}, "needs 16 devices, but there are 8"),
+        ({"settings": ["run.eval_use_ema_states=True"]}, "ema_decay"),
+        ({"settings": ["task.decoder.temprature=1"]}, "no such field"),
+    ],
+)
+def test_a_job_that_is_not_as_wanted_is_refused(job, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        loaded(job, **settings)
+
+
+def test_where_no_job_is_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist .*Train first"):
+        praxis_lite.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="has no config.json"):
+        praxis_lite.load(tmp_path)
+
+
+def test_data_that_are_elsewhere_do_not_keep_the_weights_from_being_used(job):
+    model = loaded(job, step=3, settings=["datasets.train.corpus.files=/nowhere/*"])
+    assert model.step == 3 and model.weights
+    with pytest.raises(ConfigError, match="/nowhere"):
+        model.evaluate("heldout")

@@ -1,0 +1,220 @@
+"""JSON lines: what is written comes back, and a killed run leaves each step once."""
+
+import json
+import math
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.files.json_text import read_json
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
+from praxis_lite.run.trainer.metrics.records import add_records, read_records
+
+
+def write_steps(path, steps, resume_step=None, **values):
+    with JsonLinesWriter(path, resume_step) as writer:
+        for step in steps:
+            writer.write({"step": step, **values})
+
+
+def steps_in(path):
+    return [line["step"] for line in read_json_lines(path)]
+
+
+def test_float32_round_trips_bit_for_bit(tmp_path):
+    rng = np.random.default_rng(13)
+    # Random bits reach every exponent, subnormals and both zeros' neighbourhood included.
+    values = rng.integers(0, 2**32, 997, dtype=np.uint32).view(np.float32)
+    values = np.append(values[np.isfinite(values)], np.float32([0.0, -0.0, 1e-45, 3.4028235e38]))
+    with JsonLinesWriter(tmp_path / "m.jsonl", None) as writer:
+        for step, value in enumerate(values):
+            writer.write({"step": step, "loss": value})
+    got = np.array([line["loss"] for line in read_json_lines(tmp_path / "m.jsonl")], np.float32)
+    np.testing.assert_array_equal(got.view(np.uint32), values.view(np.uint32))
+
+
+def test_each_line_can_be_read_as_soon_as_it_is_written(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with JsonLinesWriter(path, None) as writer:
+        for step in range(1, 8):
+            writer.write({"step": step})
+            assert steps_in(path) == list(range(1, 8))[:step]
+
+
+def test_key_order_depends_on_the_keys_alone(tmp_path):
+    line = {"tokens_per_second": 3.0, "loss": 2.0, "dataset": "dev", "grad_norm": 1.0, "step": 7}
+    with JsonLinesWriter(tmp_path / "m.jsonl", None) as writer:
+        writer.write(line)
+        writer.write(dict(reversed(line.items())))
+    first, second = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert first == second
+    assert list(json.loads(first)) == ["step", "dataset", "loss", "grad_norm", "tokens_per_second"]
+
+
+def test_non_finite_numbers_are_strict_json_and_come_back(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with JsonLinesWriter(path, None) as writer:
+        writer.write({"step": 1, "loss": np.float32(math.nan), "a": math.inf, "b": [-math.inf]})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (line,) = read_json_lines(path)
+    assert math.isnan(line["loss"])
+    assert (line["a"], line["b"]) == (math.inf, [-math.inf])
+
+
+def test_arrays_become_plain_numbers(tmp_path):
+    jnp = pytest.importorskip("jax.numpy")
+    with JsonLinesWriter(tmp_path / "m.jsonl", None) as writer:
+        writer.write({"step": np.int64(3), "a": jnp.asarray(1.5, jnp.bfloat16), "b": jnp.asarray(7),
+                      "c": np.bool_(True), "d": {"e": np.float16(0.5)}, "f": None, "g": "text"})
+    assert read_json_lines(tmp_path / "m.jsonl") == [
+        {"step": 3, "a": 1.5, "b": 7, "c": True, "d": {"e": 0.5}, "f": None, "g": "text"}]
+
+
+def test_resume_keeps_each_step_once(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, range(1, 14), run="first")
+    write_steps(path, range(8, 18), resume_step=7, run="second")
+    lines = read_json_lines(path)
+    assert [line["step"] for line in lines] == list(range(1, 18))
+    assert [line["run"] for line in lines] == ["first"] * 7 + ["second"] * 10
+
+
+def test_an_interrupted_run_leaves_the_bytes_of_an_uninterrupted_one(tmp_path):
+    losses = np.random.default_rng(7).normal(size=38).astype(np.float32)
+
+    def write(path, steps, resume_step=None):
+        with JsonLinesWriter(path, resume_step) as writer:
+            for step in steps:
+                writer.write({"step": step, "loss": losses[step]})
+
+    write(tmp_path / "whole.jsonl", range(1, 38))
+    write(tmp_path / "parts.jsonl", range(1, 30))
+    with (tmp_path / "parts.jsonl").open("a") as file:
+        file.write('{"step": 30, "lo')
+    write(tmp_path / "parts.jsonl", range(14, 38), resume_step=13)
+    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_no_resume_step_starts_over_and_maxsize_keeps_all(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, [1, 2, 3])
+    write_steps(path, [1], resume_step=sys.maxsize)
+    assert steps_in(path) == [1, 2, 3, 1]
+    write_steps(path, [1], resume_step=None)
+    assert steps_in(path) == [1]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 8, "lo', "{", '{"step": 8', "\0\0\0", '{"data": "\xc3'])
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path, tail):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, range(1, 8))
+    with path.open("ab") as file:
+        file.write(tail.encode("latin-1"))
+    assert steps_in(path) == list(range(1, 8))
+    write_steps(path, [8, 9], resume_step=7)
+    assert steps_in(path) == list(range(1, 10))
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    write_steps(path, [3], resume_step=2)
+    assert steps_in(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", ["{", "[1]", "7", '{"loss": 1.0}', '{"step": "3"}'])
+def test_a_broken_line_in_the_middle_is_named(tmp_path, bad):
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
+    with pytest.raises(ConfigError, match=r"m\.jsonl, line 2"):
+        JsonLinesWriter(path, 3)
+    assert path.read_text().count("\n") == 3
+
+
+def test_a_whole_last_line_without_a_step_is_no_cut_line(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"loss": 1.0}\n')
+    with pytest.raises(ConfigError, match=r"m\.jsonl, line 2"):
+        read_json_lines(tmp_path / "m.jsonl")
+
+
+def test_a_kill_while_mending_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, range(1, 14))
+    before = path.read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        JsonLinesWriter(path, 7)
+    assert path.read_bytes() == before
+
+
+def test_a_missing_file_is_an_error_of_the_user(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        read_json_lines(tmp_path / "m.jsonl")
+
+
+@pytest.mark.parametrize("line", [{"loss": 1.0}, {"step": 1, "loss": np.ones(3)},
+                                  {"step": 1, "loss": object()}])
+def test_a_line_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, line):
+    with JsonLinesWriter(tmp_path / "m.jsonl", None) as writer, pytest.raises(ValueError):
+        writer.write(line)
+    assert read_json_lines(tmp_path / "m.jsonl") == []
+
+
+def test_a_directory_that_was_renamed_or_deleted_is_told(tmp_path):
+    path = tmp_path / "job" / "metrics.jsonl"
+    writer = JsonLinesWriter(path, 0)
+    writer.write({"step": 1})
+    path.parent.rename(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        writer.write({"step": 2})
+    writer.close()
+
+
+IN_ITS_PLACE = {"pipe": os.mkfifo, "folder": os.mkdir}
+
+
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_what_lies_in_a_files_place_is_refused_at_once(kind, tmp_path):
+    for name in ("metrics.jsonl", "metrics.lost.jsonl", "records.jsonl"):
+        IN_ITS_PLACE[kind](tmp_path / name)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read"):
+        read_json_lines(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 3)
+    with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read"):
+        read_records(tmp_path / "records.jsonl")
+    with pytest.raises(ConfigError, match=r"records\.jsonl could not be written"):
+        add_records(tmp_path / "records.jsonl", [{"a": 1}])
+    with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read"):
+        read_json(tmp_path / "records.jsonl")
+    # Lines of steps that are made again are to go where something else lies.
+    os.rename(tmp_path / "metrics.jsonl", tmp_path / "other")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.lost\.jsonl could not be written"):
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 3)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "7", "{", '"a"', "\udcff"])
+def test_records_that_are_none_are_named_by_their_line(line, tmp_path):
+    path = tmp_path / "10.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(ConfigError, match=r"10\.jsonl, line 2: not a JSON object"):
+        read_records(path)
+
+
+def test_brackets_within_brackets_are_no_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("[" * 100_000 + '\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match="line 1: not a JSON object"):
+        read_json_lines(path)

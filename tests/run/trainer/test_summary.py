@@ -1,0 +1,96 @@
+"""The summary that ends the demo, from files written here by hand."""
+
+import json
+
+from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
+from praxis_lite.run.trainer.metrics.records import add_records
+from praxis_lite.run.trainer.summary import summary
+from tests.support.job_runs import copy_of_trained, launch
+
+
+def write_lines(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
+    job = JobDir(tmp_path)
+    write_lines(job.metrics_jsonl, [{"step": n, "loss": 8.0 - n / 100} for n in range(1, 201)])
+    write_lines(
+        job.eval_metrics_jsonl,
+        [
+            {"step": 100, "dataset": "heldout", "loss": 7.0, "bits_per_byte": 3.0},
+            {
+                "step": 200, "dataset": "heldout", "loss": 1.75, "bits_per_byte": 2.525,
+                "gzip_bits_per_byte": 2.5,
+            },
+        ],
+    )
+    prompts = [
+        {"prompt": f"prompt {n}", "continuation": "two\nlines" if n == 0 else f"tail {n}"}
+        for n in range(5)
+    ]
+    write_lines(job.decode_jsonl("heldout", 200), prompts)
+    write_lines(job.decode_jsonl("heldout", 100), [{"prompt": "old", "continuation": "older"}])
+    text = summary(job)
+    training, evaluation, continuations, places = text.split("\n\n")
+    # The first step, the last, and three between.
+    assert training.splitlines()[1].split() == ["step", "1", "51", "101", "151", "200"]
+    losses = ["7.9900", "7.4900", "6.9900", "6.4900", "6.0000"]
+    assert training.splitlines()[2].split() == ["loss", *losses]
+    # The newest evaluation only, with gzip's figure beside the model's.
+    assert "heldout, step 200: loss 1.7500  bits_per_byte 2.5250" in evaluation
+    assert "gzip -9 needs 2.5000 bits per byte" in evaluation and "7.0000" not in evaluation
+    # The newest step, three prompts, lines kept apart.
+    assert continuations.splitlines()[0] == "Continuations (heldout, step 200, 3 of 5)"
+    assert [line.strip() for line in continuations.splitlines()[1:4]] == [
+        "prompt    | prompt 0", "goes on | two", "| lines",
+    ]
+    assert "prompt 2" in continuations and "prompt 3" not in continuations
+    assert "old" not in continuations
+    # What is there, and nothing else.
+    assert str(job.metrics_jsonl) in places and "loss curve" not in places
+    assert "TensorBoard" not in places
+
+
+def test_it_says_how_tensorboard_is_had_and_takes_packages_as_the_other_modes_do(tmp_path):
+    job = JobDir(tmp_path / "job")
+    job.tensorboard.mkdir(parents=True)
+    job.config_json.touch()
+    done = launch("--mode=summary", f"--job_log_dir={job.path}", "--packages=jobzoo")
+    assert (done.code, done.err) == (0, "")
+    (line,) = [line for line in done.out.splitlines() if "TensorBoard" in line]
+    assert f"tensorboard --logdir={job.tensorboard}" in line
+    assert "pip install tensorboard" in line
+
+
+def test_a_long_line_is_wrapped_and_an_empty_continuation_shown(tmp_path):
+    job = JobDir(tmp_path)
+    write_lines(
+        job.decode_jsonl("p", 7), [{"prompt": "word " * 50, "continuation": ""}]
+    )
+    lines = summary(job).split("\n\n")[0].splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum(line.count("word") for line in lines) == 50
+    assert lines[-1].strip() == "goes on |"
+
+
+def test_the_mode_prints_it_without_a_mesh_or_a_compiler(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    done = launch("--mode=summary", f"--job_log_dir={job.path}")
+    assert (done.code, done.err, done.num_compiled) == (0, "", 0)
+    assert done.out == summary(job) + "\n"
+    for name in ("config.txt", "layout.txt", "metrics.jsonl", "loss_curve.png", "checkpoints"):
+        assert str(job.path / name) in done.out
+
+
+def test_prompts_of_command_lines_are_added_to_one_file_and_the_newest_are_shown(tmp_path):
+    job = JobDir(tmp_path)
+    path = job.decode_jsonl(COMMAND_LINE, 7)
+    for calls in (["a", "b"], ["b", "c"], ["d", "e"]):
+        add_records(path, [{"prompt": text, "continuation": text * 3} for text in calls])
+    assert [json.loads(line)["prompt"] for line in path.read_text().splitlines()] == list("abcde")
+    assert [file.name for file in path.parent.iterdir()] == ["7.jsonl"]
+    continuations = summary(job).split("\n\n")[0].splitlines()
+    assert continuations[0] == "Continuations (command_line, step 7, 3 of 5)"
+    assert [line[-1] for line in continuations[1::2]] == ["c", "d", "e"]

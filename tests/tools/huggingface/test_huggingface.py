@@ -1,0 +1,250 @@
+"""Models of Hugging Face: read, run, trained and written, against the real transformers."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from praxis_lite import ConfigError
+from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
+from praxis_lite.run.checkpoints.init.init_from_checkpoint import completed
+from praxis_lite.tools import huggingface
+from praxis_lite.tools.huggingface.decoder import lm_config
+from praxis_lite.tools.huggingface.decoder_settings import LayerKind
+from praxis_lite.tools.huggingface.family import family_of
+from praxis_lite.tools.huggingface.rotary import rotary
+from tests.support.goldens import GOLDENS, golden_arrays
+from tests.support.marks import slow_but
+
+FAMILIES = sorted(path.name for path in (GOLDENS / "hf").iterdir())
+# None of them divides the heads, the vocabulary or the hidden dims.
+UNEVEN = (1, 4, 2)
+
+
+def mesh_of(shape):
+    return make_mesh(MeshConfig(ici_mesh_shape=shape, allow_unused_devices=True))
+
+
+@functools.cache
+def loaded(family, shape=(1, 1, 1), *settings):
+    return huggingface.load(GOLDENS / "hf" / family, mesh_of(shape), settings=settings)
+
+
+@functools.cache
+def golden(family):
+    return golden_arrays(f"hf/{family}/goldens.npz")
+
+
+def places(quick):
+    """Returns (family, mesh, settings) of the tests of what a model computes."""
+    cases = [(family, shape) for family in FAMILIES for shape in ((1, 1, 1), UNEVEN)]
+    cases += [(family, (1, 3, 2), "SHARDING_PRESET=fsdp") for family in ("llama", "gemma2")]
+    return slow_but(quick, cases)
+
+
+@pytest.mark.parametrize("case", places({("llama", UNEVEN), ("gemma2", (1, 1, 1))}), ids=str)
+def test_logits_equal_those_of_transformers(case):
+    model, wanted = loaded(*case), golden(case[0])
+    for side in ("right", "left"):
+        mask = wanted[f"{side}_mask"]
+        found = model.logits(wanted[f"{side}_ids"], attention_mask=mask)
+        assert np.abs(found - wanted[f"{side}_logits"])[mask == 1].max() < 1e-4
+        assert np.isfinite(found).all()
+    segments = wanted["packed_segment_ids"]
+    found = model.logits(
+        wanted["packed_ids"], position_ids=wanted["packed_position_ids"], segment_ids=segments
+    )
+    assert np.abs(found - wanted["packed_logits"])[segments != 0].max() < 1e-4
+    found = model.logits(wanted["shifted_ids"], position_ids=wanted["shifted_position_ids"])
+    assert np.abs(found - wanted["shifted_logits"]).max() < 1e-4
+
+
+@pytest.mark.parametrize("case", places({("llama", UNEVEN)}), ids=str)
+def test_greedy_tokens_are_those_of_transformers(case):
+    model, wanted = loaded(*case), golden(case[0])
+    pairs = zip(wanted["greedy_prompts"], wanted["greedy_mask"], strict=True)
+    prompts = [row[mask == 1].tolist() for row, mask in pairs]
+    assert model.generate(prompts, max_new_tokens=16) == wanted["greedy_tokens"].tolist()
+
+
+def trained(family, shape, optimizer, learning_rate, num_steps, partitioner=Partitioner):
+    """Returns the losses of steps on the right-padded batch, and the model with what they made."""
+    model, wanted = loaded(family, shape), golden(family)
+    left_out = model.experiment.task.learner.bprop_variable_exclusion
+    learner = fdl.Config(
+        Learner, optimizer=optimizer, learning_rate=learning_rate,
+        bprop_variable_exclusion=left_out,
+    )
+    task = fdl.build(fdl.copy_with(model.experiment.task, learner=learner))
+    one = partitioner(task, model.partitioner.mesh)
+    arrays = {f"mdl_vars/{path}": x.copy() for path, x in model.arrays.items()}
+    state = completed(one, one.key(0), arrays)
+    ids, mask = wanted["right_ids"], wanted["right_mask"].astype(np.float32)
+    batch = {"ids": ids[:, :-1], "labels": ids[:, 1:], "weights": mask[:, 1:]}
+    losses = []
+    for _ in range(num_steps):
+        state, outputs = one.train_step(state, one.global_batch(batch), one.key(0))
+        losses.append(float(outputs["metrics"]["loss"][0]))
+    after = jax.tree.leaves(state.mdl_vars)
+    arrays = dict(zip(model.arrays, after, strict=True))
+    return losses, huggingface.HuggingFaceModel(one, arrays, model.experiment, model.pretrained)
+
+
+ADAMW = fdl.Partial(optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+TRAINED = [(family, (1, 1, 1)) for family in FAMILIES if "train_losses" in golden(family)]
+TRAINED += [(family, UNEVEN) for family in ("llama", "gemma2", "phi3")]
+
+
+@pytest.mark.parametrize("case", slow_but({("qwen3", (1, 1, 1))}, TRAINED), ids=str)
+def test_ten_steps_of_adamw_give_the_losses_and_weights_of_torch(case, tmp_path):
+    losses, model = trained(*case, ADAMW, 1e-3, 10)
+    wanted = golden(case[0])
+    np.testing.assert_allclose(losses, wanted["train_losses"], atol=1e-4)
+    model.export(tmp_path / "out", "float32")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    not_trained = {name for name in tensors if name.endswith("e_score_correction_bias")}
+    assert set(tensors) - not_trained == set(wanted["tensor_names"])
+    for i, name in enumerate(wanted["tensor_names"]):
+        found = tensors[name].astype(np.float64)
+        off = abs(found.sum() - wanted["train_sums"][i])
+        assert off <= wanted["train_sums_tolerance"][i], name
+        norm = np.sqrt((found**2).sum())
+        assert abs(norm - wanted["train_norms"][i]) <= wanted["train_norms_tolerance"][i]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(set(), [*((family, (1, 1, 1)) for family in FAMILIES), ("mixtral", UNEVEN)]),
+    ids=str,
+)
+def test_gradients_have_the_norms_of_torch(case, tmp_path):
+    # A step of plain descent at a rate of 1 takes off the gradient.
+    (loss,), model = trained(*case, fdl.Partial(optax.sgd), 1.0, 1)
+    wanted = golden(case[0])
+    assert loss == pytest.approx(wanted["right_loss"], abs=1e-5)
+    model.export(tmp_path / "after", "float32")
+    loaded(*case).export(tmp_path / "before", "float32")
+    after, before = (load_file(tmp_path / x / "model.safetensors") for x in ("after", "before"))
+    for name, norm in zip(wanted["tensor_names"], wanted["gradient_norms"], strict=True):
+        found = np.linalg.norm((before[name].astype(np.float64) - after[name]).ravel())
+        assert abs(found - norm) <= 1e-4 + 1e-4 * norm, name
+
+
+@pytest.mark.slow
+def test_it_trains_by_hand_as_by_the_compiler():
+    wanted = golden("llama")["train_losses"]
+    losses, _ = trained("llama", (1, 3, 2), ADAMW, 1e-3, 10, ShardMapPartitioner)
+    np.testing.assert_allclose(losses, wanted, atol=1e-4)
+
+
+def tensors_in(directory):
+    found = {}
+    for path in Path(directory).glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("case", slow_but(
+    {("phi3", UNEVEN), ("mixtral", (1, 1, 1))},
+    [(family, shape) for family in FAMILIES for shape in ((1, 1, 1), UNEVEN)],
+), ids=str)
+def test_what_is_read_is_written_bit_for_bit(case, tmp_path):
+    loaded(*case).export(tmp_path / "out", max_file_bytes=100_000)
+    wanted, found = tensors_in(GOLDENS / "hf" / case[0]), tensors_in(tmp_path / "out")
+    assert set(found) == set(wanted)
+    for name, x in wanted.items():
+        assert found[name].dtype == x.dtype
+        assert found[name].tobytes() == x.tobytes(), name
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in wanted.values())
+
+
+def copy_of(tmp_path, family="llama", **fields):
+    """Returns a copy of a model's directory, with other fields in config.json; None: without."""
+    target = shutil.copytree(GOLDENS / "hf" / family, tmp_path / "model")
+    path = target / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return target
+
+
+@pytest.mark.parametrize("fields, said", [
+    ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not known here; known are"),
+    ({"archs": 1}, "the field 'archs' = 1, which is not known here"),
+    ({"head_dim": 16, "num_attention_heads": 4}, "has the shape"),
+    ({"hidden_size": None}, "says nothing of hidden_size"),
+    ({"rope_scaling": {"rope_type": "static", "factor": 2.0}}, "of the kind 'static'; known are"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"is \['beta'\]"),
+    ({"hidden_act": "mish"}, "activation is 'mish'; wanted is one of silu"),
+    ({"intermediate_size": 108}, r"has the shape \(109, 48\); by config.json it is \(108, 48\)"),
+    ({"num_hidden_layers": 4}, "has no model.layers.3"),
+    ({"num_hidden_layers": 2}, "has model.layers.2.* would be lost"),
+    ({"tie_word_embeddings": True}, "ties the head .* lm_head.weight with other values"),
+])
+def test_a_config_that_is_not_understood_is_refused_by_name(fields, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        huggingface.load(copy_of(tmp_path, **fields))
+
+
+def test_files_that_are_missing_damaged_or_pickled_are_refused(tmp_path):
+    target = copy_of(tmp_path)
+    file = target / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        huggingface.load(target)
+    file.rename(target / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pytorch_model.bin, a pickle, which can run code"):
+        huggingface.load(target)
+    (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
+    with pytest.raises(ConfigError, match="'../b'; wanted is the name of a file beside it"):
+        huggingface.load(target)
+
+
+def test_the_head_of_a_tied_model_may_be_stored_besides_if_it_is_the_embedding(tmp_path):
+    target = copy_of(tmp_path, "qwen3")
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, target / "model.safetensors")
+    assert huggingface.load(target).partitioner.mesh.size == 1
+
+
+def test_an_export_overwrites_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="has files already .config.json, .*Name a new directory"):
+        loaded("llama").export(copy_of(tmp_path))
+
+
+def settings_of(family, **changed):
+    config = json.loads((GOLDENS / "hf" / family / "config.json").read_text()) | changed
+    return family_of(config), family_of(config).decoder_settings(config), config
+
+
+def test_longrope_has_the_factor_of_its_lengths_where_the_config_has_none():
+    scaling = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    given = {"max_position_embeddings": 2048, "rope_scaling": scaling}
+    _, settings, _ = settings_of("phi3", **given)
+    layer = rotary(settings, LayerKind(False, False))
+    # transformers: sqrt(1 + ln(2048 / 128) / ln(128)).
+    assert layer.attention_factor == pytest.approx(np.sqrt(1 + np.log(16) / np.log(128)))
+    _, settings, _ = settings_of("phi3", **given | {"rope_scaling": scaling | {"factor": 1.0}})
+    assert rotary(settings, LayerKind(False, False)).attention_factor == 1.0
+
+
+def test_dropout_of_a_config_is_ours_and_what_is_not_followed_is_said():
+    family, settings, config = settings_of("gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    block = lm_config(settings).transformer_layer_tpl
+    assert (block.atten_dropout_prob, block.residual_dropout_prob) == (0.1, 0.2)
+    (said,) = family.not_followed(config)
+    assert "embd_pdrop = 0.3 is not followed" in said
+    family, _, config = settings_of("mixtral", output_router_logits=True)
+    assert "moe_load_balance_loss_weight" in family.not_followed(config)[0]
+    assert not settings_of("llama")[0].not_followed(settings_of("llama")[2])

@@ -1,0 +1,125 @@
+"""What instructions cost, against hand counts; what splash computes, against its mask."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from praxis_lite.layers.attention.fused import _block_sizes, _share_of_blocks
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.tools.explain.hlo_text import parse
+from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.costs import (
+    Efficiencies,
+    Wire,
+    compute_seconds,
+    kernel_flops,
+    wire_seconds,
+)
+
+PLAIN = Efficiencies(
+    cycles=1.0, kernel=1.0, matmul=1.0, link=1.0, network=1.0, hop_seconds=0.0, network_seconds=0.0
+)
+V5E, H100 = CHIPS["v5e"], CHIPS["h100"]
+
+TEXT = """HloModule m
+
+%fused (s: f32[4,512,256], i: s32[]) -> f32[512,256] {
+  %s = f32[4,512,256] parameter(0)
+  %i = s32[] parameter(1)
+  %one = f32[1,512,256] dynamic-slice(%s, %i), dynamic_slice_sizes={1,512,256}
+  ROOT %b = f32[512,256] bitcast(%one)
+}
+
+ENTRY %main (a: bf16[512,128], b: bf16[128,256], s: f32[4,512,256], i: s32[]) -> f32[512,256] {
+  %a = bf16[512,128] parameter(0)
+  %b = bf16[128,256] parameter(1)
+  %s = f32[4,512,256] parameter(2)
+  %i = s32[] parameter(3)
+  %d = bf16[512,256] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %timed = bf16[512,256] negate(%d), backend_config={"estimated_cycles":"3000"}
+  %q = bf16[2,4,1024,128] broadcast(%i)
+  %k = bf16[2,2,2048,128] broadcast(%i)
+  %blocks = s8[1,64,64] broadcast(%i)
+  %dkv = bf16[2,4,1024,128] custom-call(%i, %blocks, %q, %k, %k), \
+custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+},share_of_blocks="0.250000"}, metadata={op_name="a/splash_mha_dkv/pallas_call"}
+  ROOT %f = f32[512,256] fusion(%s, %i), kind=kLoop, calls=%fused
+}
+"""
+PROGRAM = parse(TEXT)
+MAIN = PROGRAM.computations[PROGRAM.entry]
+
+
+def seconds(name, chip):
+    return compute_seconds(MAIN[name], MAIN, PROGRAM, chip, PLAIN)
+
+
+def test_cycles_over_the_clock_and_a_roofline_without():
+    assert seconds("timed", V5E) == pytest.approx(3000 / V5E.clock)
+    assert seconds("d", V5E) == 0.0  # A TPU's instruction without cycles is free.
+    flops = 2 * 512 * 256 * 128 / H100.peak()
+    moved = 2 * (512 * 128 + 128 * 256 + 512 * 256) / H100.hbm_bandwidth
+    assert seconds("d", H100) == pytest.approx(max(flops, moved))
+
+
+def test_of_a_stack_only_the_slice_is_read():
+    # Read and written: one of four; and the index.
+    moved = 4 * (2 * 512 * 256 + 1)
+    assert seconds("f", H100) == pytest.approx(moved / H100.hbm_bandwidth)
+
+
+def test_a_kernels_flops_are_those_of_the_blocks_it_computes():
+    # Its text stands on three lines. Four matmuls of dk and dv, a quarter of the blocks.
+    by_hand = 0.25 * 4 * 2 * (2 * 4 * 1024 * 128) * 2048
+    assert kernel_flops(MAIN["dkv"], MAIN) == pytest.approx(by_hand)
+    assert seconds("dkv", V5E) == pytest.approx(by_hand / V5E.peak())
+    assert kernel_flops(MAIN["d"], MAIN) == 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        AttentionMask(),
+        AttentionMask(right_context=0),
+        AttentionMask(left_context=700, right_context=0),
+        AttentionMask(left_context=300, right_context=200),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(2048, 2048), (1024, 1536), (384, 384)])
+def test_the_share_of_blocks_that_splash_computes(mask, lengths):
+    seen = mask.visible(*lengths)
+    seen = np.ones((1, *lengths), bool) if seen is None else np.asarray(seen)
+    block_q, block_kv = _block_sizes(lengths)
+    blocks = seen[0].reshape(lengths[0] // block_q, block_q, lengths[1] // block_kv, block_kv)
+    assert _share_of_blocks(lengths, mask) == pytest.approx(blocks.any((1, 3)).mean())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("all-gather", 7 * 1024),
+        ("all-reduce", 2 * 7 / 8 * 1024),
+        ("reduce-scatter", 7 / 8 * 1024),
+        ("all-to-all", 7 / 8 * 1024),
+        ("collective-permute", 1024),
+    ],
+)
+def test_what_a_ring_sends(kind, sent):
+    wire = Wire(kind=kind, bytes=1024, group=8)
+    assert wire.sent == sent
+    assert wire_seconds(wire, V5E, PLAIN) == pytest.approx(sent / (2 * V5E.link_bandwidth))
+
+
+def test_lines_hops_slices_and_nvlink():
+    ring = Wire(kind="all-gather", bytes=2**20, group=8)
+    line = dataclasses.replace(ring, is_ring=False)
+    assert wire_seconds(line, V5E, PLAIN) == pytest.approx(2 * wire_seconds(ring, V5E, PLAIN))
+    late = dataclasses.replace(PLAIN, hop_seconds=1.0)
+    assert wire_seconds(ring, V5E, late) == pytest.approx(4.0, abs=1e-3)  # Both ways round.
+    between = dataclasses.replace(ring, crosses=True)
+    assert wire_seconds(between, V5E, PLAIN) == pytest.approx(ring.sent / V5E.network_bandwidth)
+    assert wire_seconds(ring, H100, PLAIN) == pytest.approx(ring.sent / H100.link_bandwidth)
+    assert wire_seconds(Wire(kind="all-reduce", bytes=2**20, group=1), V5E, PLAIN) == 0.0

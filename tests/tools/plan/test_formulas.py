@@ -1,0 +1,93 @@
+"""Formulas and the table of chips, against the scaling book's answers and hand counts."""
+
+import pytest
+
+from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.formulas import (
+    Layout,
+    Shape,
+    best_fsdp,
+    least_tokens_per_device,
+    least_tokens_per_device_of_both,
+    most_tensor_parallel,
+    peak_bytes,
+    step_seconds,
+)
+
+V5P = CHIPS["v5p"]
+# LLaMA-3 70B on a pod of 8,960 v5p, in batches of 4M tokens.
+TOKENS, DEVICES, HIDDEN = 2**22, 8960, 28_672
+
+
+def test_when_a_v5p_is_bound_by_flops():
+    assert least_tokens_per_device(V5P) == pytest.approx(2550, rel=0.01)
+    assert least_tokens_per_device(V5P, 3) == pytest.approx(850, rel=0.01)
+    # "With F = 30,000 tensor parallelism of about 11 devices for each dim."
+    assert most_tensor_parallel(V5P, HIDDEN) == pytest.approx(11.2, abs=0.1)
+
+
+def test_llama_3_70b_on_a_pod_of_v5p():
+    # FSDP alone is bound by communication, and with tensor parallelism it is not.
+    assert pytest.approx(468, abs=1) == TOKENS / DEVICES
+    assert least_tokens_per_device(V5P, 3) > TOKENS / DEVICES
+    mixed = least_tokens_per_device_of_both(V5P, HIDDEN)
+    assert mixed == pytest.approx(113, rel=0.02)
+    assert mixed < TOKENS / DEVICES
+    assert best_fsdp(TOKENS, DEVICES, HIDDEN) == pytest.approx(1618, rel=0.01)
+
+
+def test_how_long_15_trillion_tokens_take():
+    # 44 days at 40% of the peak.
+    flops = 6 * 70e9 * 15e12
+    days = flops / (DEVICES * V5P.peak() * 0.4) / 86_400
+    assert days == pytest.approx(44, rel=0.02)
+
+
+def test_what_its_memory_must_hold():
+    # 10 bytes per weight and four checkpoints a layer of bfloat16: 225 chips by memory.
+    whole = 70e9 * 10 + 4 * TOKENS * 80 * 8192 * 2
+    assert whole == pytest.approx(22.7e12, rel=0.01)
+    assert 215 < whole / V5P.hbm_bytes < 260
+
+
+LLAMA = Shape(
+    parameters=7_000_000_000, num_layers=32, model_dims=4096, hidden_dims=11_008, vocab_size=32_000,
+    slots=2, rows=256, tokens_per_row=2048,
+)
+
+
+def layout(**settings):
+    return Layout(**{"replica": 1, "data": 256, "mdl": 1, "splits_features": False} | settings)
+
+
+def test_the_bytes_of_fsdp_by_hand():
+    weights, tokens = 7e9 / 256, 2048
+    state = weights * 12 + weights * 2
+    activations = 32 * tokens * 4096 * 2
+    logits = tokens * 6 * 32_000
+    block = tokens * 2 * (8 * 4096 + 4 * 11_008) + 2 * 2 * 7e9 / 32
+    by_hand = state + activations + max(logits, block)
+    assert peak_bytes(LLAMA, layout()) == pytest.approx(by_hand)
+
+
+def test_what_makes_a_step_longer_or_larger():
+    base = layout()
+    kept = layout(policy="save_everything")
+    assert step_seconds(LLAMA, kept, CHIPS["v5e"]) < step_seconds(LLAMA, base, CHIPS["v5e"])
+    assert peak_bytes(LLAMA, kept) > 2 * peak_bytes(LLAMA, base)
+    # Features split over 16 devices of a group of 16 rows send more than gathers of weights.
+    split = layout(data=16, mdl=16, splits_features=True)
+    assert step_seconds(LLAMA, split, CHIPS["v5e"]) > step_seconds(LLAMA, base, CHIPS["v5e"])
+    # 512 devices have no row each: half of them compute filler.
+    more = layout(data=512)
+    assert step_seconds(LLAMA, more, CHIPS["v5e"]) > 0.9 * step_seconds(LLAMA, base, CHIPS["v5e"])
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_a_chips_figures_go_together(name):
+    chip = CHIPS[name]
+    assert all(chip.sources)
+    assert chip.peak("bf16") == chip.peak("an unknown type")
+    if chip.clock:  # Matmul units of 128 x 128 or 256 x 256, two flops a cycle.
+        units = [chip.peak() / chip.clock / (2 * size * size) for size in (128, 256)]
+        assert min(abs(unit - round(unit)) / unit for unit in units) < 0.02, units

@@ -1,0 +1,233 @@
+"""Plans of small models on simulated devices, against explain, the compiler and hand counts."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.run.config.build import build
+from praxis_lite.run.config.class_attributes import configured
+from praxis_lite.run.experiment import registry
+from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.plan import predict
+from praxis_lite.tools.plan.command import plan_job
+from praxis_lite.tools.plan.memory import bytes_of_stacks, out_of_memory
+from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.predict import plan_of_compiled, plan_step
+from praxis_lite.tools.plan.report import plan_text
+from praxis_lite.tools.plan.topology import topology_of
+from tests.support.job_runs import launch
+
+CONTRACT = {
+    "fits": bool, "peak_bytes_per_device": int, "hbm_bytes_per_device": int, "step_seconds": float,
+    "step_seconds_low": float, "step_seconds_high": float, "flops_per_device": int, "mfu": float,
+    "collectives": list, "parameters": int, "compile_seconds": float, "topology": str,
+    "num_devices": int,
+}
+ONE = {
+    "kind": str, "axes": list, "layer": str, "count": int, "bytes": int, "exposed_seconds": float,
+}
+
+
+def job_of(*settings, exp="lm.Synthetic"):
+    return build(configured(registry.get_experiment(exp), settings))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The train step of a scanned model with remat, compiled once for eight devices."""
+    job = job_of("task.model.stacked_transformer_tpl.checkpoint_policy=save_nothing",
+                 "SHARDING_PRESET=fsdp+tensor")
+    topology = topology_of("cpu:8")
+    partitioner = planned_partitioner(job, topology)
+    ((step, _, spec),) = step_specs(job, partitioner, ["train"])
+    lowered = partitioner.lower(step, spec)
+    return partitioner, spec, topology, lowered.compile()
+
+
+@pytest.fixture(scope="module")
+def plan(compiled):
+    partitioner, spec, topology, step = compiled
+    return plan_of_compiled(partitioner, "train", spec, topology, step, 1.5)
+
+
+def test_the_fields_of_json_are_a_contract(plan):
+    record = json.loads(json.dumps(plan.to_json()))
+    for name, kind in CONTRACT.items():
+        assert type(record[name]) is kind, name
+    assert record["collectives"]
+    for one in record["collectives"]:
+        for name, kind in ONE.items():
+            assert type(one[name]) is kind, name
+    assert (record["topology"], record["num_devices"]) == ("cpu:8", 8)
+
+
+def test_a_plan_says_what_explain_and_the_compiler_say(plan, compiled):
+    partitioner, _, _, step = compiled
+    planned = hlo.memory_per_device(step)
+    assert plan.peak_bytes_per_device == planned.peak
+    parts = dataclasses.asdict(plan.memory)
+    peak, _ = parts.pop("peak"), parts.pop("padding")
+    assert sum(parts.values()) == peak
+    leaves = list(partitioner.layout.leaves())
+    assert plan.memory.weights + plan.memory.slots == sum(x.bytes_per_device for x in leaves)
+    assert plan.parameters == sum(
+        math.prod(x.shape) for x in leaves if x.path.startswith("mdl_vars/params")
+    )
+    assert plan.flops_per_device == hlo.flops(step)
+    found = hlo.summarise(hlo.collectives(step))
+    for kind, (count, size) in found.items():
+        ours = [one for one in plan.timeline.collectives.values() if one.kind == kind]
+        assert (sum(one.count for one in ours), sum(one.bytes for one in ours)) == (count, size)
+
+
+def test_activations_and_gradients_of_the_stack_by_hand(plan):
+    # Two layers keep their inputs: rows over data (4), time over mdl (2), 32 dims in float32.
+    assert plan.memory.activations >= 2 * (16 // 4) * (32 // 2) * 32 * 4
+    assert plan.memory.gradients > 0
+    # The backward pass computes the blocks again, and a block is most of the forward pass.
+    assert 0.1 < plan.recomputed_flops / plan.flops_per_device < 0.3
+    assert plan.hfu > plan.mfu
+
+
+def test_seconds_add_up_and_are_in_their_range(plan):
+    assert plan.step_seconds_low < plan.step_seconds < plan.step_seconds_high
+    parts = plan.compute_seconds + plan.memory_seconds + plan.exposed_seconds
+    assert plan.step_seconds == pytest.approx(parts)
+    assert plan.tokens_per_second == pytest.approx(16 * 32 / 8 / plan.step_seconds)
+    text = plan_text(plan)
+    assert "fits      yes" in text and "a nominal core" in text and "exposed" in text
+    assert "MFU" not in text  # Of simulated devices.
+
+
+def too_small(compiled, hbm_bytes):
+    partitioner, spec, topology, step = compiled
+    chip = dataclasses.replace(topology.chip, hbm_bytes=hbm_bytes)
+    small = dataclasses.replace(topology, chip=chip)
+    return plan_of_compiled(partitioner, "train", spec, small, step, 1.0)
+
+
+def test_what_just_fits_fits_and_a_byte_less_does_not(compiled, plan):
+    peak = plan.peak_bytes_per_device
+    assert too_small(compiled, peak).fits
+    assert too_small(compiled, peak).why_not == ""
+    assert not too_small(compiled, peak - 1).fits
+
+
+def test_a_state_that_is_too_large_wants_more_devices_and_split_slots(compiled, plan):
+    said = too_small(compiled, plan.memory.weights).why_not
+    assert "a mesh of at least" in said and "slot_mesh_axes, ZeRO-1" in said
+
+
+def test_activations_that_are_too_large_want_remat_and_micro_batches(compiled, plan):
+    said = too_small(compiled, plan.peak_bytes_per_device - 1).why_not
+    assert "checkpoint_policy='save_nothing'" in said and "gradient_accumulation_steps" in said
+    assert "a mesh of at least" not in said
+
+
+OOM = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+    "required for HLO temporaries (97.58G) exceeds available HBM (94.74G). HLO module: jit_f."
+)
+
+
+def test_a_compiler_that_gives_up_is_a_plan_that_does_not_fit(compiled, monkeypatch):
+    partitioner, spec, topology, _ = compiled
+
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(OOM)
+
+    monkeypatch.setattr(partitioner, "lower", lambda step, spec: Lowered())
+    made = plan_step(partitioner, "train", spec, topology)
+    assert (made.fits, made.step_seconds) == (False, None)
+    assert made.peak_bytes_per_device == int(97.58 * 2**30)
+    assert "97.58G" in made.notes[0] and "Change one of" in made.why_not
+    assert "does not fit" in plan_text(made)
+    json.dumps(made.to_json())
+    assert out_of_memory(ValueError("something else")) is None
+
+
+def test_gpus_are_modelled_and_said_to_be():
+    topology = topology_of("gpu:h100:1x8")
+    job = job_of()
+    partitioner = planned_partitioner(job, topology)
+    ((step, _, spec),) = step_specs(job, partitioner, ["eval"])
+    made = plan_step(partitioner, step, spec, topology)
+    assert "modelled, not compiled" in made.notes[0]
+    assert made.step_seconds_low < made.step_seconds < made.step_seconds_high
+
+
+def test_a_mesh_that_does_not_fill_the_topology_is_refused():
+    with pytest.raises(ConfigError, match=r"has 8 devices, but cpu:4 has 4.*ici_mesh_shape=\(1,-1"):
+        planned_partitioner(job_of(), topology_of("cpu:4"))
+
+
+def test_what_is_left_over_of_a_mesh_is_filled():
+    job = job_of("mesh.ici_mesh_shape=(1,-1,2)")
+    assert dict(planned_partitioner(job, topology_of("cpu:8")).mesh.shape)["data"] == 4
+    with pytest.raises(ConfigError, match="does not divide 3 devices"):
+        planned_partitioner(job, topology_of("cpu:3"))
+
+
+def test_steps_without_a_dataset_are_refused():
+    with pytest.raises(ConfigError, match=r"--steps=decode.*decode_datasets\(\)"):
+        plan_job(job_of(), topology_of("cpu:8"), ["decode"])
+
+
+def test_a_pipelines_bubbles_are_told():
+    # Two stages, four microbatches, each twice round: 1 of 9 ticks.
+    job = job_of(exp="pipelined.PyDocs")
+    partitioner = planned_partitioner(job, topology_of("cpu:8"))
+    ((_, _, spec),) = step_specs(job, partitioner, ["train"])
+    assert predict._bubbles(partitioner, "train", spec) == pytest.approx(1 / 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--topology=v9:2x2"], "'v9' is no TPU"),
+        ([], "needs --topology"),
+        (["--topology=cpu:4"], "has 8 devices, but cpu:4 has 4"),
+        (["--topology=cpu:8", "--steps=20"], "wanted is names"),
+        (["--measure", "--topology=cpu:8"], "leave --topology"),
+    ],
+)
+def test_the_command_line_refuses_in_one_paragraph(words, said):
+    done = launch("--mode=plan", "--exp=lm.Synthetic", *words)
+    assert done.code == 2, done
+    assert said in " ".join(done.err.split())
+
+
+def test_a_loop_without_a_name_that_lost_a_turn_holds_gradients():
+    # As XLA writes it for several slices: 4 layers, of which 3 turns are left in the loop.
+    text = """HloModule step
+
+%body (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %s = (s32[], f32[4,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[4,8] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[4,8] negate(%x), metadata={op_name="jit(f)/transpose(jvp(blocks))/while/body/neg"}
+  ROOT %out = (s32[], f32[4,8]) tuple(%next, %y)
+}
+
+%cond (s: (s32[], f32[4,8])) -> pred[] {
+  %s = (s32[], f32[4,8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (x: f32[4,8]) -> (s32[], f32[4,8]) {
+  %x = f32[4,8] parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4,8]) tuple(%zero, %x)
+  ROOT %loop = (s32[], f32[4,8]) while(%init), condition=%cond, body=%body
+}
+"""
+    assert bytes_of_stacks(text) == (4 * 8 * 4, 0)

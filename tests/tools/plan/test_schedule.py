@@ -1,0 +1,150 @@
+"""The schedule of a TPU's program, against sums by hand."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.costs import FITTED
+from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.timeline import Mesh
+from praxis_lite.tools.plan.topology import Topology
+
+# A loop of 3 turns: 1,500 cycles beside a permute of 4096 bytes; then an all-gather of 8 devices
+# of 1024 bytes each, awaited; and a condition of 300 or 600 cycles.
+TEXT = """HloModule step, num_partitions=8
+
+%body (s: (s32[], f32[1024])) -> (s32[], f32[1024]) {
+  %s = (s32[], f32[1024]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[1024] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %start = (f32[1024], f32[1024]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %y = f32[1024] negate(%x), backend_config={"estimated_cycles":"1500"}
+  %done = f32[1024] collective-permute-done(%start)
+  ROOT %out = (s32[], f32[1024]) tuple(%next, %done)
+}
+
+%cond (s: (s32[], f32[1024])) -> pred[] {
+  %s = (s32[], f32[1024]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+%cheap (a: f32[256]) -> f32[256] {
+  %a = f32[256] parameter(0)
+  ROOT %b = f32[256] negate(%a), backend_config={"estimated_cycles":"300"}
+}
+
+%dear (a: f32[256]) -> f32[256] {
+  %a = f32[256] parameter(0)
+  ROOT %b = f32[256] negate(%a), backend_config={"estimated_cycles":"600"}
+}
+
+ENTRY %main (x: f32[1024], p: f32[256], q: pred[]) -> f32[256] {
+  %x = f32[1024] parameter(0)
+  %p = f32[256] parameter(1)
+  %q = pred[] parameter(2)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[1024]) tuple(%zero, %x)
+  %loop = (s32[], f32[1024]) while(%init), condition=%cond, body=%body
+  %whole = f32[2048] all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %end = f32[256] conditional(%q, %p, %p), true_computation=%cheap, false_computation=%dear
+}
+"""
+
+
+CHIP = CHIPS["v5e"]
+MESH = Mesh({"data": 8}, np.zeros(8, int))
+
+
+def seconds_of(wire_bytes, links, hops, efficiencies):
+    return (
+        wire_bytes / (links * CHIP.link_bandwidth * efficiencies.link)
+        + hops * efficiencies.hop_seconds
+    )
+
+
+@pytest.mark.parametrize("hop_seconds", [1e-9, 1e-3])
+def test_a_program_takes_what_its_parts_do(hop_seconds):
+    fitted = dataclasses.replace(FITTED, hop_seconds=hop_seconds)
+    found = schedule(TEXT, CHIP, MESH, fitted)
+    computed = 1500 / CHIP.clock / fitted.cycles
+    # Of the permute only what lasts longer than the computation is waited for.
+    permute = seconds_of(4096, 1, 1, fitted)
+    gather = seconds_of(7 * 1024, 2, 4, fitted)
+    assert (permute > computed) == (hop_seconds == 1e-3)
+    assert found.memory == pytest.approx(3 * computed + 600 / CHIP.clock / fitted.cycles)
+    assert found.seconds == pytest.approx(
+        3 * max(permute, computed) + gather + 600 / CHIP.clock / fitted.cycles
+    )
+    by_kind = {one.kind: one for one in found.collectives.values()}
+    assert by_kind["collective-permute"].exposed_seconds == pytest.approx(
+        3 * max(permute - computed, 0)
+    )
+    assert by_kind["collective-permute"].wire_bytes == 3 * 4096
+    assert by_kind["all-gather"].wire_bytes == 7 * 1024
+    assert by_kind["all-gather"].bytes == 8 * 1024
+    assert by_kind["all-gather"].axes == ("data",)
+    assert found.exposed == pytest.approx(3 * max(permute - computed, 0) + gather)
+
+
+def test_a_permute_over_both_links_takes_half_as_long():
+    fitted = dataclasses.replace(FITTED, hop_seconds=0.0)
+    one, both = (
+        next(c for c in schedule(TEXT, CHIP, MESH, fitted, both_links=both).collectives.values()
+             if c.kind == "collective-permute").seconds
+        for both in (False, True)
+    )
+    assert one == pytest.approx(2 * both)
+
+
+# 25,000 bytes are sent to the other slice; a gather within the slice goes on beside that.
+TWO_SLICES = """HloModule step, num_partitions=16
+
+ENTRY %main (p: f32[256]) -> f32[2048] {
+  %p = f32[256] parameter(0)
+  %zero = f32[] constant(0)
+  %x = f32[6250] broadcast(%zero), metadata={op_name="jit(f)/transpose(jvp(encoder))/atten/dot"}
+  %copied = f32[6250] copy(%x)
+  %after = token[] after-all()
+  %send = (f32[6250], u32[], token[]) send(%copied, %after), channel_id=1, \
+frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %whole = f32[2048] all-gather(%p), replica_groups=[2,8]<=[16], dimensions={0}
+  %used = f32[2048] negate(%whole), metadata={op_name="jit(f)/jvp(encoder)/ffn/dot"}
+  %sent = token[] send-done(%send)
+  ROOT %end = f32[2048] copy(%used)
+}
+"""
+
+
+def test_the_network_between_slices_leaves_the_links_within_one_free():
+    mesh = Mesh({"replica": 2, "data": 8}, np.repeat([0, 1], 8))
+    found = schedule(TWO_SLICES, CHIP, mesh, FITTED)
+    send = FITTED.network_seconds + 25_000 / (CHIP.network_bandwidth * FITTED.network)
+    gather = seconds_of(7 * 1024, 2, 4, FITTED)
+    by_kind = {one.kind: one for one in found.collectives.values()}
+    assert by_kind["all-gather"].exposed_seconds == pytest.approx(gather)
+    assert by_kind["all-reduce"].exposed_seconds == pytest.approx(send - gather)
+    assert found.seconds == pytest.approx(send)
+    # XLA gives no names: the gather's layer is that of what uses it, the sum's of what it sums.
+    assert by_kind["all-gather"].layer == "encoder/ffn"
+    assert by_kind["all-reduce"].layer == "gradient of encoder/atten"
+    assert by_kind["all-reduce"].axes == ("replica",)
+
+
+def test_a_step_grows_each_time_the_slices_double():
+    mesh = Mesh({"data": 8}, np.zeros(8, int))
+    devices = [types.SimpleNamespace(platform="tpu")] * 32
+    one, four = (
+        timed(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
+        for slices in (1, 4)
+    )
+    waits = 1 + 2 * FITTED.waiting
+    for name in ("step_seconds", "step_seconds_low", "step_seconds_high"):
+        assert four[name] == pytest.approx(one[name] * waits)

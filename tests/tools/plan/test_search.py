@@ -1,0 +1,124 @@
+"""The search: which candidates there are, in which order, and what it writes runs as it is."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from praxis_lite.run.config.class_attributes import configured
+from praxis_lite.run.experiment import registry
+from praxis_lite.tools.plan import search as searching
+from praxis_lite.tools.plan.candidates import candidates, paths_of, spread
+from praxis_lite.tools.plan.search_report import front, table
+from praxis_lite.tools.plan.topology import topology_of
+from tests.support.job_runs import CHECKOUT, launch
+
+
+@pytest.fixture(scope="module")
+def found():
+    config = configured(registry.get_experiment("lm.Synthetic"), ["mesh.ici_mesh_shape=(1,-1,1)"])
+    topology = topology_of("cpu:8")
+    shape = searching.shape_of(config, topology)
+    return shape, list(candidates(config, shape, topology))
+
+
+def test_the_sizes_are_the_models(found):
+    shape, _ = found
+    assert (shape.num_layers, shape.model_dims, shape.rows, shape.tokens_per_row) == (2, 32, 16, 32)
+    assert shape.slots == pytest.approx(2, abs=0.1)  # Adam's, and a few counts.
+
+
+def test_every_candidate_fills_the_devices_and_goes_together(found):
+    _, all_found = found
+    assert len({one.settings for one in all_found}) == len(all_found) > 50
+    for one in all_found:
+        layout = one.layout
+        assert layout.num_devices == 8
+        assert (layout.mdl > 1) == layout.splits_features or layout.mdl == 1
+        assert 16 % layout.micro_batches == 0
+        assert math.isfinite(one.seconds) and one.bytes > 0
+    assert {one.preset for one in all_found} >= {"fsdp", "fsdp+tensor", "fsdp+ring", "megatron"}
+
+
+def test_one_of_each_kind_comes_before_a_second(found):
+    order = list(spread(sorted(found[1], key=lambda one: one.seconds)))
+    assert sorted(map(repr, order)) == sorted(map(repr, found[1]))
+    kinds = [(one.preset, one.layout.policy) for one in order]
+    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
+
+
+def test_a_pipelines_candidates_are_its_schedules():
+    config = configured(registry.get_experiment("pipelined.PyDocs"), [])
+    topology = topology_of("cpu:8")
+    shape = searching.shape_of(config, topology)
+    made = list(candidates(config, shape, topology))
+    # Four layers on two stages: once or twice round; with fewer microbatches than stages once.
+    assert {one.settings[1].split("=")[1] for one in made} == {"1", "2"}
+    by_number = {
+        one.settings[0]: one.seconds for one in made
+        if one.layout.policy == "save_everything" and one.settings[1].endswith("repeat=1")
+    }
+    path = "task.model.stacked_transformer_tpl.num_microbatches"
+    assert by_number[f"{path}=8"] < by_number[f"{path}=2"] < by_number[f"{path}=1"]
+
+
+def test_where_remat_is_set():
+    config = configured(registry.get_experiment("lm.Synthetic"), [])
+    wanted = ["task.model.stacked_transformer_tpl.checkpoint_policy"]
+    assert list(paths_of(config.task, "checkpoint_policy", "task")) == wanted
+
+
+@dataclasses.dataclass
+class Plan:
+    step_seconds: float | None
+    peak_bytes_per_device: int
+    fits: bool = True
+    mfu: float | None = 0.5
+
+
+def test_the_front_is_what_nothing_beats_in_both():
+    best, slim, worse, large = Plan(1.0, 100), Plan(2.0, 50), Plan(3.0, 70), Plan(0.5, 900, False)
+    unknown = Plan(None, 1000, False, None)
+    one = type("One", (), {"name": "a"})()
+    plans = [(one, plan) for plan in (worse, best, unknown, slim, large)]
+    assert front(plans) == [best, slim]
+    lines = table(plans).splitlines()
+    assert [line[0] for line in lines[1:]] == [" ", "*", "*", " ", " "]
+    assert searching.fastest(plans)[1] is best
+
+
+def test_a_mesh_of_other_axes_is_refused():
+    done = launch("--mode=plan", "--exp=nnx_guide.DotReluDot", "--topology=cpu:8", "--search")
+    assert done.code == 2
+    assert "--search tries the sharding presets" in " ".join(done.err.split())
+
+
+@pytest.mark.slow
+def test_a_search_writes_an_experiment_that_runs(tmp_path):
+    command = [sys.executable, "-m", "praxis_lite.main", "--mode=plan", "--topology=cpu:8"]
+    run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(
+        [*command, "--exp=lm.Synthetic", "--search", "--search_minutes=0.02", "--set",
+         "task.learner.learning_rate=3e-3"], env=environment, **run,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--set 'task.learner.learning_rate=3e-3'" in done.stdout
+    folder = tmp_path / "plan_search"
+    records = json.loads((folder / "plans.json").read_text())
+    assert records and all(record["topology"] == "cpu:8" for record in records)
+    assert (folder / "pareto.png").stat().st_size > 1000
+    again = subprocess.run(
+        [*command, "--packages=plan_search", "--exp=plan_search.best.SyntheticPlanned",
+         f"--json={tmp_path / 'plan.json'}"], env=environment, **run,
+    )
+    assert again.returncode == 0, again.stderr
+    # The class is the configuration that was found: it has the same program.
+    best = min((r for r in records if r["fits"]), key=lambda r: r["step_seconds"])
+    assert json.loads((tmp_path / "plan.json").read_text())["step_seconds"] == pytest.approx(
+        best["step_seconds"]
+    )

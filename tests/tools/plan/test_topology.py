@@ -1,0 +1,71 @@
+"""Names of topologies: what they stand for, and what is refused with which words."""
+
+import types
+
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.tools.plan import topology as topologies
+from praxis_lite.tools.plan.topology import attached_topology, topology_of
+
+
+def test_simulated_devices_and_a_modelled_cluster():
+    found = topology_of("cpu:8")
+    assert (len(found.devices), found.num_slices, found.compiled_for) == (8, 1, "cpu")
+    cluster = topology_of("gpu:h100:2x4")
+    assert (len(cluster.devices), cluster.num_slices) == (8, 2)
+    assert (cluster.devices_per_slice, cluster.chip.name) == (4, "h100")
+    assert cluster.compiled_for == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v9:2x2", "'v9' is no TPU.*v5e, v6e with .*16x16.*gpu:h100:4x8.*cpu:8"),
+        ("v5e", "'' is no shape"),
+        ("v5e:4xfour", "'4xfour' is no shape"),
+        ("v5e:4x4x4", "torus has 2 dims"),
+        ("gpu:h10:1x8", "'h10' is no GPU.*h100"),
+        ("gpu:h100:8", "'8' has 1 dims"),
+        ("cpu:2x2", "'2x2' has 2 dims"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused_with_those_that_do(name, words):
+    with pytest.raises(ConfigError, match=words):
+        topology_of(name)
+
+
+def test_without_libtpu_the_command_to_install_it_is_said(monkeypatch):
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'praxis_lite\[plan\]'"):
+        topology_of("v5e:16x16")
+
+
+def test_slices_are_of_tpus():
+    with pytest.raises(ConfigError, match="--num_slices=2.*nodes of GPUs"):
+        topology_of("cpu:8", 2)
+
+
+def device(kind, platform, coords=None, process=0):
+    return types.SimpleNamespace(
+        device_kind=kind, platform=platform, coords=coords, process_index=process, slice_index=0
+    )
+
+
+def test_attached_devices_by_their_kind():
+    torus = [device("TPU v5 lite", "tpu", (x, y, 0)) for x in range(2) for y in range(4)]
+    found = attached_topology(torus)
+    assert (found.name, found.dims, found.compiled_for) == ("v5e:2x4", (2, 4), "tpu")
+    gpus = attached_topology([device("NVIDIA H100 80GB HBM3", "gpu")] * 8)
+    assert (gpus.chip.name, gpus.compiled_for) == ("h100", "gpu")
+    assert attached_topology([device("Something else", "gpu")]) is None
+
+
+def test_what_the_compiler_for_cuda_is_told_of_each_gpu():
+    for chip in topologies.CHIPS.values():
+        assert (chip.cuda is not None) == (not chip.torus_dims and chip.name != "cpu")
+        if chip.cuda is not None:
+            text = chip.cuda.text(chip.hbm_bandwidth)
+            assert f"memory_bandwidth: {int(chip.hbm_bandwidth)}" in text
+            assert text.count("{") == text.count("}") == 3
+            assert chip.hbm_bytes < chip.cuda.memory  # The runtime keeps some.

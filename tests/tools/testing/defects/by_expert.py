@@ -1,0 +1,68 @@
+"""Experts: their balance per device, tokens that are lost on the way, gradients summed twice."""
+
+import jax
+import jax.numpy as jnp
+
+from tests.tools.testing import tiny
+from tests.tools.testing.defects.defect import (
+    Defect,
+    after,
+    first_part,
+    num_devices,
+    with_gradient_times,
+)
+
+ROUTING, DISPATCH = "praxis_lite.layers.moe.routing", "praxis_lite.layers.moe.dispatch"
+
+
+def _n():
+    return num_devices("data", "expert")
+
+
+def _if_split(change):
+    return lambda x, *args: change(x, *args) if _n() > 1 else x
+
+
+def _chosen(change):
+    """Returns what changes (experts, gates, is_routed)."""
+    return lambda found, *_: change(*found) if _n() > 1 else found
+
+
+CHANGES = {
+    "balance of a device": (f"{ROUTING}:load_balance_loss", _if_split(lambda x, p, f, t, r: (
+        jnp.sum(jnp.mean(p[: p.shape[0] // 2 + 1], (0, 1)) ** 2)))),
+    "balance counted per device": (f"{ROUTING}:load_balance_loss", lambda x, *_: x * _n()),
+    "balance without a gradient": (
+        f"{ROUTING}:load_balance_loss", _if_split(lambda x, *_: jax.lax.stop_gradient(x))),
+    "balance of rows of filler": (f"{ROUTING}:load_balance_loss", _if_split(
+        lambda x, p, f, t, r: x * 0.9)),
+    "z-loss of a device": (f"{ROUTING}:router_z_loss", _if_split(lambda x, z, t: jnp.mean(
+        jax.nn.logsumexp(z[: z.shape[0] // 2 + 1], -1) ** 2))),
+    "z-loss counted per device": (f"{ROUTING}:router_z_loss", lambda x, *_: x * _n()),
+    "gates that do not add up": (f"{ROUTING}:choose_experts", _chosen(
+        lambda e, g, r: (e, g * 0.5, r))),
+    "gates exchanged": (f"{ROUTING}:choose_experts", _chosen(
+        lambda e, g, r: (e, jnp.flip(g, -1), r))),
+    "the second expert is lost": (f"{ROUTING}:choose_experts", _chosen(
+        lambda e, g, r: (e, g, r.at[..., 1:].set(False)))),
+    "experts numbered from another device": (f"{ROUTING}:choose_experts", _chosen(
+        lambda e, g, r: ((e + 1) % 3, g, r))),
+    "tokens of the last expert are lost": (f"{ROUTING}:choose_experts", _chosen(
+        lambda e, g, r: (e, g, r & (e < 2)))),
+    "seats counted per device": (f"{DISPATCH}:seats_of", _if_split(
+        lambda x, e, r, n, c: jnp.where(x % c < max(c // 2, 1), x, n * c))),
+    "tokens of the other devices are not sent": (f"{DISPATCH}:dispatch", lambda x, *_: (
+        first_part(x, _n(), 0) if _n() > 1 else x)),
+    "outputs are not sent back": (f"{DISPATCH}:combine", lambda x, *_: (
+        first_part(x, _n(), 0) if _n() > 1 else x)),
+    "outputs go to other tokens": (f"{DISPATCH}:combine", _if_split(
+        lambda x, *_: jnp.roll(x, 1, 1))),
+    "gradients of tokens summed twice": (
+        f"{DISPATCH}:dispatch", lambda x, *_: with_gradient_times(x, float(_n()))),
+    "gradients of outputs summed twice": (
+        f"{DISPATCH}:combine", lambda x, *_: with_gradient_times(x, float(_n()))),
+}
+DEFECTS = [
+    Defect(f"experts: {what}", tiny.Experts, after(target, change), (2, 2, 1))
+    for what, (target, change) in CHANGES.items()
+]

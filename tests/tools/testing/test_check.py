@@ -1,0 +1,157 @@
+"""A check certifies what is right, and names what differs first where a defect is planted."""
+
+import json
+
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.main import main
+from praxis_lite.tools.testing import check_on_meshes
+from tests.tools.testing import tiny
+from tests.tools.testing.defects.families import FAMILIES
+
+DEFECTS = {defect.name: defect for defects in FAMILIES.values() for defect in defects}
+
+
+def test_an_experiment_that_is_right_is_certified():
+    lines = []
+    found = check_on_meshes(
+        tiny.Points, [(2, 2)], steps=2, print_text=lines.append,
+        parts=("data", "initial weights", "training", "evaluation", "update by hand"),
+    )
+    assert found.certified, found.summary()
+    assert found.summary() == f"certified: {len(found.comparisons)} comparisons on 1 meshes"
+    compared = {one.what for one in found.comparisons}
+    assert compared >= {
+        "data", "initial state", "loss", "metrics", "gradients", "weights", "slots", "averages",
+        "counts", "padding", "learner", "evaluation", "metrics of halves", "update by hand",
+    }
+    # Rounding in float64, far below what is allowed: no tolerance is there to hide anything.
+    assert all(one.difference <= 1e-13 for one in found.comparisons if one.what != "padding"
+               and one.what != "metrics of halves")
+    assert any("mesh data 2, mdl 2: 2 steps" in line for line in lines)
+    table = found.table()
+    assert "data 2, mdl 2" in table
+    assert "float64: 1e-9 of the leaf" in table
+
+
+@pytest.mark.parametrize(
+    "experiment, mesh",
+    [
+        pytest.param(one, mesh, id=one.__name__, marks=pytest.mark.slow)
+        for one, mesh in (
+            (tiny.Lm, (1, 2, 2)), (tiny.Points, (3, 2)), (tiny.PointsByHand, (2, 2)),
+            (tiny.Norms, (2, 2)),
+        )
+    ],
+)
+def test_every_part_of_what_is_right_is_certified(experiment, mesh):
+    found = check_on_meshes(experiment, [mesh], steps=2)
+    assert found.certified, found.summary()
+
+
+def places(name):
+    """Returns (what, layer, leaf, step, axis) of a planted defect."""
+    first = DEFECTS[name].certificate().first_difference
+    return first.what, first.layer, first.leaf, first.step, first.axis
+
+
+@pytest.mark.slow
+def test_the_layer_and_the_axis_of_a_sum_between_devices_are_named():
+    what, layer, leaf, step, axis = places("psum doubled")
+    assert (what, leaf, step, axis) == ("loss", "metrics/loss/value", 0, "mdl")
+    assert layer.startswith("collectives.py:")
+
+
+@pytest.mark.slow
+def test_the_leaf_of_a_slot_that_went_elsewhere_is_named():
+    what, layer, leaf, step, axis = places("the learner on a mesh loses second moments")
+    assert what == "slots"
+    assert leaf.startswith("opt_states/slots/")
+    assert step == 0
+    assert axis in ("data", "mdl")
+
+
+# One of each family.
+SAMPLE = (
+    "all_gather dropped", "attention: gradient summed twice over mdl",
+    "cache is written a place further on", "loss: a mean of means",
+    "padding of the vocabulary leaks", "the learner decays weights twice",
+    "micro-batches: a mean of means", "experts: balance of a device", "resumed: a batch too far",
+    "norms in bfloat16", "13 rows: a tenth more", "unroll of NNX: a layer twice",
+    "tracker: an auxiliary loss that is read as 0",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_planted_defect_is_caught_at_its_place(name):
+    defect = DEFECTS[name]
+    assert not defect.missed(defect.certificate().first_difference)
+
+
+def test_there_are_two_hundred_defects_and_a_sample_of_each_family():
+    names = [defect.name for defects in FAMILIES.values() for defect in defects]
+    assert len(names) == len(set(names)) >= 200
+    for family, defects in FAMILIES.items():
+        assert {defect.name for defect in defects} & set(SAMPLE), family
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_certificate_and_exits_0(tmp_path, capsys):
+    path = tmp_path / "certificate.json"
+    main([
+        "--mode=check", "--exp=classify.Spirals", "--meshes=1x2x1", "--steps=1", f"--json={path}",
+    ])
+    report = json.loads(path.read_text())
+    assert report["certified"] is True
+    assert report["first_difference"] is None
+    assert [mesh["shape"] for mesh in report["meshes"]] == [{"replica": 1, "data": 2, "mdl": 1}]
+    assert sum(one["number"] for one in report["comparisons"]) == report["num_comparisons"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("certified: ")
+
+
+@pytest.mark.slow
+def test_the_command_exits_1_and_names_what_differs(tmp_path, capsys, monkeypatch):
+    from praxis_lite.tasks import image_classification
+
+    old = image_classification.ClassificationTask.compute_loss
+
+    def wrong(self, model, inputs, key):
+        metrics = dict(old(self, model, inputs, key))
+        value, weight = metrics["loss"]
+        return metrics | {"loss": (value, weight * 0 + 1.0)}
+
+    monkeypatch.setattr(image_classification.ClassificationTask, "compute_loss", wrong)
+    path = tmp_path / "certificate.json"
+    with pytest.raises(SystemExit) as exit_:
+        main(["--mode=check", "--exp=classify.Spirals", "--meshes=1x2x1", "--steps=1",
+              f"--json={path}"])
+    assert exit_.value.code == 1
+    first = json.loads(path.read_text())["first_difference"]
+    assert set(first) >= {"what", "layer", "leaf", "step", "axis", "difference", "tolerance"}
+    assert first["leaf"] == "metrics/loss/weight"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not certified: ")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--mode=train", "--json=x.json"], "--json names the file to write for"),
+        (["--mode=check", "--html=x.html"], "--html names the page to write for --mode=explain"),
+        (["--mode=check", "--meshes=1x4"], r"A mesh of --meshes is '1x4'; wanted is devices along"),
+        (["--mode=check", "--steps=0"], "--steps is 0; wanted is 1 or more"),
+        (["--mode=check", "--json=no/such/folder/x.json"], "there is no directory no/such/folder"),
+    ],
+)
+def test_a_wrong_option_is_said_before_anything_runs(words, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--exp=lm.Synthetic", *words])
+    assert exit_.value.code == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert said in found
+
+
+def test_a_part_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match="A part of a check is 'trainig'; wanted is one of data"):
+        check_on_meshes(tiny.Points, [(2, 2)], parts=("trainig",))
