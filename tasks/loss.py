@@ -10,10 +10,10 @@ from flax import nnx
 
 from praxis_lite import ConfigError, Task
 from praxis_lite.core import Learner, Model, WeightSharding
+from praxis_lite.core.callables import check_takes, function_name
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, is_true_row, num_rows_of
 from praxis_lite.core.task import LossOutputs, WeightedScalars
-from praxis_lite.models.function_model import check_takes, function_name
 from praxis_lite.run.trainer.metrics.records import records_of
 
 __all__ = ["LossTask"]

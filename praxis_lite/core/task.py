@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.core.callables import check_takes
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.models.model import MdlVars, Model
@@ -16,7 +17,6 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.gather import ShardedWeight
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.weight_sharding import WeightSharding
-from praxis_lite.models.function_model import check_takes
 
 # A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.models.layer_paths import attribute_name
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -114,21 +115,3 @@ def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContex
     that look alike, so that the name has to stand outside.
     """
     return _calling(None, attribute_name(parent, layer))
-
-
-def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
-    """Returns the name of a layer in its parent, "blocks/3" in a list, or "" if it has none there.
-
-    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: then this is the
-    first attribute of its class.
-    """
-    attributes = {}
-    for name, value in vars(parent).items():
-        if isinstance(value, nnx.List):
-            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
-        else:
-            attributes[name] = value
-    for name, value in attributes.items():
-        if value is child:
-            return name
-    return next((name for name, value in attributes.items() if type(value) is type(child)), "")

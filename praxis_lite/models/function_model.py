@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,10 +11,10 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.callables import check_takes, function_name
+from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.models.model import MdlVars, Model, whole
 from praxis_lite.core.sharding.weight_spec import WeightSpec
-from praxis_lite.run.config.paths import callable_name
 
 PyTree = Any
 Spec = PartitionSpec | tuple | None
@@ -184,26 +183,3 @@ def _check_distinct(paths: list[str]) -> None:
 def _mdl_vars(paths: list[str], leaves: list[Any]) -> MdlVars:
     params = traverse_util.unflatten_dict(dict(zip(paths, leaves, strict=True)), sep="/")
     return {"params": params, "non_trainable": {}}
-
-
-def check_takes(what: str, function: Any, *arguments: str) -> None:
-    """Raises ConfigError if a function of the user's cannot be called with these arguments."""
-    call = f"({', '.join(arguments)})"
-    require(callable(function), what, function, f"a function of {call}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # Some functions that are written in C have no signature.
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"{what} is called with {call}, but {function_name(function)} takes "
-            f"{signature}: {error}. Change its arguments, or bind the others with "
-            "functools.partial (in an experiment: fdl.Partial)."
-        ) from None
-
-
-def function_name(function: Any) -> str:
-    """Returns the name of a function, or of the function that a partial calls."""
-    return callable_name(getattr(function, "func", function))

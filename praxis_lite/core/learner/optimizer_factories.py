@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.user_lines import user_line
-from praxis_lite.run.config.paths import callable_name
 
 Schedule = Callable[[jax.Array], jax.Array]
 OptimizerFactory = Callable[..., optax.GradientTransformation]
@@ -38,7 +38,7 @@ def made(
         )
     wanted = "a function that builds an optimizer"
     require(callable(optimizer), setting, optimizer, f"{wanted}, such as {example}")
-    name = callable_name(getattr(optimizer, "func", optimizer))
+    name = function_name(optimizer)
     try:
         inspect.signature(optimizer).bind(learning_rate=learning_rate)
     except TypeError as error:
@@ -90,7 +90,7 @@ def _check_schedule(setting: str, schedule: Schedule, wanted: str) -> None:
             raise
         rate, found = None, str(error)
     if getattr(rate, "shape", None) != ():
-        name = _last(callable_name(getattr(schedule, "func", schedule)))
+        name = _last(function_name(schedule))
         raise ConfigError(
             f"{setting} has to be {wanted}. {name}, called with that number: {found}. Configure a "
             f"schedule as fdl.Config({name}, ...): it is built before it is called."

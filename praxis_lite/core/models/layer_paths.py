@@ -14,7 +14,6 @@ from types import FrameType, TracebackType
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.layers.calls import attribute_name
 
 
 @contextlib.contextmanager
@@ -92,3 +91,21 @@ def _assigned_name(frame: FrameType, position: tuple) -> str:
             if isinstance(target, ast.Name):
                 return target.id
     return ""
+
+
+def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
+    """Returns the name of a layer in its parent, "blocks/3" in a list, or "" if it has none there.
+
+    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: then this is the
+    first attribute of its class.
+    """
+    attributes = {}
+    for name, value in vars(parent).items():
+        if isinstance(value, nnx.List):
+            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
+        else:
+            attributes[name] = value
+    for name, value in attributes.items():
+        if value is child:
+            return name
+    return next((name for name, value in attributes.items() if type(value) is type(child)), "")

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import fiddle as fdl
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.user_lines import user_line
 from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.config.paths import callable_name
 
 
 class _Experiment(Protocol):

@@ -6,11 +6,12 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import fiddle as fdl
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.run.config.values import UNKNOWN, is_dtype, union_parts
 
 
@@ -120,14 +121,6 @@ def describe(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return f"<{value!r}>"  # Of another type than its annotation says.
     return f"<{callable_name(type(value))}>"
-
-
-def callable_name(function: Callable[..., Any]) -> str:
-    """Returns `module.name` of a function, a class, or an instance that can be called."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-    if not isinstance(name, str):
-        return f"{callable_name(type(function))} object"
-    return f"{function.__module__}.{name}"
 
 
 def _walk(node: Any, annotation: Any, path: str) -> Iterator[Field]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import fiddle as fdl
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
@@ -17,7 +18,7 @@ from praxis_lite.run.config.callables import text_of_value
 from praxis_lite.run.config.former_names import experiment_today
 from praxis_lite.run.config.names import imported
 from praxis_lite.run.config.node_form import FORMAT, check, damaged
-from praxis_lite.run.config.paths import callable_name, iterate_fields
+from praxis_lite.run.config.paths import iterate_fields
 
 # Format 2 has the former names, see former_names.py.
 _READ = (2, FORMAT)

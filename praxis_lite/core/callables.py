@@ -1,0 +1,38 @@
+"""Functions that a user gives: their names in messages, and whether they can be called so."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, require
+
+
+def callable_name(function: Callable[..., Any]) -> str:
+    """Returns `module.name` of a function, a class, or an instance that can be called."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        return f"{callable_name(type(function))} object"
+    return f"{function.__module__}.{name}"
+
+
+def function_name(function: Any) -> str:
+    """Returns the name of a function, or of the function that a partial calls."""
+    return callable_name(getattr(function, "func", function))
+
+
+def check_takes(what: str, function: Any, *arguments: str) -> None:
+    """Raises ConfigError if a function of the user's cannot be called with these arguments."""
+    call = f"({', '.join(arguments)})"
+    require(callable(function), what, function, f"a function of {call}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Some functions that are written in C have no signature.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} is called with {call}, but {function_name(function)} takes "
+            f"{signature}: {error}. Change its arguments, or bind the others with "
+            "functools.partial (in an experiment: fdl.Partial)."
+        ) from None
