@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.run.trainer.id_sizes import num_ids_of
@@ -72,7 +72,7 @@ class Evaluator:
                 if index == 0:
                     which = "eval" if examples is None else "eval_examples"
                     compile_step(self.partitioner, which, pipeline, f"datasets.{name}")
-                batch = self.partitioner.global_batch(inputs, num_rows)
+                batch = global_batch(inputs, self.partitioner.mesh, num_rows)
                 key = self.partitioner.batch_key(self.seed, step, index)
                 if examples is None:
                     outputs = (self.partitioner.eval_step(mdl_vars, batch, key),)

@@ -10,7 +10,7 @@ import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
@@ -156,7 +156,7 @@ class _Loop:
             index, inputs = next(batches)
             input_time = time.perf_counter() - began
             check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
-            batch = partitioner.global_batch(inputs, num_rows)
+            batch = global_batch(inputs, partitioner.mesh, num_rows)
             self.consensus.host_worked(time.perf_counter() - began)
             if step == self.first_step + 1:
                 self._compile()

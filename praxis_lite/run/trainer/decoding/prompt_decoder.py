@@ -10,7 +10,7 @@ import numpy as np
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.decode.continuous_batching import ContinuousBatching, NewTokens, Prompt
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.sampling import Greedy
@@ -89,7 +89,7 @@ class PromptDecoder:
         compile_step(self.partitioner, "decode", pipeline, f"decode_datasets.{name}")
         for inputs, key in self._batches(name, pipeline):
             own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
-            batch = self.partitioner.global_batch(own_rows, num_rows)
+            batch = global_batch(own_rows, self.partitioner.mesh, num_rows)
             yield inputs, self.partitioner.decode_step(self.mdl_vars, batch, key)
 
     def _continuously(
