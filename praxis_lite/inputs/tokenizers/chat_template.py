@@ -87,7 +87,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
     ) -> str:
-        from praxis_lite.inputs.tokenizers.template_sandbox import bounded
+        from praxis_lite.inputs.tokenizers.templates.budget import bounded
 
         given = {"tools": None, "documents": None} | self.variables | variables
         template = self._template
@@ -162,7 +162,7 @@ def _environment() -> Any:
     import jinja2
     import jinja2.ext
 
-    from praxis_lite.inputs.tokenizers.template_sandbox import Sandbox
+    from praxis_lite.inputs.tokenizers.templates.sandbox import Sandbox
 
     class Generation(jinja2.ext.Extension):
         """Marks the text between `{% generation %}` and `{% endgeneration %}`."""

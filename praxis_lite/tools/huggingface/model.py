@@ -33,7 +33,7 @@ def load(
     mesh: Mesh | None = None,
     *,
     settings: Sequence[str] = (),
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None] = print,
 ) -> "HuggingFaceModel":
     """Returns a model of Hugging Face, its weights in float32 on a mesh.
 
@@ -43,7 +43,7 @@ def load(
       settings: "path=value" each, of the experiment huggingface.CausalLm, as for --set; such as
         "SHARDING_PRESET=fsdp".
       note: told how far the reading is, a line now and then, and what of config.json is not
-        followed, or which weights are NaN; None: the latter lines are printed.
+        followed, or which weights are NaN.
 
     Raises:
       ConfigError: the architecture, a field or a tensor is not known; files are missing, damaged
@@ -61,13 +61,8 @@ def load(
     task, make = fdl.build(experiment.task), experiment.partitioner
     partitioner = Partitioner(task, mesh) if make is None else fdl.build(make)(task, mesh)
     pretrained = Pretrained(directory, partitioner.layout.select("mdl_vars"))
-    arrays = pretrained.read(mesh, _printed_but_progress if note is None else note)
+    arrays = pretrained.read(mesh, note)
     return HuggingFaceModel(partitioner, arrays, experiment, pretrained)
-
-
-def _printed_but_progress(line: str) -> None:
-    if not line.startswith("read "):
-        print(line)
 
 
 class HuggingFaceModel:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.errors import ConfigError, few, format_bytes, shown
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.tools.huggingface.family import Family
 from praxis_lite.tools.huggingface.tensor_files import TensorFiles
@@ -124,10 +124,10 @@ def read_weights(
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            note(f"read {done / 1e9:.2f} of {total / 1e9:.2f} GB, {last - start:.0f} s")
+            note(f"read {format_bytes(done)} of {format_bytes(total)}, {last - start:.0f} s")
     seconds = time.monotonic() - start
-    rate = seconds / max(total / 1e9, 1e-9)
-    note(f"read {total / 1e9:.3g} GB in {seconds:.1f} s, {rate:.1f} s per GB")
+    rate = f", {format_bytes(int(total / seconds))} per s" if seconds >= 1 else ""
+    note(f"read {format_bytes(total)} in {seconds:.1f} s{rate}")
     return arrays
 
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from praxis_lite.core.errors import format_bytes
 from praxis_lite.tools.huggingface.tensor_files import INDEX, SINGLE
 from praxis_lite.tools.huggingface.weights import Part, as_tensor, tensor_shape
 
@@ -62,7 +63,7 @@ def write_tensors(
             save_tensors(tensors, directory / file)
         weight_map |= dict.fromkeys(names, file)
         total += sum(x.nbytes for x in tensors.values())
-        note(f"wrote {file}, {total / 1e9:.3g} GB so far")
+        note(f"wrote {file}, {format_bytes(total)} so far")
     if len(files) > 1 and jax.process_index() == 0:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")

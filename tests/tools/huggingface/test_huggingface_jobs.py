@@ -25,7 +25,8 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     (tmp_path / "hf/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", UNEVEN])
     said = capsys.readouterr().out
-    assert "s per GB" in said
+    num_bytes = sum(4 * x.size for x in load_file(PHI3 / "model.safetensors").values())
+    assert f"\nread {num_bytes / 2**10:.1f} KiB in " in f"\n{said}"
     kept = f"HF_DIR={tmp_path}/job/huggingface"
     assert (
         f"began {tmp_path / 'job'}: go on with main.py --exp=huggingface.CausalLm "
