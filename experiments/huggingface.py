@@ -26,8 +26,8 @@ from praxis_lite.layers import (
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.tools.huggingface.decoder import lm_config
-from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.family import settings_in
+from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 
 __all__ = [
     "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora", "former_chat_data",

@@ -129,7 +129,10 @@ def _run_job(
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_of
 
     partitioner = partitioner_of(job, "load" if is_conversation else args.mode)
-    from praxis_lite.run.trainer.memory import saying_what_is_large, saying_what_this_cpu_lacks
+    from praxis_lite.run.trainer.checks.memory import (
+        saying_what_is_large,
+        saying_what_this_cpu_lacks,
+    )
 
     with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
         # Imported after the checks, so that an error need not wait for Orbax.

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from praxis_lite import decode, layers, optimizers
-from praxis_lite.core import partitioner
 
 TESTS = Path(__file__).parent
 SLOW = "pytest.mark.slow"
@@ -16,7 +15,7 @@ SLOW = "pytest.mark.slow"
 STAND_FOR = {
     "every layer on an uneven mesh": "layers/test_sharded_layers.py::test_sharded_equals_unsharded",
     "every optimizer of Pax":
-        "learner/optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
+        "optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
     "every decoder on a mesh": (
         "decode/test_loop.py"
         "::test_sharded_decoding_equals_unsharded_with_heads_and_rows_that_do_not_divide"
@@ -24,32 +23,32 @@ STAND_FOR = {
     "a mesh of one device":
         "docs/test_minimal.py::test_it_prints_what_is_split_how_and_learns_as_one_device_does",
     "a mesh of two axes that divide nothing":
-        "partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
-    "a mesh of three axes": "sharding/test_uneven_reference.py::test_a_run_of_the_reference",
+        "core/partitioner/test_partitioner.py::test_losses_over_20_steps_are_those_of_one_device",
+    "a mesh of three axes": "core/sharding/test_uneven_reference.py::test_a_run_of_the_reference",
     "pipeline stages on a mesh": (
         "layers/stacking/test_pipelines.py::test_on_a_mesh_it_gives_the_same"
     ),
     "experts on a mesh": "layers/moe/test_sharded_experts.py::test_sharded_equals_unsharded",
     "every way to say how weights are split":
-        "sharding/test_five_ways.py::test_each_way_has_the_same_losses",
+        "core/sharding/test_five_ways.py::test_each_way_has_the_same_losses",
     "the partitioner by shard_map":
-        "partitioner/test_shard_map_partitioner.py::test_the_notebooks_losses_and_accuracies",
+        "core/partitioner/test_shard_map_partitioner.py::test_the_notebooks_losses_and_accuracies",
     "gradients by shard_map": (
-        "partitioner/test_shard_map_layers.py"
+        "core/partitioner/test_shard_map_layers.py"
         "::test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows"
     ),
     "an experiment's gradients": (
-        "partitioner/test_experiment_gradients.py"
+        "core/partitioner/test_experiment_gradients.py"
         "::test_the_gradient_of_each_weight_is_that_on_one_device"
     ),
-    "a resume": "trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
-    "a signal": "job/test_stopping.py::test_a_signal_is_answered_and_the_running_step_ends",
+    "a resume": "run/trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
+    "a signal": "run/job/test_stopping.py::test_a_signal_is_answered_and_the_running_step_ends",
     "a kill, and a pair of processes": (
-        "job/test_multiprocess.py"
+        "run/job/test_multiprocess.py"
         "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
     ),
     "a fault on disk": (
-        "checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
+        "run/checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
     ),
 }
 
@@ -75,7 +74,8 @@ def test_every_layer_decoder_optimizer_and_partitioner_is_in_a_quick_test():
         if path != Path(__file__) and not path.is_relative_to(TESTS / "faults")
     )
     words = set(re.findall(r"\w+", text))
-    shown = {*layers.__all__, *decode.__all__, *optimizers.__all__, *partitioner.__all__}
+    partitioners = {"Partitioner", "ShardMapPartitioner"}
+    shown = {*layers.__all__, *decode.__all__, *optimizers.__all__, *partitioners}
     # Every DotProductAttention has one, and is compared with Pax's; an optimizer has its state.
     of_others = {"PerDimScale"} | {name for name in optimizers.__all__ if name.endswith("State")}
     assert sorted(shown - words - of_others) == []

@@ -24,8 +24,8 @@ from praxis_lite.run.config.text import config_lines, dump_config
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_training
-from praxis_lite.run.trainer.job_checks import check_parts
-from praxis_lite.run.trainer.memory import check_fits
+from praxis_lite.run.trainer.checks.job_checks import check_parts
+from praxis_lite.run.trainer.checks.memory import check_fits
 
 
 @contextlib.contextmanager

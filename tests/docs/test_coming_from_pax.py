@@ -10,7 +10,7 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
-from praxis_lite import decode, inputs, layers, main, models, optimizers, schedules
+from praxis_lite import core, decode, inputs, layers, main, models, optimizers, schedules
 from praxis_lite.core import make_mesh, sharding, task
 from praxis_lite.core.learner import learner, optimizer_groups, regularization
 from praxis_lite.core.partitioner import partitioner, shard_map_partitioner, steps, train_state
@@ -34,11 +34,12 @@ from tests.tools.pax.test_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (
-    layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner, checkpoints,
-    train_state, registry, sharding, weights, language_model, early_stopping, evaluation,
-    image_classification, sequence_to_sequence, pax_job, optimizers, optimizer_groups, schedules,
-    regularization, loading_rules, steps, sharding_inputs, shard_map_partitioner, gather, rules,
-    weight_sharding, trained_model, metrics, models, numpy_data, loss,
+    core, layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner,
+    checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
+    evaluation, image_classification, sequence_to_sequence, pax_job, optimizers,
+    optimizer_groups, schedules, regularization, loading_rules, steps, sharding_inputs,
+    shard_map_partitioner, gather, rules, weight_sharding, trained_model, metrics, models,
+    numpy_data, loss,
 )  # fmt: skip
 
 

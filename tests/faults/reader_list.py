@@ -346,7 +346,7 @@ def _read_description(folder: Path) -> None:
     """Reads a model's directory but for the values of its tensors: nothing is compiled."""
     from praxis_lite.tools.huggingface.decoder import lm_config
     from praxis_lite.tools.huggingface.family import settings_in
-    from praxis_lite.tools.huggingface.tensor_files import TensorFiles
+    from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 
     lm_config(settings_in(folder))
     TensorFiles(folder)

@@ -39,7 +39,7 @@ def test_a_name_that_is_gone_says_what_to_do(module, name):
 
 def test_a_class_may_be_renamed():
     assert name_today("praxis_lite.weights", "WeightSpec", 2, ()) == (
-        "praxis_lite.core.sharding", "WeightSpec"
+        "praxis_lite.core", "WeightSpec"
     )
     for config_format, module in ((2, "experiments.lm"), (3, "praxis_lite.experiments.lm")):
         today = name_today(module, "rotary_lm", config_format, ())

@@ -17,7 +17,7 @@ from praxis_lite.inputs.processes.stream_digest import stream_digest
 from praxis_lite.inputs.sources import derived, file_index
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text import packed_text
-from praxis_lite.run.trainer.job_checks import check_tokens
+from praxis_lite.run.trainer.checks.job_checks import check_tokens
 from tests.support.reads import counted_reads
 
 T = 37

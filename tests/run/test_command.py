@@ -19,7 +19,7 @@ from praxis_lite.run.command import run, status_of
 from praxis_lite.run.job.job_dir import open_for_training
 from praxis_lite.tools.begin_job import beginning
 from praxis_lite.tools.huggingface.__main__ import main as convert
-from praxis_lite.tools.huggingface.writing import save_tensors
+from praxis_lite.tools.huggingface.tensors.writing import save_tensors
 from praxis_lite.tools.pax import job as pax_job
 from tests.run.job.test_disk_full import files_of_at_most
 from tests.support.goldens import GOLDENS

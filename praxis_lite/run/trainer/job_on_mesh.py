@@ -20,8 +20,8 @@ from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.same_everywhere import check_same
-from praxis_lite.run.trainer.id_sizes import num_ids_of
-from praxis_lite.run.trainer.job_checks import (
+from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
+from praxis_lite.run.trainer.checks.job_checks import (
     check_averages,
     check_decoder,
     check_num_batches,
@@ -31,7 +31,7 @@ from praxis_lite.run.trainer.job_checks import (
     flat,
     why_bytes,
 )
-from praxis_lite.run.trainer.memory import check_batch_fits, check_fits, compile_step
+from praxis_lite.run.trainer.checks.memory import check_batch_fits, check_fits, compile_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,14 +35,15 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer import trainer
-from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
-from praxis_lite.run.trainer.job_checks import (
+from praxis_lite.run.trainer.checks.job_checks import (
     check_batches_left,
     check_first_batches,
     check_resumable,
     check_same_seed,
     notes_on_resume,
 )
+from praxis_lite.run.trainer.checks.memory import compile_init
+from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
     lacks_evaluation,
@@ -52,7 +53,6 @@ from praxis_lite.run.trainer.job_history import (
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.layout_table import layout_table, layout_warnings, padding_notes
 from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
-from praxis_lite.run.trainer.memory import compile_init
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights

@@ -19,11 +19,11 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.job.processes.watchdog import SAVING, Watchdog
+from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
+from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line, watched_values
-from praxis_lite.run.trainer.id_sizes import num_ids_of
 from praxis_lite.run.trainer.job_history import is_due, lacks_evaluation, watched_history
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.run.trainer.memory import compile_step
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 from praxis_lite.run.trainer.metrics.progress import ProgressLine

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.layers.whole_model.adapters import merged
+from praxis_lite.tools.huggingface.tensors.writing import Pieces, save_tensors
 from praxis_lite.tools.huggingface.weights import Part
-from praxis_lite.tools.huggingface.writing import Pieces, save_tensors
 
 # Adapted layers by their path in the model, of `praxis_lite.layers.adapted_layers`.
 Layers = Mapping[str, Any]

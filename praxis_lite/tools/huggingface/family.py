@@ -12,9 +12,9 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
 from praxis_lite.inputs.sources.files.plain import opened
-from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
-from praxis_lite.tools.huggingface.field_types import check_type
-from praxis_lite.tools.huggingface.settings_fit import check_fit
+from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface.fields.field_types import check_type
+from praxis_lite.tools.huggingface.fields.settings_fit import check_fit
 
 _MAX_BYTES = 16 << 20  # Of a config.json; published ones have a few thousand.
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.

@@ -16,7 +16,7 @@ from praxis_lite.tools.begin_job import begin_job_with, beginning
 from praxis_lite.tools.huggingface.adapters import merged_weights
 from praxis_lite.tools.huggingface.model import EXPERIMENT
 from praxis_lite.tools.huggingface.pretrained import CAME_FROM, Pretrained, keep_description
-from praxis_lite.tools.huggingface.tensor_files import TensorFiles
+from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 
 Note = Callable[[str], None]
 ADAPTERS = ("merge", "peft")

@@ -22,7 +22,7 @@ from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tools.huggingface.pretrained import Pretrained
-from praxis_lite.tools.huggingface.writing import MAX_FILE_BYTES
+from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES
 
 EXPERIMENT = "huggingface.CausalLm"
 AXIS_NAMES = ("replica", "data", "mdl")

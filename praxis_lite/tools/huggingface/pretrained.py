@@ -27,11 +27,11 @@ from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.run.job.job_dir import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
 from praxis_lite.tools.huggingface.family import family_of, read_config
-from praxis_lite.tools.huggingface.reading import read_weights, stored
 from praxis_lite.tools.huggingface.same_model import difference
-from praxis_lite.tools.huggingface.tensor_files import DESCRIBED, FLOATS, TensorFiles
+from praxis_lite.tools.huggingface.tensors.reading import read_weights, stored
+from praxis_lite.tools.huggingface.tensors.tensor_files import DESCRIBED, FLOATS, TensorFiles
+from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES, write_tensors
 from praxis_lite.tools.huggingface.weights import parts
-from praxis_lite.tools.huggingface.writing import MAX_FILE_BYTES, write_tensors
 
 # Where a job's model came from, of what `keep_description` writes.
 CAME_FROM = "came_from.txt"

@@ -9,7 +9,7 @@ from praxis_lite.core.errors import few
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.tools.huggingface.decoder import lm_config
-from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 
 
 def difference(

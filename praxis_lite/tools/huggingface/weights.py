@@ -10,8 +10,8 @@ import einops
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, few
-from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.family import Family
+from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 
 _HEAD = "params/softmax/logits_ffn/linear/w"
 

@@ -11,8 +11,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import partitioner_of
-from praxis_lite.run.trainer.memory import compile_step
 from praxis_lite.tools.plan.predict import StepPlan, plan_of_compiled
 from praxis_lite.tools.plan.report import figures, plan_text, seconds_text
 from praxis_lite.tools.plan.topology import attached_topology

@@ -22,4 +22,4 @@ from praxis_lite.tools.testing.asserts.layers import (
     run_layers as run_layers,
 )
 from praxis_lite.tools.testing.certificate import Certificate as Certificate
-from praxis_lite.tools.testing.check_on_meshes import check_on_meshes as check_on_meshes
+from praxis_lite.tools.testing.on_meshes import check_on_meshes as check_on_meshes

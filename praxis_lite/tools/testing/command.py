@@ -12,8 +12,8 @@ from praxis_lite.run.options import file_path
 from praxis_lite.run.trainer.job_on_mesh import use_compilation_cache
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.testing.certificate import Certificate
-from praxis_lite.tools.testing.check_on_meshes import check_on_meshes
 from praxis_lite.tools.testing.meshes import parse_meshes
+from praxis_lite.tools.testing.on_meshes import check_on_meshes
 from praxis_lite.tools.testing.shrink import shrunk
 
 

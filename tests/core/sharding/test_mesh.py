@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from praxis_lite import ConfigError
 from praxis_lite.core import MeshConfig, attached_mesh, make_mesh, simulate_devices
-from praxis_lite.run.trainer.memory import saying_what_this_cpu_lacks
+from praxis_lite.run.trainer.checks.memory import saying_what_this_cpu_lacks
 
 
 def test_a_mesh_has_the_default_axes_which_are_auto(mesh_of):

@@ -8,7 +8,7 @@ from praxis_lite.inputs import SyntheticLm
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment import registry
-from praxis_lite.run.trainer.job_checks import check_num_batches
+from praxis_lite.run.trainer.checks.job_checks import check_num_batches
 
 NAMES = list(registry.list_experiments())
 DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.

@@ -15,7 +15,7 @@ from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer import job_checks
+from praxis_lite.run.trainer.checks import job_checks
 from praxis_lite.run.trainer.loss_spikes import (
     MAX_ROLL_BACKS,
     LossSpike,

@@ -13,7 +13,7 @@ from praxis_lite.tools import huggingface
 from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.family import family_of, settings_in
 from praxis_lite.tools.huggingface.pretrained import Pretrained
-from praxis_lite.tools.huggingface.tensor_files import TensorFiles
+from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 from tests.support.goldens import GOLDENS
 from tests.support.marks import slow_but
 

@@ -19,7 +19,7 @@ from praxis_lite.inputs.text.messages import Message, conversation
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import COMMAND_LINE
-from praxis_lite.run.trainer.job_checks import check_parts
+from praxis_lite.run.trainer.checks.job_checks import check_parts
 
 Prompt = str | Sequence[int] | Sequence[Message]
 Prompts = str | Sequence[Prompt]

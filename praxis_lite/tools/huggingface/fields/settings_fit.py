@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from praxis_lite.core.errors import require
-from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 
 # As many weights as shapes and offsets can still be counted for, far above any model.
 MAX_WEIGHTS = 2**50

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from praxis_lite.core.errors import ConfigError, few, format_bytes, shown
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.tools.huggingface.family import Family
-from praxis_lite.tools.huggingface.tensor_files import TensorFiles
+from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 from praxis_lite.tools.huggingface.weights import Part, tensor_shape
 
 SECONDS_BETWEEN_LINES = 5.0

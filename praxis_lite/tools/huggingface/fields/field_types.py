@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.tools.huggingface.decoder_settings import FULL, SLIDING
+from praxis_lite.tools.huggingface.fields.decoder_settings import FULL, SLIDING
 
 OR_NULL = " or null"
 # Wide enough for any published model, and narrow enough for products of sizes in 64 bits.

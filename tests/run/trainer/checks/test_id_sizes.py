@@ -12,7 +12,7 @@ from praxis_lite import ConfigError
 from praxis_lite.core import Learner, NnxModel
 from praxis_lite.core.sharding.inputs import check_ids
 from praxis_lite.models import FunctionModel, LinenModel
-from praxis_lite.run.trainer.id_sizes import num_ids_of
+from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.tasks.loss import LossTask
 
 VOCAB, CLASSES, DIMS = 37, 7, 5

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from praxis_lite.core.errors import format_bytes
-from praxis_lite.tools.huggingface.tensor_files import INDEX, SINGLE
+from praxis_lite.tools.huggingface.tensors.tensor_files import INDEX, SINGLE
 from praxis_lite.tools.huggingface.weights import Part, as_tensor, tensor_shape
 
 MAX_FILE_BYTES = 5_000_000_000

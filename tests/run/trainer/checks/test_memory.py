@@ -21,7 +21,7 @@ from praxis_lite.core.sharding.devices import host_memory
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.run.command import status_of
-from praxis_lite.run.trainer.memory import check_batch_fits, check_fits, saying_what_is_large
+from praxis_lite.run.trainer.checks.memory import check_batch_fits, check_fits, saying_what_is_large
 from tests.support.job_runs import CHECKOUT, copy_of_trained, home, launch, loaded
 from tests.support.line_jobs import LINE
 

@@ -17,13 +17,13 @@ from praxis_lite.layers.embedding.rotary_scaling import (
     YarnRotary,
     yarn_factor,
 )
-from praxis_lite.tools.huggingface.decoder_settings import (
+from praxis_lite.tools.huggingface.fields.decoder_settings import (
     FULL,
     SLIDING,
     DecoderSettings,
     LayerKind,
 )
-from praxis_lite.tools.huggingface.field_types import OR_NULL, check_type
+from praxis_lite.tools.huggingface.fields.field_types import OR_NULL, check_type
 
 WHERE = "config.json: rope_scaling"  # Or rope_parameters, its name in transformers 5.
 _SHARED = {"rope_theta": "number above 1", "partial_rotary_factor": "share"}

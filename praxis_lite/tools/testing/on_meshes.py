@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.mesh import simulate_devices
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment.experiment import Experiment
-from praxis_lite.run.trainer.job_checks import check_parts
+from praxis_lite.run.trainer.checks.job_checks import check_parts
 from praxis_lite.tools.testing.certificate import Certificate
 from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.course import PARTS, run

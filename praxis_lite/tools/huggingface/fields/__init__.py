@@ -1,0 +1,1 @@
+"""The fields of a Hugging Face config.json, and which of our settings each is."""

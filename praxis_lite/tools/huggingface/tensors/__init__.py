@@ -1,0 +1,1 @@
+"""The tensors of a Hugging Face directory: read with their headers checked, and written."""
