@@ -41,7 +41,8 @@ ORDERS = {
         {"options"},
     ),
     "praxis_lite/tools": (
-        {"explain", "huggingface", "non_finite", "pax", "begin_job", "nnx"},
+        {"begin_job", "explain", "nnx", "non_finite"},
+        {"huggingface", "pax"},
         {"plan"},
         {"testing"},
     ),
