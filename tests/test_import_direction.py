@@ -41,9 +41,8 @@ ORDERS = {
         {"options"},
     ),
     "praxis_lite/tools": (
-        {"begin_job", "explain", "nnx", "non_finite"},
-        {"huggingface", "pax"},
-        {"plan"},
+        {"begin_job", "explain", "nnx"},
+        {"huggingface", "non_finite", "pax", "plan"},
         {"testing"},
     ),
     "praxis_lite/layers": (
