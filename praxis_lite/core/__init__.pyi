@@ -58,7 +58,18 @@ from praxis_lite.core.sharding.padding import (
 from praxis_lite.core.sharding.padding import (
     unpad_tree as unpad_tree,
 )
-from praxis_lite.core.sharding.rule_names import register_rule as register_rule
+from praxis_lite.core.sharding.rule_names import (
+    JobMesh as JobMesh,
+)
+from praxis_lite.core.sharding.rule_names import (
+    Leaf as Leaf,
+)
+from praxis_lite.core.sharding.rule_names import (
+    Outcome as Outcome,
+)
+from praxis_lite.core.sharding.rule_names import (
+    register_rule as register_rule,
+)
 from praxis_lite.core.sharding.rules import (
     Fsdp as Fsdp,
 )

@@ -1,0 +1,136 @@
+"""docs/how_to_add.md: its blocks, saved under their names, do what their recipes say."""
+
+import importlib
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from praxis_lite import ConfigError, inputs
+from praxis_lite.core import JobMesh, Leaf, Learner, Partitioner, rule_shardings
+from praxis_lite.layers import Linear
+from praxis_lite.tasks.loss import LossTask
+from praxis_lite.tools.huggingface import family
+
+PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")
+BLOCKS = {
+    block.splitlines()[0].removeprefix("# "): block
+    for block in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE, re.DOTALL)
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """A folder on sys.path with the page's files."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, block in BLOCKS.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(block, encoding="utf-8")
+    (folder / "your_package/__init__.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "your_package"]:
+        del sys.modules[name]
+
+
+def module(name):
+    return importlib.import_module(f"your_package.{name}")
+
+
+def test_the_layers_own_test_passes(folder):
+    names = {}
+    exec(BLOCKS["tests/test_scaled_sum.py"], names)
+    names["test_a_mesh_computes_what_one_device_does"]()
+
+
+def test_the_layer_decodes_as_it_trains_and_refuses_in_words():
+    layer = module("layers").ScaledSum(5, 7, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(1).normal(size=(2, 4, 5)).astype(np.float32)
+    cache, steps = layer.init_cache(2), []
+    for t in range(4):
+        y, cache = layer.extend_step(x[:, t : t + 1], cache)
+        steps.append(y)
+    expected = np.cumsum(x @ np.asarray(layer.w[...]), axis=1) / np.arange(1, 5)[None, :, None]
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="output_dims.*0"):
+        module("layers").ScaledSum(5, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="'y'"):
+        layer(x, y=1)
+
+
+def test_the_optimizer_steps_and_its_slot_splits_as_the_weight(mesh_of):
+    def loss(model, batch, key):
+        return jnp.mean(jnp.square(model(batch["x"])))
+
+    def model(rngs):
+        return Linear(4, 6, weight_split_dims_mapping=("data", "mdl"), rngs=rngs)
+
+    learner = Learner(module("optimizers").signed_mean, learning_rate=0.5)
+    task = LossTask(model, loss, learner, inputs_split_mapping={"map_2d": ("data", None)})
+    partitioner = Partitioner(task, mesh_of(1, 4, 2))
+    specs = {leaf.path: leaf.spec for leaf in partitioner.layout.leaves()}
+    (slot,) = [spec for path, spec in specs.items() if "/mean/" in path]
+    assert slot == specs["mdl_vars/params/w"] and "data" in slot
+
+    key = partitioner.key(0)
+    before = partitioner.init(key)
+    old = np.asarray(partitioner.layout.unpad(before).mdl_vars["params"]["w"])
+    batch = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    gradient = jax.grad(lambda w: jnp.mean(jnp.square(batch @ w)))(old)
+    state, _ = partitioner.train_step(before, partitioner.global_batch({"x": batch}), key)
+    new = np.asarray(partitioner.layout.unpad(state).mdl_vars["params"]["w"])
+    np.testing.assert_allclose(new, old - 0.5 * np.sign(gradient), rtol=1e-6)
+    with pytest.raises(ConfigError, match="decay is 1"):
+        module("optimizers").signed_mean(0.1, decay=1)
+
+
+def test_the_source_gives_batches_that_a_job_can_resume(tmp_path):
+    (tmp_path / "a.txt").write_text("1 2\n3 4\n")
+    (tmp_path / "b.txt").write_text("5 6\n")
+    source = module("sources").NumberedLines(f"{tmp_path}/*.txt")
+    pipeline = inputs.FromSource(source, batch_size=2, shuffle=False)
+    pipeline.check()
+    batches = [pipeline.rows(index, slice(0, 2)) for index in range(2)]
+    np.testing.assert_array_equal([b["x"] for b in batches], [[1, 3], [5, 0]])
+    np.testing.assert_array_equal([b["weights"] for b in batches], [[1, 1], [1, 0]])
+    assert str(tmp_path) not in str(pipeline.fingerprint())
+
+
+def test_the_family_has_llamas_tensors_and_its_own_fields(tmp_path, monkeypatch):
+    shipped = Path(family.__file__).parent / "families"
+    shutil.copytree(shipped, tmp_path / "families")
+    (name,) = [name for name in BLOCKS if name.endswith(".toml")]
+    (tmp_path / "families" / Path(name).name).write_text(BLOCKS[name])
+    monkeypatch.setattr(family.resources, "files", lambda package: tmp_path)
+    family.families.cache_clear()
+    try:
+        config = {
+            "architectures": ["TernForCausalLM"], "vocab_size": 11, "width": 8, "ffn_width": 16,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+        }
+        tern = family.family_of(config)
+        settings = tern.decoder_settings(config)
+        assert (settings.model_dims, settings.hidden_dims, settings.use_bias) == (8, 16, True)
+        llama = tomllib.loads((shipped / "llama.toml").read_text())
+        assert set(tern.tensors) == set(llama["tensors"])
+    finally:
+        family.families.cache_clear()
+
+
+def test_the_rule_splits_where_it_divides_and_says_where_not():
+    module("rules")
+    mesh = JobMesh({"replica": 1, "data": 4, "mdl": 2})
+    leaves = [Leaf("a", (3, 8), np.float32), Leaf("b", (3, 7), np.float32)]
+    splits = rule_shardings(leaves, [(".*", 'last_dim("data")')], mesh)
+    assert splits["a"].spec == (None, "data") and splits["b"].spec == (None, None)
+    assert "7 does not divide by 4" in str(splits["b"])
