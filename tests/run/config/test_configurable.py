@@ -56,9 +56,9 @@ def may_be_named():
 
 # They read what a setting names, and write beside it or in cache_dir alone.
 MAY_READ = {
-    "ArrayRecords", "ArrowFiles", "CheckpointLoadingRules", "HuggingFaceDataset", "ImageFiles",
-    "JsonLines", "NpyFiles", "Parquet", "PreferenceData", "TextCorpus", "TextFiles", "TfRecords",
-    "Tfds", "examples_of", "former_chat_data", "questions",
+    "ArrayRecords", "ArrowFiles", "CheckpointLoadingRules", "FileSource", "HuggingFaceDataset",
+    "ImageFiles", "JsonLines", "NpyFiles", "Parquet", "PreferenceData", "TextCorpus", "TextFiles",
+    "TfRecords", "Tfds", "examples_of", "former_chat_data", "questions",
 }
 
 

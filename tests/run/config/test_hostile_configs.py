@@ -66,7 +66,7 @@ CALLS = {
     "a pickle": call("pickle:loads", {"bytes": "{p}"}),
     "a profile": call("jax.profiler:save_device_memory_profile", filename="{c}"),
     "a new job": call("praxis_lite.run.job.job_dir:open_for_training", path="{c}", experiment="x"),
-    "a writer of lines": call("praxis_lite.run.trainer.metrics:JsonLinesWriter",
+    "a writer of lines": call("praxis_lite.run.trainer.metrics.json_lines:JsonLinesWriter",
                                 path="{c}", resume_step=7),
     "a function that is called later": call(
         "praxis_lite.experiments.zebra:call",
