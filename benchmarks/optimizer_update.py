@@ -90,10 +90,10 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
     specs = weight_specs(is_stacked)
     params, grads = random_tree(specs, 1), jax.tree.map(jnp.asarray, random_tree(specs, 2))
     learner = Learner(optax.adamw, LEARNING_RATE, clip_gradient_norm_to_value=MAX_NORM)
-    groups = learner.groups(specs)
+    bound = learner.bind(specs)
 
     def learner_update(params: PyTree, opt_states: PyTree, grads: PyTree) -> tuple:
-        return learner.update(grads, opt_states, params, groups, jnp.float32(1.0))[:2]
+        return bound.update(grads, opt_states, params, jnp.float32(1.0))[:2]
 
     bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
 
@@ -101,7 +101,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
         updates, opt_state = bare.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    ours = Update(learner_update, params, learner.init(params, groups), grads)
+    ours = Update(learner_update, params, bound.init(params), grads)
     theirs = Update(bare_update, params, bare.init(params), grads)
     for index in range(num_steps):
         # Turns swap, so that neither always runs behind the other.

@@ -62,7 +62,7 @@ ORDERS = {
         },
         {"regularization"},
         {"optimizer_groups", "weight_groups"},
-        {"slots"},
+        {"bound_learner", "slots"},
         {"learner"},
     ),
     "praxis_lite/run/trainer": (

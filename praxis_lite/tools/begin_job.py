@@ -125,7 +125,8 @@ def begin_job_with(
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(mesh_config))
     check_fits(partitioner.layout, partitioner.mesh, "train")
     arrays = weights(partitioner, job)
-    check_frozen_base(partitioner.layout, arrays, may_be_new=job.run.frozen_may_be_new)
+    groups = partitioner.learner.groups
+    check_frozen_base(groups, arrays, may_be_new=job.run.frozen_may_be_new)
     arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
     state = completed(partitioner, partitioner.key(job.run.seed), arrays)
     data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}

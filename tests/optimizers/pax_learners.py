@@ -166,14 +166,14 @@ def run(
         for path, array in weights.items()
     })
     params = nested({path: jnp.asarray(array, dtype) for path, array in weights.items()})
-    groups = learner.groups(specs)
-    opt_states = learner.init(params, groups)
+    bound = learner.bind(specs)
+    opt_states = bound.init(params)
     types = jax.eval_shape(lambda tree: tree, (params, opt_states))
     history, rates = [], []
     for grad in grads:
         grad = nested({path: jnp.asarray(array, dtype) for path, array in grad.items()})
-        params, opt_states, scalars, _ = learner.update(
-            grad, opt_states, params, groups, jnp.float32(1.0)
+        params, opt_states, scalars, _ = bound.update(
+            grad, opt_states, params, jnp.float32(1.0)
         )
         assert jax.eval_shape(lambda tree: tree, (params, opt_states)) == types
         history.append(flat(params))

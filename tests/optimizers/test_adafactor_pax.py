@@ -77,10 +77,10 @@ def test_golden_of_pax(name):
     grads = [at(f"in/grad{i}") for i in range(5)]
     learner = Learner(functools.partial(adafactor, **settings), lambda i: jnp.asarray(rates)[i])
     specs = nested({path: WeightSpec(w.shape, jnp.float32) for path, w in at("w").items()})
-    groups = learner.groups(specs)
+    bound = learner.bind(specs)
     history, states = scanned(
-        lambda params: learner.init(params, groups),
-        lambda params, states, grad: learner.update(grad, states, params, groups, 0.0)[:2],
+        bound.init,
+        lambda params, states, grad: bound.update(grad, states, params, 0.0)[:2],
         at("w"), grads,
     )  # fmt: skip
     state = states["slots"]["unstacked"]

@@ -109,9 +109,9 @@ def config(**settings):
 def test_five_steps_equal_numpy(consistent_rms):
     specs = jax.tree.map(lambda s: WeightSpec(s, jnp.float32), SHAPES, is_leaf=is_shape)
     learner = Learner(fdl.build(config(consistent_rms=consistent_rms)), schedule)
-    groups = learner.groups(specs)
-    params, opt_states = tree(0), learner.init(tree(0), groups)
-    update = jax.jit(lambda g, o, p: learner.update(g, o, p, groups, jnp.float32(1))[:2])
+    bound = learner.bind(specs)
+    params, opt_states = tree(0), bound.init(tree(0))
+    update = jax.jit(lambda g, o, p: bound.update(g, o, p, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
     for grad in grads:
         params, opt_states = update(grad, opt_states, params)
@@ -241,4 +241,4 @@ def test_a_pattern_that_matches_no_weight_is_an_error_of_the_learner():
         functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=matrices), 0.1
     )
     with pytest.raises(ConfigError, match="'wq' matches no weight"):
-        learner.init({"w": jnp.ones((5, 3))}, learner.groups(specs))
+        learner.bind(specs).init({"w": jnp.ones((5, 3))})

@@ -78,9 +78,9 @@ def test_seven_steps_equal_numpy():
     specs = {name: WeightSpec(shape, jnp.float32) for name, shape in SHAPES.items()}
     learner = Learner(fdl.build(config), schedule)
     params = tree(0)
-    groups = learner.groups(specs)
-    opt_states = learner.init(params, groups)
-    update = jax.jit(lambda g, o, p: learner.update(g, o, p, groups, jnp.float32(1))[:2])
+    bound = learner.bind(specs)
+    opt_states = bound.init(params)
+    update = jax.jit(lambda g, o, p: bound.update(g, o, p, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(7)]
     for grad in grads:
         params, opt_states = update(grad, opt_states, params)

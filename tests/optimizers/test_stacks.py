@@ -69,18 +69,18 @@ def layers(seed):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scanned_stack_trains_as_an_unrolled_one(name):
     learner = Learner(OPTIMIZERS[name], lambda count: 0.1 / (1.0 + count))
-    groups = learner.groups(SPECS)
+    bound = learner.bind(SPECS)
 
     @jax.jit
     def trained(params, grads):
         def step(carry, grad):
             params, opt_states = carry
-            new = learner.update(grad, opt_states, params, groups, jnp.float32(1))
+            new = bound.update(grad, opt_states, params, jnp.float32(1))
             return new[:2], None
 
-        start = (params, learner.init(params, groups))
+        start = (params, bound.init(params))
         params, opt_states = jax.lax.scan(step, start, grads)[0]
-        return params, learner.eval_params(params, opt_states, groups, use_ema=False)
+        return params, bound.eval_params(params, opt_states, use_ema=False)
 
     def assert_close(found, wanted, start):
         # A weight of 100 that is now 0.1 has the rounding errors of 100.

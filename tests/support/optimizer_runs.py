@@ -177,8 +177,8 @@ def one_device(size):
         lambda x: rng.normal(scale=0.5, size=x.shape).astype(x.dtype),
         jax.eval_shape(lambda: task.model.init(jax.random.key(0))),
     )
-    groups = task.learner.groups(task.model.weight_specs()["params"])
-    opt_states = jax.jit(lambda params: task.learner.init(params, groups))(mdl_vars["params"])
+    bound = task.learner.bind(task.model.weight_specs()["params"])
+    opt_states = jax.jit(bound.init)(mdl_vars["params"])
     history = [TrainState(np.int32(0), mdl_vars, opt_states)]
     step = jax.jit(lambda *args: steps.train_step(task, *args)[0])
     for one in batches(size):

@@ -1,37 +1,32 @@
-"""Updates of parameters: the trained weights, the optimizer of each, the skipped steps."""
+"""Settings of how weights are trained: the optimizer of each, limits, averages, what is frozen."""
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.learner.gradients import GradientLimits, global_norm, limits_by_optimizer
+from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.loss_scaling import DynamicLossScale
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
     Schedule,
     checked_rate,
     made,
-    rate_at,
 )
 from praxis_lite.core.learner.optimizer_groups import (
     AuxiliaryOptimizer,
     check_choices,
-    check_mask_patterns,
     optimizer_names,
 )
-from praxis_lite.core.learner.path_masks import collected_patterns
 from praxis_lite.core.learner.regularization import VariationalNoise
-from praxis_lite.core.learner.schedule_free import evaluation_params, has_averages
-from praxis_lite.core.learner.skipped_steps import kept_if
+from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
-from praxis_lite.core.learner.weight_averages import moving_average
-from praxis_lite.core.learner.weight_groups import WeightGroups, grouped, merged
-from praxis_lite.core.learner.whole_trees import looks_beyond, updates_of
+from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
+from praxis_lite.core.learner.whole_trees import looks_beyond
 from praxis_lite.core.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -39,7 +34,7 @@ Patterns = str | Sequence[str]
 
 
 class Learner:
-    """Returns updated parameters and slots for gradients.
+    """Settings of training; `bind` makes of them the updates of a model's weights.
 
     Patterns are of weights' paths under params, such as `softmax/logits_ffn/linear/w`. A stack is
     updated one layer at a time, so an optimizer that looks at whole tensors, such as Adafactor or
@@ -97,7 +92,7 @@ class Learner:
             skip_step_gradient_norm_value,
         )
         self.auxiliary_optimizers = tuple(auxiliary_optimizers)
-        self._limits = limits_by_optimizer(
+        self.limits_by_optimizer = limits_by_optimizer(
             self.limits, self.auxiliary_optimizers, apply_separate_scaling
         )
         self.apply_separate_scaling = apply_separate_scaling
@@ -129,10 +124,10 @@ class Learner:
             for aux in self.auxiliary_optimizers
         }
 
-    def groups(
+    def bind(
         self, weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
-    ) -> WeightGroups:
-        """Returns the groups of weights: the other methods' argument, made once.
+    ) -> BoundLearner:
+        """Returns the learner of a model's weights, which makes their slots and updates.
 
         Args:
           weight_specs: nested dict of WeightSpec.
@@ -156,117 +151,10 @@ class Learner:
         specs = None
         if self.slot_mesh_axes and axis_sizes is not None:
             specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
-        return WeightGroups(weight_specs, by_name, specs)
-
-    def init(self, params: PyTree, groups: WeightGroups) -> dict[str, PyTree]:
-        """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
-
-        Where they are set, "ema" (the average of the trained weights) and "loss_scale" too.
-
-        Raises:
-          ConfigError: a mask's pattern matches no weight.
-        """
-        with collected_patterns() as patterns:
-            slots = {
-                name: group.per_layer(group.optimizer.init)(group.of(params))
-                for name, group in groups.by_name.items()
-            }
-        paths = ["/".join(path) for path, _ in spec_items(groups.weight_specs)]
-        check_mask_patterns(paths, patterns)
-        opt_states: dict[str, PyTree] = {
-            "num_updates": jnp.zeros((), jnp.int32),
-            "num_skipped_steps": jnp.zeros((), jnp.int32),
-            "num_skipped_in_a_row": jnp.zeros((), jnp.int32),
-            "slots": slots,
-        }
-        if self.ema_decay:
-            # A copy: an array that is in the state twice could not be donated.
-            opt_states["ema"] = jax.tree.map(jnp.copy, groups.split(params)[0])
-        if self.loss_scale is not None:
-            opt_states["loss_scale"] = self.loss_scale.init()
-        return opt_states
-
-    @jax.named_scope("learner")
-    def update(
-        self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, groups: WeightGroups,
-        loss: jax.Array,
-    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
-        """Returns (params, opt_states, scalars, is_skipped) after a step.
-
-        A step whose loss, gradient or rate is not finite, or whose gradient is too large, changes
-        neither parameters, slots nor average, and is counted; schedules do not advance with it.
-
-        Args:
-          grads: float32, of the trained weights only.
-          params: of all weights.
-
-        Returns:
-          The scalars are grad_norm (before clipping), learning_rate, learning_rate/NAME of each
-          auxiliary optimizer, num_skipped_steps, num_skipped_in_a_row, and of what is set
-          is_gradient_too_large (0 or 1) and loss_scale (the one this step was made with).
-        """
-        trainable, frozen = groups.split(params)
-        grads = groups.lay_out(grads)
-        grad_norm = global_norm(grads)
-        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-        norms = dict.fromkeys(self._limits, grad_norm)
-        if self.apply_separate_scaling:
-            norms = {name: global_norm(own) for name, own in groups.by_optimizer(grads).items()}
-        is_small = jnp.stack([self.limits.keeps(norm) for norm in norms.values()]).all()
-        num_updates = opt_states["num_updates"]
-        rates = {"learning_rate": rate_at(self.learning_rate, num_updates)}
-        for aux in self.auxiliary_optimizers:
-            rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
-        is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
-
-        def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
-            updates, slots = self._updates(grads, norms, old["slots"], weights, groups, loss)
-            new = {"slots": slots}
-            if self.ema_decay:
-                new["ema"] = moving_average(old["ema"], weights, self.ema_decay, num_updates)
-            new = optax.apply_updates(weights, updates), new
-            # Some optimizers return slots of another dtype than their init made.
-            return jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
-
-        old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
-        trainable, new = kept_if(is_kept, made, trainable, old)
-        trainable = groups.lay_out(trainable)
-        new |= {
-            "num_updates": num_updates + jnp.where(is_kept, 1, 0),
-            "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
-            "num_skipped_in_a_row": jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
-        }
-        scalars = {
-            "grad_norm": grad_norm,
-            "num_skipped_steps": new["num_skipped_steps"],
-            "num_skipped_in_a_row": new["num_skipped_in_a_row"], **rates,
-        }
-        if self.limits.skip_step_gradient_norm_value:
-            scalars["is_gradient_too_large"] = jnp.where(is_finite & ~is_small, 1.0, 0.0)
-        if self.loss_scale is not None:
-            new["loss_scale"] = self.loss_scale.update(opt_states["loss_scale"], is_finite)
-            scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
-        return merged(trainable, frozen), new, scalars, ~is_kept
-
-    def _updates(
-        self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
-        groups: WeightGroups, loss: jax.Array,
-    ) -> tuple[PyTree, dict[str, PyTree]]:
-        """Returns the updates of the weights, and the new slots; a layer of a stack at a time."""
-        updates: dict[str, Any] = {}
-        new_slots = {}
-        for name, group in groups.by_name.items():
-            limits, norm = self._limits[group.optimizer_name], norms[group.optimizer_name]
-            own = group.per_weight(functools.partial(_clipped, limits, norm), group.of(grads))
-            update = functools.partial(_updated, group.optimizer, loss)
-            group_updates, new_slots[name] = group.per_layer(update)(
-                own, slots[name], group.of(weights)
-            )
-            updates = merged(updates, group_updates)
-        return updates, new_slots
+        return BoundLearner(self, WeightGroups(weight_specs, by_name, specs))
 
     def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:
-        """Returns the part of `opt_states` that `eval_params` reads; {}: it returns `params`.
+        """Returns the part of `opt_states` that `BoundLearner.eval_params` reads; {}: none.
 
         Raises:
           ConfigError: `use_ema` without an `ema_decay`.
@@ -280,34 +168,37 @@ class Learner:
             return {"ema": opt_states["ema"]}
         return {"slots": opt_states["slots"]} if has_averages(opt_states["slots"]) else {}
 
+    # Former ways, which go with the next minor version.
+
+    def groups(self, weight_specs: PyTree, axis_sizes: Any = None) -> WeightGroups:
+        """Returns `bind(weight_specs, axis_sizes).groups`, and warns."""
+        return self._bound_as_before("groups", weight_specs, axis_sizes).groups
+
+    def init(self, params: PyTree, weights: PyTree) -> dict[str, PyTree]:
+        """Returns `bind(weights).init(params)`, and warns."""
+        return self._bound_as_before("init", weights).init(params)
+
+    def update(
+        self, grads: PyTree, opt_states: PyTree, params: PyTree, weights: PyTree, loss: jax.Array
+    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
+        """Returns `bind(weights).update(grads, opt_states, params, loss)`, and warns."""
+        return self._bound_as_before("update", weights).update(grads, opt_states, params, loss)
+
     def eval_params(
-        self, params: PyTree, opt_states: dict[str, PyTree], groups: WeightGroups, use_ema: bool
+        self, params: PyTree, opt_states: PyTree, weights: PyTree, use_ema: bool
     ) -> PyTree:
-        """Returns the weights to evaluate and decode with, of what `eval_opt_states` returns.
+        """Returns `bind(weights).eval_params(params, opt_states, use_ema=use_ema)`, and warns."""
+        bound = self._bound_as_before("eval_params", weights)
+        return bound.eval_params(params, opt_states, use_ema=use_ema)
 
-        With `use_ema` the moving average; else the averages of a schedule-free optimizer, or
-        `params`.
-        """
-        read = self.eval_opt_states(opt_states, use_ema=use_ema)
-        if not read:
-            return params
-        _, frozen = groups.split(params)
-        if use_ema:
-            return merged(read["ema"], frozen)
-        for name, group in groups.by_name.items():
-            frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
-        return frozen
-
-
-def _clipped(limits: GradientLimits, norm: jax.Array, grads: PyTree) -> PyTree:
-    return limits.clipped(grads, norm)
-
-
-def _updated(
-    optimizer: optax.GradientTransformation, loss: jax.Array, grads: PyTree, slots: PyTree,
-    weights: PyTree,
-) -> tuple[PyTree, PyTree]:
-    return updates_of(optimizer, grads, slots, weights, loss)
+    def _bound_as_before(self, name: str, weights: PyTree, axis_sizes: Any = None) -> BoundLearner:
+        warnings.warn(
+            f"Learner.{name} is .{name} of what Learner.bind(weight_specs) returns, and its former "
+            "name goes with the next minor version.", DeprecationWarning, stacklevel=3,
+        )
+        if isinstance(weights, WeightGroups):
+            return BoundLearner(self, weights)
+        return self.bind(weights, axis_sizes)
 
 
 def _patterns(patterns: Patterns) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from praxis_lite.core.models.layer_paths import naming_the_layer
 from praxis_lite.core.partitioner import accumulation, arguments, steps
 from praxis_lite.core.partitioner.compiler_options import init_options, step_options
 from praxis_lite.core.partitioner.narrow_scans import narrow_scans
-from praxis_lite.core.partitioner.train_state import TrainState, state_layout
+from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
@@ -50,6 +50,7 @@ class Partitioner:
 
     Attributes:
       layout: StateLayout of the TrainState.
+      learner: the task's, bound to the weights.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
       compiler_options: that the steps are compiled with on this mesh; None: there are none.
@@ -70,7 +71,7 @@ class Partitioner:
         self._value_and_grad, self._evaluate = value_and_grad, evaluate
         self._num_ids = dict(task.num_ids())
         with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
-            self.layout = state_layout(task, dict(mesh.shape))
+            self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
         self._arguments = arguments.StepArguments(task, self.layout, mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -258,7 +259,7 @@ class Partitioner:
     def _init(self, key: jax.Array) -> TrainState:
         arguments.check_key(key, "init: key")
         with self._tracing():
-            state = steps.init_state(self.task, key, self.layout.groups)
+            state = steps.init_state(self.task, key, self.learner)
             return self.layout.pad(state)
 
     def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
@@ -267,7 +268,7 @@ class Partitioner:
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(
                 self.task, state, self._inputs(batch, "train_step"), key,
-                groups=self.layout.groups, value_and_grad=self._value_and_grad,
+                learner=self.learner, value_and_grad=self._value_and_grad,
             )
             return self.layout.pad(state), outputs
 
@@ -276,9 +277,7 @@ class Partitioner:
             layout = self._mdl_layout.select("params")
             opt_layout = self.layout.select("opt_states")
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
-            params = self.task.learner.eval_params(
-                layout.unpad(params), opt_states, self.layout.groups, use_ema=use_ema
-            )
+            params = self.learner.eval_params(layout.unpad(params), opt_states, use_ema=use_ema)
             return layout.pad(params)
 
     def _eval_step(

@@ -82,7 +82,7 @@ class ShardMapPartitioner(Partitioner):
             task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand,
             compiler_options=compiler_options,
         )
-        layout, groups = self._mdl_layout.select("params"), self.layout.groups
+        layout, groups = self._mdl_layout.select("params"), self.learner.groups
         self._weights = jax.tree_util.tree_map_with_path(
             self._mapped_weight, layout.shapes, layout.specs, groups.weight_specs
         )

@@ -5,26 +5,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.weight_groups import WeightGroups, merged
+from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.weight_groups import merged
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.accumulation import Batch
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.task import Task
 
 
-def init_state(task: Task, key: jax.Array, groups: WeightGroups | None = None) -> TrainState:
+def init_state(task: Task, key: jax.Array, learner: BoundLearner | None = None) -> TrainState:
     """Returns a fresh state: variables drawn at their logical shapes, empty slots, step 0.
 
     Args:
-      groups: of the layout; None: of what the model declares, without a mesh.
+      learner: bound to the weights; None: to those that the model declares, without a mesh.
     """
     mdl_vars = task.model.init(key)
-    opt_states = task.learner.init(mdl_vars["params"], groups or _declared_groups(task))
+    opt_states = (learner or _bound_learner(task)).init(mdl_vars["params"])
     return TrainState(jnp.zeros((), jnp.int32), mdl_vars, opt_states)
 
 
-def _declared_groups(task: Task) -> WeightGroups:
-    return task.learner.groups(task.model.weight_specs()["params"])
+def _bound_learner(task: Task) -> BoundLearner:
+    return task.learner.bind(task.model.weight_specs()["params"])
 
 
 def train_step(
@@ -33,22 +34,22 @@ def train_step(
     inputs: Batch,
     key: jax.Array,
     *,
-    groups: WeightGroups | None = None,
+    learner: BoundLearner | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after an update, and metrics.
 
     Args:
       key: of the whole run; the step is folded into it.
-      groups: as of `init_state`.
+      learner: as of `init_state`.
       value_and_grad: how gradients are made and summed.
 
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
     """
     key = jax.random.fold_in(key, state.step)
-    learner = task.learner
-    groups = groups or _declared_groups(task)
+    bound = learner or _bound_learner(task)
+    learner, groups = bound.learner, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
     if learner.variational_noise is not None:  # Of the weights that are differentiated only.
@@ -74,8 +75,8 @@ def train_step(
     )
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, grads)
-    new_params, opt_states, learner_scalars, is_skipped = learner.update(
-        grads, state.opt_states, params, groups, metrics["loss"][0]
+    new_params, opt_states, learner_scalars, is_skipped = bound.update(
+        grads, state.opt_states, params, metrics["loss"][0]
     )
     # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
     new_non_trainable = jax.tree.map(

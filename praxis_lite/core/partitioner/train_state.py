@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_specs
-from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import pad_tree, padded_shape, unpad_tree
@@ -68,7 +68,6 @@ class StateLayout:
       axis_sizes: devices along each mesh axis, in the mesh's order.
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
-      groups: of a TrainState: what the learner does with each weight, worked out once here.
     """
 
     shapes: PyTree
@@ -76,7 +75,6 @@ class StateLayout:
     axis_sizes: Mapping[str, int]
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    groups: WeightGroups | None = None
 
     @property
     def padded_shapes(self) -> PyTree:
@@ -129,7 +127,16 @@ class StateLayout:
 
 
 def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
-    """Returns the layout of a task's TrainState on a mesh; no array is made.
+    """Returns the layout of a task's TrainState on a mesh; see `layout_and_learner`."""
+    return layout_and_learner(task, axis_sizes)[0]
+
+
+def layout_and_learner(
+    task: Task, axis_sizes: Mapping[str, int]
+) -> tuple[StateLayout, BoundLearner]:
+    """Returns the layout of a task's TrainState on a mesh, and the learner of its weights.
+
+    No array is made.
 
     Args:
       task: its model declares splits, its learner has slots.
@@ -149,20 +156,19 @@ def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
     mdl_specs = jax.tree_util.tree_map_with_path(
         lambda path, _: spec_of[jax.tree_util.keystr(path, simple=True, separator="/")], mdl_shapes
     )
-    learner, params_specs = task.learner, mdl_specs["params"]
-    groups = learner.groups(weight_specs["params"], axis_sizes)
-    opt_shapes = jax.eval_shape(lambda params: learner.init(params, groups), mdl_shapes["params"])
+    learner = task.learner.bind(weight_specs["params"], axis_sizes)
+    groups, opt_shapes = learner.groups, jax.eval_shape(learner.init, mdl_shapes["params"])
     opt_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), opt_shapes)
-    update_specs = params_specs if groups.update_specs is None else groups.update_specs
+    update_specs = mdl_specs["params"] if groups.update_specs is None else groups.update_specs
     opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
         opt_specs["ema"] = groups.split(update_specs)[0]
     step = jax.ShapeDtypeStruct((), "int32")
-    return StateLayout(
+    layout = StateLayout(
         shapes=TrainState(step, mdl_shapes, opt_shapes),
         specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
         axis_sizes=dict(axis_sizes),
-        groups=groups,
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
     )
+    return layout, learner

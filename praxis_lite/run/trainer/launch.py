@@ -86,7 +86,7 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
     check_names(job.partitioner.layout)
     if not step_dirs.committed_steps(files.checkpoints):
         check_frozen_base(
-            job.partitioner.layout, _given(job), may_be_new=run.frozen_may_be_new
+            job.partitioner.learner.groups, _given(job), may_be_new=run.frozen_may_be_new
         )
     config_json = dump_config(
         launched.config, launched.experiment, launched.settings, packages=launched.packages
@@ -256,7 +256,7 @@ def _say(line: str) -> None:
 def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     files.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
-    for line in layout.groups.report():
+    for line in partitioner.learner.groups.report():
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
     for note in (*layout.notes, *padding_notes(layout)):

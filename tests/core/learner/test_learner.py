@@ -57,13 +57,13 @@ GRADS = [tree(10 + i, scale=0.1 + i) for i in range(5)]
 def run(learner: Learner, grads=GRADS, losses=None) -> list[tuple[Any, Any, dict]]:
     """Returns (params, opt_states, scalars) before and after each step."""
     params = jax.tree.map(jnp.asarray, tree(1))
-    groups = learner.groups(SPECS)
-    history = [(params, jax.jit(lambda params: learner.init(params, groups))(params), {})]
+    bound = learner.bind(SPECS)
+    history = [(params, jax.jit(bound.init)(params), {})]
 
     @jax.jit
     def update(grads, opt_states, params, loss):
-        trainable, _ = groups.split(grads)
-        return learner.update(trainable, opt_states, params, groups, loss)[:3]
+        trainable, _ = bound.groups.split(grads)
+        return bound.update(trainable, opt_states, params, loss)[:3]
 
     for i, grad in enumerate(grads):
         params, opt_states, _ = history[-1]
@@ -214,7 +214,7 @@ def test_without_vectorization_an_optimizer_sees_whole_stacks_as_pax_does_then()
         lambda learning_rate: by_norm(), 1.0, vectorize_on_repeat_prefix=False,
         clip_gradient_single_norm_to_value=0.3,
     )
-    assert set(learner.groups(SPECS).by_name) == {"unstacked"}
+    assert set(learner.bind(SPECS).groups.by_name) == {"unstacked"}
     params, _, _ = run(learner, GRADS[:1])[-1]
     wanted = jax.tree.map(lambda w, g: w - g / global_norm(g), tree(1), GRADS[0])
     assert_trees_close(params, wanted)
@@ -231,7 +231,7 @@ def test_slots_of_whole_stacks_split_as_their_weights():
     whole = Learner(optax.adafactor, 0.1, vectorize_on_repeat_prefix=False)
     weights = {"w": WeightSpec((3, 257, 131), F32, ("data", "mdl"), ("stage",))}
     specs = {"w": P("stage", "data", "mdl")}
-    found = slot_specs(whole.groups(weights).by_name, weights, specs)["unstacked"]
+    found = slot_specs(whole.bind(weights).groups.by_name, weights, specs)["unstacked"]
     state = jax.eval_shape(whole.optimizer.init, {"w": jax.ShapeDtypeStruct((3, 257, 131), F32)})
     # It factors the two largest dims.
     by_shape = {
@@ -440,17 +440,17 @@ def test_evaluation_has_the_average_of_what_is_trained_and_the_rest_as_it_is():
     learner = Learner(SGD, schedule, ema_decay=0.3, bprop_variable_exclusion="logits/w")
     params, opt_states, _ = run(learner, GRADS[:3])[-1]
     assert learner.eval_opt_states(opt_states, use_ema=False) == {}
-    assert learner.eval_params(params, opt_states, learner.groups(SPECS), use_ema=False) is params
+    assert learner.bind(SPECS).eval_params(params, opt_states, use_ema=False) is params
     read = learner.eval_opt_states(opt_states, use_ema=True)
     assert set(read) == {"ema"}
-    found = by_path(learner.eval_params(params, read, learner.groups(SPECS), use_ema=True))
+    found = by_path(learner.bind(SPECS).eval_params(params, read, use_ema=True))
     np.testing.assert_array_equal(found.pop("logits/w"), params["logits"]["w"])
     for path, average in found.items():
         np.testing.assert_array_equal(average, leaf_at(opt_states["ema"], path.split("/")))
         assert np.abs(average - by_path(params)[path]).max() > 0.01
     without = Learner(SGD, 0.1)
     with pytest.raises(ConfigError, match=r"Learner\.ema_decay is 0.*Set ema_decay"):
-        without.eval_params(params, opt_states, without.groups(SPECS), use_ema=True)
+        without.bind(SPECS).eval_params(params, opt_states, use_ema=True)
 
 
 def test_evaluation_has_the_average_of_a_schedule_free_optimizer():
@@ -461,7 +461,7 @@ def test_evaluation_has_the_average_of_a_schedule_free_optimizer():
     params, opt_states, _ = run(learner, GRADS[:3])[-1]
     read = learner.eval_opt_states(opt_states, use_ema=False)
     assert set(read) == {"slots"}
-    found = learner.eval_params(params, read, learner.groups(SPECS), use_ema=False)
+    found = learner.bind(SPECS).eval_params(params, read, use_ema=False)
     jax.tree.map(np.testing.assert_array_equal, found["logits"], params["logits"])
     for group, name in (("stack_3", "blocks"), ("stack_2x3", "deep")):
         z = opt_states["slots"][group].z[name]
@@ -499,17 +499,17 @@ def test_slots_keep_the_dtypes_that_they_began_with():
     """Gradients are float32; the momentum of a bfloat16 weight begins as the weight."""
     specs = {"w": WeightSpec((5,), jnp.dtype("bfloat16"))}
     learner = Learner(SGD, 0.1, ema_decay=0.9)
-    groups = learner.groups(specs)
+    bound = learner.bind(specs)
 
     def dtypes(tree):
         return jax.tree.map(lambda x: x.dtype, tree)
 
     def update(params, opt_states):
         grads = {"w": jnp.ones((5,), jnp.float32)}
-        return learner.update(grads, opt_states, params, groups, jnp.float32(1.0))[:2]
+        return bound.update(grads, opt_states, params, jnp.float32(1.0))[:2]
 
     params = {"w": jnp.ones((5,), jnp.bfloat16)}
-    opt_states = jax.jit(lambda: learner.init(params, groups))()
+    opt_states = jax.jit(bound.init)(params)
     assert dtypes(jax.eval_shape(update, params, opt_states)) == dtypes((params, opt_states))
     assert opt_states["slots"]["unstacked"][0].trace["w"].dtype == jnp.bfloat16
 
@@ -518,12 +518,12 @@ def test_the_state_can_be_donated_with_copies_of_the_weights_in_it():
     ewc = functools.partial(regularized, optimizer=optax.sgd, ewc_regularizer_weight=0.5)
     learner = Learner(ewc, 0.1, ema_decay=0.9)
     params = jax.tree.map(jnp.asarray, tree(1))
-    groups = learner.groups(SPECS)
-    opt_states = learner.init(params, groups)  # Outside jit, which would make copies.
+    bound = learner.bind(SPECS)
+    opt_states = bound.init(params)  # Outside jit, which would make copies.
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params, opt_states, grads):
-        return learner.update(grads, opt_states, params, groups, jnp.float32(1.0))[:2]
+        return bound.update(grads, opt_states, params, jnp.float32(1.0))[:2]
 
     jax.block_until_ready(update(params, opt_states, GRADS[0]))
 
@@ -575,22 +575,40 @@ def test_training_adapters_only_takes_no_gradient_of_a_frozen_weight():
         np.testing.assert_array_equal(new_params[name]["w"], before["w"])
 
 
+def test_the_former_ways_without_bind_still_update_and_warn():
+    learner = Learner(optax.adam, 0.1, ema_decay=0.9, bprop_variable_exclusion="logits/b")
+    params, bound, loss = jax.tree.map(jnp.asarray, tree(1)), learner.bind(SPECS), jnp.float32(1)
+    grads, _ = bound.groups.split(jax.tree.map(jnp.asarray, GRADS[0]))
+    expected = bound.update(grads, bound.init(params), params, loss)
+    with pytest.warns(DeprecationWarning, match="Learner.groups is .groups of what Learner.bind"):
+        groups = learner.groups(SPECS)
+    for weights in (SPECS, groups):
+        with pytest.warns(DeprecationWarning, match="Learner.(init|update|eval_params) is"):
+            actual = learner.update(grads, learner.init(params, weights), params, weights, loss)
+            averages = learner.eval_params(params, actual[1], weights, use_ema=True)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        jax.tree.map(
+            np.testing.assert_array_equal, averages,
+            bound.eval_params(params, expected[1], use_ema=True),
+        )
+
+
 def test_slot_mesh_axes_state_a_layout_of_every_gradient_and_new_weight(mesh_of):
     learner = Learner(SGD, 0.1, slot_mesh_axes=("data",), bprop_variable_exclusion="logits/b")
     params = jax.tree.map(jnp.asarray, tree(1))
 
-    def updated(groups):
+    def updated(bound):
         def update(params, opt_states, grads):
-            grads, _ = groups.split(grads)
-            return learner.update(grads, opt_states, params, groups, jnp.float32(1.0))[0]
+            grads, _ = bound.groups.split(grads)
+            return bound.update(grads, opt_states, params, jnp.float32(1.0))[0]
 
-        opt_states = jax.jit(lambda: learner.init(params, groups))()
+        opt_states = jax.jit(bound.init)(params)
         return jax.make_jaxpr(update)(params, opt_states, jax.tree.map(jnp.asarray, GRADS[0]))
 
-    assert "sharding_constraint" not in str(updated(learner.groups(SPECS)))
+    assert "sharding_constraint" not in str(updated(learner.bind(SPECS)))
     mesh = mesh_of(1, 4, 2).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
-        program = updated(learner.groups(SPECS, mesh.shape))
+        program = updated(learner.bind(SPECS, mesh.shape))
     assert str(program).count("sharding_constraint[") == 2 * 3
 
 

@@ -213,14 +213,14 @@ def test_the_report_says_what_each_optimizer_has_and_what_is_frozen():
         optax.adamw, 0.1,
         auxiliary_optimizers=[aux("softmax", "head")], bprop_variable_exclusion=["blocks/.*"],
     )  # fmt: skip
-    assert learner.groups(SPECS).report() == [
+    assert learner.bind(SPECS).groups.report() == [
         "main optimizer: 2 weights, 95 parameters: embedding/w, deep/w",
         "frozen: 2 weights, 120 parameters: blocks/attention/w, blocks/norm/scale",
         "optimizer 'head': 2 weights, 78 parameters: softmax/b, softmax/w",
     ]
-    assert Learner(optax.adamw, 0.1).groups(SPECS).report() == []
+    assert Learner(optax.adamw, 0.1).bind(SPECS).groups.report() == []
     all_auxiliary = Learner(optax.adamw, 0.1, auxiliary_optimizers=[aux(".*")])
-    assert all_auxiliary.groups(SPECS).report() == [
+    assert all_auxiliary.bind(SPECS).groups.report() == [
         "optimizer 'other': 6 weights, 293 parameters: embedding/w, blocks/attention/w, and 4 more"
     ]
 
@@ -230,10 +230,10 @@ def test_the_learner_groups_by_optimizer_and_stack():
         optax.adamw, 0.1,
         auxiliary_optimizers=[aux(".*/w", "matrices")], bprop_variable_exclusion="softmax/w",
     )  # fmt: skip
-    trainable, frozen = learner.groups(SPECS).split(SPECS)
+    trainable, frozen = learner.bind(SPECS).groups.split(SPECS)
     assert frozen == {"softmax": {"w": SPECS["softmax"]["w"]}}
     assert merged(trainable, frozen) == SPECS
-    groups = learner.groups(SPECS).by_name
+    groups = learner.bind(SPECS).groups.by_name
     for tree in (SPECS, trainable):
         found = {
             name: (group.stack_shape, {"/".join(path) for path, _ in spec_items(group.of(tree))})
@@ -258,7 +258,7 @@ def test_a_pattern_of_a_mask_that_matches_no_weight_of_the_model_is_named():
             lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
             SPECS, is_leaf=lambda x: isinstance(x, WeightSpec),
         )  # fmt: skip
-        jax.eval_shape(lambda params: learner.init(params, learner.groups(SPECS)), shapes)
+        jax.eval_shape(learner.bind(SPECS).init, shapes)
 
     init(".*/norm")  # Of another optimizer's weights: nothing is wrong with that.
     with pytest.raises(ConfigError, match=r"mask of an optimizer .*: '.*/nrom' matches no weight"):
@@ -267,6 +267,6 @@ def test_a_pattern_of_a_mask_that_matches_no_weight_of_the_model_is_named():
 
 def test_a_model_without_weights_has_no_groups():
     learner = Learner(optax.sgd, 0.1)
-    groups = learner.groups({})
-    assert groups.by_name == {} and groups.split({}) == ({}, {})
-    assert jax.tree.leaves(learner.init({}, groups)["slots"]) == []
+    bound = learner.bind({})
+    assert bound.groups.by_name == {} and bound.groups.split({}) == ({}, {})
+    assert jax.tree.leaves(bound.init({})["slots"]) == []

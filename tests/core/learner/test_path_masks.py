@@ -61,8 +61,9 @@ def test_the_layers_of_a_stack_count_for_no_dim():
     params = {name: jnp.ones(spec.shape) for name, spec in specs.items()}
     adamw = functools.partial(optax.adamw, mask=path_mask(skip_1d_vectors=True), weight_decay=0.5)
     learner = Learner(adamw, 0.1)
-    zeros, state = jax.tree.map(jnp.zeros_like, params), learner.init(params, learner.groups(specs))
-    params, *_ = learner.update(zeros, state, params, learner.groups(specs), jnp.float32(1.0))
+    bound, zeros = learner.bind(specs), jax.tree.map(jnp.zeros_like, params)
+    state = bound.init(params)
+    params, *_ = bound.update(zeros, state, params, jnp.float32(1.0))
     np.testing.assert_array_equal(params["b"], np.ones((3, 5)))
     np.testing.assert_allclose(params["w"], np.full((3, 2, 5), 0.95), rtol=1e-6)
 

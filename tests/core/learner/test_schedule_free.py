@@ -64,12 +64,12 @@ def assert_trees_close(found, wanted, **tolerance):
 def test_five_steps_and_their_average_equal_numpy(rate):
     learner = Learner(fdl.build(CONFIG), rate)
     params = jax.tree.map(jnp.asarray, tree(0))
-    groups = learner.groups(SPECS)
-    opt_states = learner.init(params, groups)
+    bound = learner.bind(SPECS)
+    opt_states = bound.init(params)
     # At y = z = x, bit for bit.
-    evaluated = learner.eval_params(params, opt_states, groups, False)
+    evaluated = bound.eval_params(params, opt_states, use_ema=False)
     jax.tree.map(np.testing.assert_array_equal, evaluated, params)
-    update = jax.jit(lambda g, o, p: learner.update(g, o, p, groups, jnp.float32(1))[:2])
+    update = jax.jit(lambda g, o, p: bound.update(g, o, p, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
     for grad in grads:
         params, opt_states = update(grad, opt_states, params)
@@ -77,12 +77,12 @@ def test_five_steps_and_their_average_equal_numpy(rate):
         tree(0), grads, lambda t: float(rate(t)) if callable(rate) else rate
     )
     assert_trees_close(params, y, rtol=2e-5, atol=2e-6)
-    evaluated = learner.eval_params(params, opt_states, groups, False)
+    evaluated = bound.eval_params(params, opt_states, use_ema=False)
     assert_trees_close(evaluated, x, rtol=2e-5, atol=5e-6)
     # A skipped step leaves both.
     spoilt = jax.tree.map(lambda g: g * np.float32(np.nan), grads[0])
     params, opt_states = update(spoilt, opt_states, params)
-    after = learner.eval_params(params, opt_states, groups, False)
+    after = bound.eval_params(params, opt_states, use_ema=False)
     jax.tree.map(np.testing.assert_array_equal, after, evaluated)
 
 

@@ -68,10 +68,10 @@ def test_without_a_mesh_or_axes_nothing_is_stated(mesh_of):
     mesh, tree = mesh_of(1, 4, 2), {"w": jnp.ones((8, 3))}
     learner = Learner(optax.sgd, 0.1, slot_mesh_axes=("data",))
     specs = {"w": WeightSpec((8, 3), jnp.float32), "frozen": WeightSpec((8, 3), jnp.float32)}
-    assert learner.groups(specs).lay_out(tree) is tree
-    assert Learner(optax.sgd, 0.1).groups(specs, mesh.shape).lay_out(tree) is tree
+    assert learner.bind(specs).groups.lay_out(tree) is tree
+    assert Learner(optax.sgd, 0.1).bind(specs, mesh.shape).groups.lay_out(tree) is tree
     with jax.set_mesh(mesh):  # Frozen weights have no gradient.
-        found = jax.jit(learner.groups(specs, mesh.shape).lay_out)(tree)
+        found = jax.jit(learner.bind(specs, mesh.shape).groups.lay_out)(tree)
     assert found.keys() == {"w"} and trimmed(found["w"].sharding.spec) == ["data"]
 
 

@@ -92,16 +92,16 @@ def losses():
 
 def by_the_learner(learner):
     params = tree(1)
-    groups = learner.groups(SPECS)
-    state = learner.init(params, groups)
+    bound = learner.bind(SPECS)
+    state = bound.init(params)
 
     @jax.jit
     def step(params, state, grads, loss):
-        return learner.update(groups.split(grads)[0], state, params, groups, loss)[:2]
+        return bound.update(bound.groups.split(grads)[0], state, params, loss)[:2]
 
     for seed, loss in enumerate(losses()):
         params, state = step(params, state, tree(10 + seed), loss)
-    return unrolled(params), groups
+    return unrolled(params), bound.groups
 
 
 def by_optax(make):
@@ -149,9 +149,9 @@ def test_each_layer_has_noise_of_its_own():
 
     learner = Learner(make, 0.1)
     zero = jax.tree.map(jnp.zeros_like, tree(1))
-    groups = learner.groups(SPECS)
-    state = learner.init(zero, groups)
-    moved, *_ = learner.update(zero, state, zero, groups, jnp.float32(1.0))
+    bound = learner.bind(SPECS)
+    state = bound.init(zero)
+    moved, *_ = bound.update(zero, state, zero, jnp.float32(1.0))
     noises = [np.ravel(x) for x in jax.tree.leaves(unrolled(moved))]
     values = np.concatenate(noises)
     assert len(np.unique(values)) == len(values) and 0.02 < values.std() < 0.2
@@ -176,7 +176,7 @@ def test_limits_of_single_weights_are_of_each_layer_there_too():
 
 def test_each_auxiliary_optimizer_sees_all_of_its_own_weights():
     aux = AuxiliaryOptimizer("(blocks|deep)/.*", clip, 0.1, "matrices")
-    groups = Learner(optax.adam, 0.1, auxiliary_optimizers=[aux]).groups(SPECS)
+    groups = Learner(optax.adam, 0.1, auxiliary_optimizers=[aux]).bind(SPECS).groups
     assert {name: len(group.paths) for name, group in groups.by_name.items()} == {
         "unstacked": 2, "matrices.whole": 2,
     }
@@ -197,4 +197,4 @@ def test_each_auxiliary_optimizer_sees_all_of_its_own_weights():
 )
 def test_what_computes_the_loss_again_is_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
-        Learner(make, 0.1).groups(SPECS)
+        Learner(make, 0.1).bind(SPECS)

@@ -157,7 +157,7 @@ def test_a_classifier_steps_as_by_hand_however_its_batch_is_cut(num_micro_batche
 def test_one_micro_batch_is_the_step_written_out():
     """No loop, no cast, no other key: the same program, operation by operation."""
     task = task_of(optax.adamw, clip_gradient_norm_to_value=0.5)
-    groups = task.learner.groups(task.model.weight_specs()["params"])
+    bound = task.learner.bind(task.model.weight_specs()["params"])
 
     def train_step(state, inputs, key):
         key = jax.random.fold_in(key, state.step)
@@ -169,8 +169,8 @@ def test_one_micro_batch_is_the_step_written_out():
             return metrics["loss"][0], (metrics, mdl_vars_of(module)["non_trainable"])
 
         (loss, (metrics, new)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        params, opt_states, scalars, is_skipped = task.learner.update(
-            grads, state.opt_states, params, groups, loss
+        params, opt_states, scalars, is_skipped = bound.update(
+            grads, state.opt_states, params, loss
         )
         new = jax.tree.map(lambda n, o: jnp.where(is_skipped, o, n), new, others)
         mdl_vars = {"params": params, "non_trainable": new}

@@ -329,10 +329,10 @@ def test_a_small_lm_of_it_learns_to_remember():
                 )
 
             loss, grads = jax.value_and_grad(loss_of)(carry[0])
-            return learner.update(grads, carry[1], carry[0], learner.groups(specs), loss)[:2], loss
+            return learner.bind(specs).update(grads, carry[1], carry[0], loss)[:2], loss
 
         keys = jax.random.split(key, 150)
-        return jax.lax.scan(step, (params, learner.init(params, learner.groups(specs))), keys)[1]
+        return jax.lax.scan(step, (params, learner.bind(specs).init(params)), keys)[1]
 
     losses = np.asarray(train(params, jax.random.key(1)))
     assert losses[:5].mean() > 1.5  # log 5 = 1.61: nothing known.

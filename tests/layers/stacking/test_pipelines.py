@@ -432,9 +432,9 @@ def test_three_steps_of_adafactor_train_it_as_a_repeat():
         def step(params, opt_states):
             grads = run(params, data(case))["params"]
             loss = jnp.zeros(())
-            return learner.update(grads, opt_states, params, learner.groups(specs), loss)[:2]
+            return learner.bind(specs).update(grads, opt_states, params, loss)[:2]
 
-        opt_states = jax.jit(lambda params: learner.init(params, learner.groups(specs)))(params)
+        opt_states = jax.jit(learner.bind(specs).init)(params)
         for _ in range(3):
             params, opt_states = step(params, opt_states)
         return params

@@ -260,7 +260,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
         learner = Learner(OPTIMIZERS[optimizer], 0.03, clip_gradient_norm_to_value=0.5)
         task = ClassificationTask(functools.partial(Classifier, unroll, block), learner)
         specs = task.model.weight_specs()["params"]
-        opt_states = jax.jit(lambda params: learner.init(params, learner.groups(specs)))(params)
+        opt_states = jax.jit(learner.bind(specs).init)(params)
 
         @jax.jit
         def step(params, opt_states):
@@ -269,7 +269,7 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(optimizer, block):
                 return task.compute_loss(module, batch, None)["loss"][0]
 
             loss, grads = jax.value_and_grad(loss_fn)(params)
-            return learner.update(grads, opt_states, params, learner.groups(specs), loss)[:2]
+            return learner.bind(specs).update(grads, opt_states, params, loss)[:2]
 
         for _ in range(5):
             params, opt_states = step(params, opt_states)

@@ -6,7 +6,8 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
+from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
@@ -16,39 +17,39 @@ AXES = {"replica": 1, "data": 4, "mdl": 2}
 
 
 @functools.cache
-def layout_of(name, *settings):
+def groups_of(name, *settings):
     task = fdl.build(configured(registry.get_experiment(name), list(settings)).task)
-    return state_layout(task, AXES)
+    return layout_and_learner(task, AXES)[1].groups
 
 
-def paths_of(layout):
-    return [leaf.path for leaf in layout.select("mdl_vars").leaves()]
+def paths_of(groups):
+    return ["/".join(("params", *path)) for path, _ in spec_items(groups.weight_specs)]
 
 
-def refusal(layout, loaded=()):
+def refusal(groups, loaded=()):
     with pytest.raises(ConfigError) as refused:
-        check_frozen_base(layout, set(loaded), may_be_new=False)
+        check_frozen_base(groups, set(loaded), may_be_new=False)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["huggingface.ChatLora", "finetune.PyDocsLora"])
 def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
-    layout = layout_of(name)
-    message = refusal(layout)
+    groups = groups_of(name)
+    message = refusal(groups)
     assert message.startswith("Adapters are to be trained over weights that are frozen and newly")
     assert "self_attention/" in message and "/w" in message and "HF_DIR=DIRECTORY" in message
     assert "lora" not in message
-    check_frozen_base(layout, [], may_be_new=True)
-    base = {path for path in paths_of(layout) if "lora" not in path}
-    check_frozen_base(layout, base, may_be_new=False)
+    check_frozen_base(groups, [], may_be_new=True)
+    base = {path for path in paths_of(groups) if "lora" not in path}
+    check_frozen_base(groups, base, may_be_new=False)
     # Of a base that is there in part, what is missing is named.
     (missing,) = [path for path in base if path.endswith("self_attention/post/w")][:1]
-    message = refusal(layout, base - {missing})
+    message = refusal(groups, base - {missing})
     assert f"1 weights, {missing.removeprefix('params/')}." in message
     # What no adapter sits on may be new, such as a head.
     other = {path for path in base if path.startswith(("params/softmax", "params/final_ln"))}
     assert other
-    check_frozen_base(layout, base - other, may_be_new=False)
+    check_frozen_base(groups, base - other, may_be_new=False)
 
 
 @pytest.mark.parametrize("settings, is_refused", [
@@ -59,17 +60,17 @@ def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
     ("task.learner.bprop_variable_exclusion=.*/scale", False),
 ])
 def test_little_over_much_that_is_new_is_refused_whatever_it_is(settings, is_refused):
-    layout = layout_of("lm.Synthetic", settings)
+    groups = groups_of("lm.Synthetic", settings)
     if is_refused:
-        assert "over weights that are frozen and newly drawn" in refusal(layout)
-    check_frozen_base(layout, paths_of(layout), may_be_new=False)
+        assert "over weights that are frozen and newly drawn" in refusal(groups)
+    check_frozen_base(groups, paths_of(groups), may_be_new=False)
     if not is_refused:
-        check_frozen_base(layout, [], may_be_new=False)
+        check_frozen_base(groups, [], may_be_new=False)
 
 
 @pytest.mark.parametrize("name", ["huggingface.ChatDpo", "lm.Synthetic", "seq2seq.Reverse"])
 def test_a_frozen_copy_of_what_is_trained_and_models_without_frozen_weights_are_right(name):
-    check_frozen_base(layout_of(name), [], may_be_new=False)
+    check_frozen_base(groups_of(name), [], may_be_new=False)
 
 
 def test_the_directory_of_a_model_is_its_weights_too():

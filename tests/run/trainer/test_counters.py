@@ -89,11 +89,12 @@ def test_a_rate_that_is_not_finite_changes_no_weight():
     params = {"w": jnp.ones(3)}
     specs = {"w": WeightSpec((3,), jnp.float32)}
     learner = Learner(optax.adam, lambda count: rates[count])
-    state = learner.init(params, learner.groups(specs))
+    bound = learner.bind(specs)
+    state = bound.init(params)
     for step in range(3):
         before = params, state["slots"]
-        params, state, scalars, is_skipped = learner.update(
-            {"w": jnp.full(3, 0.1)}, state, params, learner.groups(specs), jnp.zeros(())
+        params, state, scalars, is_skipped = bound.update(
+            {"w": jnp.full(3, 0.1)}, state, params, jnp.zeros(())
         )
         after = params, state["slots"]
         is_same = jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, after))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from praxis_lite.core.errors import ConfigError, few
-from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 
@@ -13,7 +13,9 @@ Path = tuple[str, ...]
 _THIN = 2
 
 
-def check_frozen_base(layout: StateLayout, loaded: Collection[str], *, may_be_new: bool) -> None:
+def check_frozen_base(
+    groups: WeightGroups, loaded: Collection[str], *, may_be_new: bool
+) -> None:
     """Checks that the weights that a new state freezes come from somewhere.
 
     It is refused where adapters, or other thin weights, are trained beside a frozen matrix that is
@@ -21,7 +23,7 @@ def check_frozen_base(layout: StateLayout, loaded: Collection[str], *, may_be_ne
     that is counted or set, such as a correction of loads.
 
     Args:
-      layout: of the TrainState.
+      groups: of the learner that is bound to the weights.
       loaded: paths in mdl_vars, "params/...", of what is not drawn.
       may_be_new: run.frozen_may_be_new.
 
@@ -30,8 +32,8 @@ def check_frozen_base(layout: StateLayout, loaded: Collection[str], *, may_be_ne
     """
     if may_be_new:
         return
-    specs = dict(spec_items(layout.groups.weight_specs))
-    trained = {path for group in layout.groups.by_name.values() for path in group.paths}
+    specs = dict(spec_items(groups.weight_specs))
+    trained = {path for group in groups.by_name.values() for path in group.paths}
     new = {
         path: _size(spec) for path, spec in specs.items()
         if path not in trained and "/".join(("params", *path)) not in loaded and _is_matrix(spec)

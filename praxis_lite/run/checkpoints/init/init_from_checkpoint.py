@@ -46,8 +46,7 @@ def completed(
     )
 
     def opt_states(mdl_vars: PyTree) -> PyTree:
-        params = mdl_layout.unpad(mdl_vars)["params"]
-        return task.learner.init(params, layout.groups)
+        return partitioner.learner.init(mdl_layout.unpad(mdl_vars)["params"])
 
     arrays |= _made(partitioner, "opt_states", arrays, opt_states, mdl_vars)
     arrays["step"] = jax.device_put(jnp.int32(step), partitioner.replicated)

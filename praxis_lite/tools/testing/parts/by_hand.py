@@ -25,7 +25,7 @@ Flat = dict[str, Any]
 
 def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
     """Weights and averages after the steps of a single device, made anew from its gradients."""
-    learner, groups = check.job.task.learner, check.plain_one.layout.groups
+    learner, groups = check.job.task.learner, check.plain_one.partitioner.learner.groups
     skips = learner.limits.skip_step_gradient_norm_value
     if skips or learner.apply_separate_scaling or learner.loss_scale is not None:
         check.remark("The update by hand: not made, for steps are skipped or scaled apart.")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
@@ -240,17 +241,18 @@ def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
       num_micro_batches: in place of the learner's own; None: its own.
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
-    update = task.learner.update
-
-    def and_gradients(grads: PyTree, *args: Any, **named: Any) -> tuple:
-        params, opt_states, scalars, is_skipped = update(grads, *args, **named)
-        return params, opt_states, {**scalars, "gradients": grads}, is_skipped
-
-    learner.update = and_gradients
+    bind = task.learner.bind
+    learner.bind = lambda *weights: _Reporting(learner, bind(*weights).groups)
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches
     task.learner = learner
     return task
+
+
+class _Reporting(BoundLearner):
+    def update(self, grads: PyTree, *args: Any) -> tuple:
+        params, opt_states, scalars, is_skipped = super().update(grads, *args)
+        return params, opt_states, {**scalars, "gradients": grads}, is_skipped
 
 
 def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:

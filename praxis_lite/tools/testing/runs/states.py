@@ -38,15 +38,14 @@ def first_state(initial: TrainState, one: OnMesh) -> TrainState:
 
 
 def _with_fresh_slots(initial: TrainState, mdl_vars: dict[str, Any], one: OnMesh) -> TrainState:
-    learner, layout = one.partitioner.task.learner, one.layout
+    learner, layout = one.partitioner.learner, one.layout
     narrow = jax.tree.map(
         lambda x, like: np.asarray(x, like.dtype), mdl_vars["params"],
         layout.shapes.mdl_vars["params"],
     )
     # The mesh is set as in a step: an optimizer may run a shard_map of its own.
     with jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh):
-        init = jax.jit(lambda params: learner.init(params, layout.groups))
-        opt_states = jax.device_get(init(narrow))
+        opt_states = jax.device_get(jax.jit(learner.init)(narrow))
     return jax.tree.map(_wide, TrainState(initial.step, mdl_vars, opt_states))
 
 

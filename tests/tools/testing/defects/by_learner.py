@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from tests.tools.testing import tiny
 from tests.tools.testing.defects.defect import Defect, after, num_devices, replaced
 
-LEARNER = "praxis_lite.core.learner.learner"
-UPDATES = f"{LEARNER}:Learner._updates"
+LEARNER = "praxis_lite.core.learner.bound_learner"
+UPDATES = f"{LEARNER}:BoundLearner._updates"
 BY_HAND = ("update by hand",)
 
 
 def _updates(change):
     """Returns what plants `change(updates, slots, weights)` behind the optimizers."""
-    def made(found, self, grads, norms, slots, weights, groups, loss):
+    def made(found, self, grads, norms, slots, weights, loss):
         return change(*found, weights)
 
     return after(UPDATES, made)
@@ -117,9 +117,9 @@ def _average_of_padded(average, old, params, decay, n):
 
 def _skips(old):
     @functools.wraps(old)
-    def update(self, grads, opt_states, params, groups, loss):
+    def update(self, grads, opt_states, params, loss):
         loss = loss * jnp.inf if num_devices() > 1 else loss
-        return old(self, grads, opt_states, params, groups, loss)
+        return old(self, grads, opt_states, params, loss)
 
     return update
 
@@ -137,7 +137,7 @@ ON_A_MESH = {
     "clips by a norm of matrices alone": after(f"{LEARNER}:global_norm", _norm_of_whole_weights),
     "counts whole weights once per device": after(f"{LEARNER}:global_norm", _counted_per_device),
     "averages padded values": after(f"{LEARNER}:moving_average", _average_of_padded),
-    "skips the step": replaced(f"{LEARNER}:Learner.update", _skips),
+    "skips the step": replaced(f"{LEARNER}:BoundLearner.update", _skips),
 }
 DEFECTS += [
     Defect(f"the learner on a mesh {what}", tiny.Points, planted, (2, 2))

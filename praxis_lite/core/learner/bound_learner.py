@@ -1,0 +1,173 @@
+"""A learner's work on the weights of a model: slots at the start, updates, averages to evaluate."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from praxis_lite.core.learner.gradients import GradientLimits, global_norm
+from praxis_lite.core.learner.optimizer_factories import rate_at
+from praxis_lite.core.learner.optimizer_groups import check_mask_patterns
+from praxis_lite.core.learner.path_masks import collected_patterns
+from praxis_lite.core.learner.schedule_free import evaluation_params
+from praxis_lite.core.learner.skipped_steps import kept_if
+from praxis_lite.core.learner.weight_averages import moving_average
+from praxis_lite.core.learner.weight_groups import WeightGroups, merged
+from praxis_lite.core.learner.whole_trees import updates_of
+from praxis_lite.core.sharding.weight_spec import spec_items
+
+PyTree = Any
+
+
+@dataclasses.dataclass
+class BoundLearner:
+    """A learner and the weights of a model; `Learner.bind` makes it.
+
+    Attributes:
+      learner: the Learner, for its settings.
+      groups: the optimizer of each weight.
+    """
+
+    learner: Any
+    groups: WeightGroups
+
+    def init(self, params: PyTree) -> dict[str, PyTree]:
+        """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
+
+        Where they are set, "ema" (the average of the trained weights) and "loss_scale" too.
+
+        Raises:
+          ConfigError: a mask's pattern matches no weight.
+        """
+        learner = self.learner
+        with collected_patterns() as patterns:
+            slots = {
+                name: group.per_layer(group.optimizer.init)(group.of(params))
+                for name, group in self.groups.by_name.items()
+            }
+        paths = ["/".join(path) for path, _ in spec_items(self.groups.weight_specs)]
+        check_mask_patterns(paths, patterns)
+        opt_states: dict[str, PyTree] = {
+            "num_updates": jnp.zeros((), jnp.int32),
+            "num_skipped_steps": jnp.zeros((), jnp.int32),
+            "num_skipped_in_a_row": jnp.zeros((), jnp.int32),
+            "slots": slots,
+        }
+        if learner.ema_decay:
+            # A copy: an array that is in the state twice could not be donated.
+            opt_states["ema"] = jax.tree.map(jnp.copy, self.groups.split(params)[0])
+        if learner.loss_scale is not None:
+            opt_states["loss_scale"] = learner.loss_scale.init()
+        return opt_states
+
+    @jax.named_scope("learner")
+    def update(
+        self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, loss: jax.Array
+    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
+        """Returns (params, opt_states, scalars, is_skipped) after a step.
+
+        A step whose loss, gradient or rate is not finite, or whose gradient is too large, changes
+        neither parameters, slots nor average, and is counted; schedules do not advance with it.
+
+        Args:
+          grads: float32, of the trained weights only.
+          params: of all weights.
+
+        Returns:
+          The scalars are grad_norm (before clipping), learning_rate, learning_rate/NAME of each
+          auxiliary optimizer, num_skipped_steps, num_skipped_in_a_row, and of what is set
+          is_gradient_too_large (0 or 1) and loss_scale (the one this step was made with).
+        """
+        learner, groups = self.learner, self.groups
+        trainable, frozen = groups.split(params)
+        grads = groups.lay_out(grads)
+        grad_norm = global_norm(grads)
+        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
+        if learner.apply_separate_scaling:
+            norms = {name: global_norm(own) for name, own in groups.by_optimizer(grads).items()}
+        is_small = jnp.stack([learner.limits.keeps(norm) for norm in norms.values()]).all()
+        num_updates = opt_states["num_updates"]
+        rates = {"learning_rate": rate_at(learner.learning_rate, num_updates)}
+        for aux in learner.auxiliary_optimizers:
+            rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
+        is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
+
+        def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+            updates, slots = self._updates(grads, norms, old["slots"], weights, loss)
+            new = {"slots": slots}
+            if learner.ema_decay:
+                new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
+            new = optax.apply_updates(weights, updates), new
+            # Some optimizers return slots of another dtype than their init made.
+            return jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
+
+        old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
+        trainable, new = kept_if(is_kept, made, trainable, old)
+        trainable = groups.lay_out(trainable)
+        new |= {
+            "num_updates": num_updates + jnp.where(is_kept, 1, 0),
+            "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
+            "num_skipped_in_a_row": jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
+        }
+        scalars = {
+            "grad_norm": grad_norm,
+            "num_skipped_steps": new["num_skipped_steps"],
+            "num_skipped_in_a_row": new["num_skipped_in_a_row"], **rates,
+        }
+        if learner.limits.skip_step_gradient_norm_value:
+            scalars["is_gradient_too_large"] = jnp.where(is_finite & ~is_small, 1.0, 0.0)
+        if learner.loss_scale is not None:
+            new["loss_scale"] = learner.loss_scale.update(opt_states["loss_scale"], is_finite)
+            scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
+        return merged(trainable, frozen), new, scalars, ~is_kept
+
+    def _updates(
+        self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
+        loss: jax.Array,
+    ) -> tuple[PyTree, dict[str, PyTree]]:
+        """Returns the updates of the weights, and the new slots; a layer of a stack at a time."""
+        updates: dict[str, Any] = {}
+        new_slots = {}
+        for name, group in self.groups.by_name.items():
+            limits = self.learner.limits_by_optimizer[group.optimizer_name]
+            norm = norms[group.optimizer_name]
+            own = group.per_weight(functools.partial(_clipped, limits, norm), group.of(grads))
+            update = functools.partial(_updated, group.optimizer, loss)
+            group_updates, new_slots[name] = group.per_layer(update)(
+                own, slots[name], group.of(weights)
+            )
+            updates = merged(updates, group_updates)
+        return updates, new_slots
+
+    def eval_params(
+        self, params: PyTree, opt_states: dict[str, PyTree], *, use_ema: bool
+    ) -> PyTree:
+        """Returns the weights to evaluate and decode with.
+
+        They are made of what `Learner.eval_opt_states` returns: with `use_ema` the moving average,
+        else the averages of a schedule-free optimizer, or `params`.
+        """
+        read = self.learner.eval_opt_states(opt_states, use_ema=use_ema)
+        if not read:
+            return params
+        _, frozen = self.groups.split(params)
+        if use_ema:
+            return merged(read["ema"], frozen)
+        for name, group in self.groups.by_name.items():
+            frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
+        return frozen
+
+
+def _clipped(limits: GradientLimits, norm: jax.Array, grads: PyTree) -> PyTree:
+    return limits.clipped(grads, norm)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation, loss: jax.Array, grads: PyTree, slots: PyTree,
+    weights: PyTree,
+) -> tuple[PyTree, PyTree]:
+    return updates_of(optimizer, grads, slots, weights, loss)
