@@ -38,12 +38,13 @@ ORDERS = {
         {"experiment"},
         {"trainer"},
         {"command", "trained_model"},
-        {"options"},
+        {"modes"},
     ),
     "praxis_lite/tools": (
         {"begin_job", "explain", "nnx"},
         {"huggingface", "non_finite", "pax", "plan"},
         {"testing"},
+        {"modes"},
     ),
     "praxis_lite/layers": (
         {"activations", "calls", "initializers"},

@@ -31,7 +31,7 @@ from praxis_lite.run.job.processes.standard_output import (
 def run(
     command: Callable[[], int | None],
     *,
-    goes_on: bool,
+    goes_on: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
 ) -> None:
@@ -43,9 +43,10 @@ def run(
 
     Args:
         command: returns the status, None for 0.
-        goes_on: without its standard output; else it ends quietly, as programs of a pipe do.
+        goes_on: without its standard output; else it ends quietly, as programs of a pipe do. A
+            function is asked when the output is lost.
         traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
-      wraps: errors into lines of 100; else an error is one line, for scripts.
+        wraps: errors into lines of 100; else an error is one line, for scripts.
     """
     open_what_is_closed()
     with (

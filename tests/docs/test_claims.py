@@ -14,6 +14,7 @@ from praxis_lite.core.learner import learner
 from praxis_lite.core.partitioner.compiler_options import init_options
 from praxis_lite.core.sharding import mesh
 from praxis_lite.run.experiment import experiment
+from praxis_lite.run.modes.options import parser_of
 from praxis_lite.run.trainer.metrics import progress
 from tests.test_import_direction import ORDERS, imports
 
@@ -24,7 +25,8 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 ARCHITECTURE, FROM_PAX = PAGES["architecture.md"], PAGES["coming_from_pax.md"]
-FLAGS = {flag for action in main.parser()._actions for flag in action.option_strings}
+PARSER = parser_of("train", main.MODES["train"], main.MODES)
+FLAGS = {flag for action in PARSER._actions for flag in action.option_strings}
 MODULES = {path.stem for path in LIBRARY.rglob("*.py")} | {
     path.parent.name for path in LIBRARY.rglob("__init__.py")
 }

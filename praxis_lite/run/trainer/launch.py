@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-import fiddle as fdl
 import jax
 
 from praxis_lite.core.errors import ConfigError, few
@@ -29,6 +27,7 @@ from praxis_lite.run.config.text import (
     dump_config,
     load_config_file,
 )
+from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.recorded_job import keep_tokenizers
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
@@ -58,22 +57,6 @@ from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
 from praxis_lite.run.trainer.trainer import StartingPoint
 from praxis_lite.tools.huggingface.pretrained import Pretrained, keep_description
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchedConfig:
-    """The config that a command line made, and what config.json records of that command line.
-
-    Attributes:
-      experiment: the full name of its class.
-      settings: those of --set.
-      packages: whose functions and classes the config may name, besides the library's.
-    """
-
-    config: fdl.Config
-    experiment: str
-    settings: Sequence[str] = ()
-    packages: Sequence[str] = ()
 
 
 def train(job: JobOnMesh, launched: LaunchedConfig) -> None:

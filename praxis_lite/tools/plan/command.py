@@ -1,21 +1,18 @@
 """`main.py --mode=plan`: an experiment's steps on a topology, as text, JSON and a page."""
 
-import argparse
 import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import fiddle as fdl
 import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.libtpu import mismatch
-from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.options import file_path
+from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.trainer.job_on_mesh import use_compilation_cache
 from praxis_lite.run.trainer.layout_table import layout_warnings
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
@@ -25,30 +22,27 @@ from praxis_lite.tools.plan.attached import measure
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
 from praxis_lite.tools.plan.predict import StepPlan, plan_step
 from praxis_lite.tools.plan.report import figures, plan_text
-from praxis_lite.tools.plan.search import search
 from praxis_lite.tools.plan.topology import Topology, topology_of
 
 
-def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
-    """Prints the plan of each step; raises ConfigError, after all of them, if any does not fit."""
-    path = args.json and file_path(args, "--json", "plan.json")
-    html = args.html and file_path(args, "--html", "plan.html")
-    if args.measure:
-        _measure(args, config)
-        return
-    topology = chosen_topology(args)
-    if topology.compiled_for == "tpu":
-        # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
-        jax.config.update("jax_enable_compilation_cache", False)
-    else:
-        use_compilation_cache()
-    if args.search:
-        search(args, config, experiment, topology)
-        return
-    plans = plan_job(build(config), topology, args.steps or [TRAIN], title=experiment, html=html)
-    if path:
+def plan(
+    launched: LaunchedConfig, topology: Topology, steps: Sequence[str], *,
+    file: Path | None = None, html: Path | None = None,
+) -> None:
+    """Prints the plan of each step.
+
+    Args:
+      steps: "train", "eval" or "decode".
+      file, html: to write the plans into, as JSON and as a page.
+
+    Raises:
+      ConfigError: after all of them, if any does not fit.
+    """
+    experiment = launched.experiment
+    plans = plan_job(build(launched.config), topology, steps, title=experiment, html=html)
+    if file is not None:
         first, *others = (one.to_json() for one in plans)
-        path.write_text(json.dumps(first | {"other_steps": others}, indent=1) + "\n", "utf-8")
+        file.write_text(json.dumps(first | {"other_steps": others}, indent=1) + "\n", "utf-8")
     if not all(one.fits for one in plans):
         too_large = next(one for one in plans if not one.fits)
         raise ConfigError(
@@ -58,29 +52,30 @@ def plan(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> Non
         )
 
 
-def _measure(args: argparse.Namespace, config: "fdl.Config") -> None:
-    if args.topology is not None or args.search:
-        raise ConfigError(
-            "--measure runs on the devices that are attached: leave --topology and --search out."
-        )
-    made, seconds = measure(build(config))
-    if args.json:
+def measured(launched: LaunchedConfig, *, file: Path | None = None) -> None:
+    """Trains ten steps as `measure` does, and writes the plan and their seconds into a file."""
+    made, seconds = measure(build(launched.config))
+    if file is not None:
         record = made.to_json() | {"measured_seconds": seconds}
-        file_path(args, "--json", "plan.json").write_text(json.dumps(record, indent=1), "utf-8")
+        file.write_text(json.dumps(record, indent=1), "utf-8")
 
 
-def chosen_topology(args: argparse.Namespace) -> Topology:
-    """Returns the topology of --topology and --num_slices; raises ConfigError without them."""
-    if args.topology is None:
-        raise ConfigError(
-            "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
-            "--topology=v5e:16x16."
-        )
+def chosen_topology(name: str, num_slices: int) -> Topology:
+    """Returns the topology of --topology and --num_slices, for which JAX is set to compile.
+
+    Raises:
+      ConfigError: as `topology_of`.
+    """
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # No device is asked for: none need be there.
-    topology = topology_of(args.topology, args.num_slices or 1)
+    topology = topology_of(name, num_slices)
     if topology.compiled_for == "tpu" and (said := mismatch()):
         print(f"WARNING: {said}")
+    if topology.compiled_for == "tpu":
+        # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        use_compilation_cache()
     return topology
 
 

@@ -4,7 +4,6 @@ All candidates are ordered by formulas (`formulas`), those that cannot fit left 
 are compiled, as many as there is time for, and only these are plans.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -18,8 +17,7 @@ import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.config.build import build
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import registry
+from praxis_lite.run.experiment.launched_config import LaunchedConfig, config_of_experiment
 from praxis_lite.run.trainer.layout_table import bytes_per_device
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.plan.candidates import AXES, Candidate, candidates, paths_of, spread
@@ -30,26 +28,30 @@ from praxis_lite.tools.plan.report import seconds_text
 from praxis_lite.tools.plan.search_report import picture, table, written_class
 from praxis_lite.tools.plan.topology import Topology
 
-DEFAULT_MINUTES = 10.0
 FOLDER = Path("plan_search")
 # What formulas may be off by before a candidate is not worth compiling.
 _SLACK_BYTES, _SLACK_SECONDS = 1.5, 1.25
 
 
 def search(
-    args: argparse.Namespace, config: "fdl.Config", experiment: str, topology: Topology
+    launched: LaunchedConfig, packages: Sequence[str], topology: Topology, *, minutes: float,
+    file: Path | None = None,
 ) -> None:
     """Prints what was found as it is, and writes table, picture and class into `plan_search/`.
+
+    Args:
+      packages: as for --packages.
+      minutes: for how long candidates are compiled.
+      file: to write the best plan into.
 
     Raises:
       ConfigError: the experiment's mesh has other axes, or nothing that was compiled fits.
     """
-    minutes = DEFAULT_MINUTES if args.search_minutes is None else args.search_minutes
     if minutes <= 0:
         raise ConfigError(f"--search_minutes={minutes:g}; wanted is a number above 0.")
     until = time.monotonic() + 60 * minutes
-    shape = shape_of(config, topology)
-    found = sorted(candidates(config, shape, topology), key=lambda one: one.seconds)
+    shape = shape_of(launched.config, topology)
+    found = sorted(candidates(launched.config, shape, topology), key=lambda one: one.seconds)
     fitting = [one for one in found if one.bytes <= _SLACK_BYTES * topology.chip.hbm_bytes]
     print(
         f"{len(found)} candidates, of which {len(fitting)} may fit by formulas; compiling the best "
@@ -66,7 +68,7 @@ def search(
         left = max(0.0, until - time.monotonic())
         print(f"[{index + 1}] {one.name}: {seconds_text(one.seconds)} by formulas; compiling, "
               f"{left / 60:.1f} minutes left", flush=True)
-        made = planned(args, one, topology)
+        made = planned(launched, packages, one, topology)
         if made is not None:
             plans.append((one, made))
             said = "fits" if made.fits else "does not fit"
@@ -79,7 +81,9 @@ def search(
             f"Of {len(plans)} candidates that were compiled for {topology.name} none fits. Take a "
             "larger topology or a smaller batch, or search longer (--search_minutes)."
         )
-    _write(args, experiment, topology, plans, best)
+    _write(launched, packages, topology, plans, best)
+    if file is not None:
+        file.write_text(json.dumps(best[1].to_json(), indent=1) + "\n", "utf-8")
 
 
 def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
@@ -131,14 +135,13 @@ def _whole(job: Any, topology: Topology) -> tuple[int, ...]:
     return (1, len(topology.devices) // math.prod(dcn), 1)
 
 
-def planned(args: argparse.Namespace, one: Candidate, topology: Topology) -> StepPlan | None:
+def planned(
+    launched: LaunchedConfig, packages: Sequence[str], one: Candidate, topology: Topology
+) -> StepPlan | None:
     """Returns a candidate's plan, or None, said, where the experiment refuses it."""
     try:
-        config = configured(
-            registry.get_experiment(args.exp, args.packages), [*args.settings, *one.settings],
-            registry.allowed_packages(args.packages),
-        )
-        job = build(config)
+        settings = [*launched.settings, *one.settings]
+        job = build(config_of_experiment(launched.experiment, settings, packages).config)
         partitioner = planned_partitioner(job, topology)
         ((step, _, spec),) = step_specs(job, partitioner, ["train"])
         with explained_warnings(lambda warning: None):
@@ -150,13 +153,13 @@ def planned(args: argparse.Namespace, one: Candidate, topology: Topology) -> Ste
 
 
 def _write(
-    args: argparse.Namespace, experiment: str, topology: Topology,
+    launched: LaunchedConfig, packages: Sequence[str], topology: Topology,
     plans: Sequence[tuple[Candidate, StepPlan]], best: tuple[Candidate, StepPlan],
 ) -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "__init__.py").write_text('"""What --mode=plan --search found."""\n', "utf-8")
-    settings = [*args.settings, *best[0].settings]
-    made = written_class(experiment, topology, settings, best)
+    settings = [*launched.settings, *best[0].settings]
+    made = written_class(launched.experiment, topology, settings, best)
     (FOLDER / "best.py").write_text(made.text, "utf-8")
     picture(plans, topology, FOLDER / "pareto.png")
     records = [
@@ -164,10 +167,8 @@ def _write(
         for one, plan in plans
     ]
     (FOLDER / "plans.json").write_text(json.dumps(records, indent=1) + "\n", "utf-8")
-    if args.json:
-        Path(args.json).write_text(json.dumps(best[1].to_json(), indent=1) + "\n", "utf-8")
     lines = " \\\n    ".join(f"'{one}'" for one in settings)
     print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
-    packages = ",".join([str(FOLDER), *args.packages])
-    print(f"\nAs an experiment: --packages={packages} --exp={FOLDER}.best.{made.name}\n"
+    listed = ",".join([str(FOLDER), *packages])
+    print(f"\nAs an experiment: --packages={listed} --exp={FOLDER}.best.{made.name}\n"
           f"The picture: {FOLDER / 'pareto.png'}. All plans: {FOLDER / 'plans.json'}")

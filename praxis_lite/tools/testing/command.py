@@ -1,49 +1,42 @@
-"""`main.py --mode=check`: the certificate as a table, a line, a file and an exit status."""
+"""`main.py --mode=check`: the certificate as a table, a line and a file."""
 
-import argparse
 import json
-import sys
+from pathlib import Path
 
-import fiddle as fdl
-
-from praxis_lite.core.errors import require
-from praxis_lite.run.experiment.registry import allowed_packages
-from praxis_lite.run.options import file_path
+from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.trainer.job_on_mesh import use_compilation_cache
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
-from praxis_lite.tools.testing.certificate import Certificate
 from praxis_lite.tools.testing.meshes import parse_meshes
 from praxis_lite.tools.testing.on_meshes import check_on_meshes
 from praxis_lite.tools.testing.shrink import shrunk
 
 
-def check(args: argparse.Namespace, config: "fdl.Config", experiment: str) -> None:
-    """Prints what was compared; exits 1 if anything differs."""
-    path = args.json and file_path(args, "--json", "certificate.json")
-    steps = 20 if args.steps is None else args.steps
-    require(steps > 0, "--steps", steps, "1 or more")
-    not_certified = []
-    if args.shrink:
+def check(
+    launched: LaunchedConfig, *, meshes: str | None = None, steps: int = 20, shrink: bool = False,
+    file: Path | None = None,
+) -> bool:
+    """Returns True if nothing differs; prints what was compared.
+
+    Args:
+      meshes: "1x4x2,...", as for --meshes; None: those of `check_on_meshes`.
+      steps: of training on the experiment's own mesh.
+      shrink: True: a smaller model of the same kind is checked.
+      file: to write the certificate into.
+    """
+    config, not_certified = launched.config, []
+    if shrink:
         config, not_certified = shrunk(config)
         print(f"Shrunk; these sizes are not certified: {', '.join(not_certified)}.", flush=True)
-    meshes = None
-    if args.meshes is not None:
-        meshes = parse_meshes(args.meshes, tuple(config.mesh.axis_names))
+    shapes = None if meshes is None else parse_meshes(meshes, tuple(config.mesh.axis_names))
     use_compilation_cache()
     # What a mesh reshards at a cost is said in training: here meshes are tried that nobody chose.
     with explained_warnings(lambda warning: None):
         certificate = check_on_meshes(
-            config, meshes, steps=steps, name=experiment,
-            packages=allowed_packages(args.packages),
+            config, shapes, steps=steps, name=launched.experiment, packages=launched.packages,
             print_text=lambda text: print(text, flush=True),
         )
     certificate.not_certified = not_certified
-    if path:
-        path.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", "utf-8")
-    _print(certificate)
-    if not certificate.certified:
-        sys.exit(1)
-
-
-def _print(certificate: Certificate) -> None:
+    if file is not None:
+        file.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", "utf-8")
     print(f"\n{certificate.table()}\n\n{certificate.summary()}", flush=True)
+    return certificate.certified

@@ -171,7 +171,7 @@ def test_options_that_there_are_not_are_told_the_nearest():
         ("--job_dir=x",): "is not an option of praxis_lite. Did you mean --job_log_dir?",
         ("run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
         ("--run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
-        ("--mode=test",): "argument --mode: invalid choice: 'test'",
+        ("--mode=test",): "--mode is 'test'; wanted is one of train, eval, decode, explain",
         ("--mode=eval", "--step=last"): "'last' is no checkpoint: wanted is a step's number, or b",
     }.items():
         assert words in refused(*argv)

@@ -45,7 +45,7 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
     ("options", "said"),
     [
         (["--prompts=nowhere.txt"], "--prompts=nowhere.txt cannot be read"),
-        (["--prompt", "The ", "--mode=eval"], "--prompt gives texts to continue for --mode=decode"),
+        (["--prompt", "The ", "--mode=eval"], "--prompt goes with --mode=decode; --mode=eval"),
     ],
     ids=str,
 )

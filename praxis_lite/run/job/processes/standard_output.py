@@ -17,7 +17,7 @@ from praxis_lite.run.job.processes.signals import say
 class _MayBeLost:
     """A text stream that turns into /dev/null at its first error."""
 
-    def __init__(self, stream: Any, name: str, *, goes_on: bool):
+    def __init__(self, stream: Any, name: str, goes_on: Callable[[], bool]):
         self._stream, self._name, self._goes_on = stream, name, goes_on
         self._end_filter: Callable[[], None] = lambda: None
 
@@ -39,7 +39,7 @@ class _MayBeLost:
         # Below Python's stream, so that its buffer goes there too and Python exits in silence.
         os.dup2(null, self._stream.fileno())
         os.close(null)
-        if not self._goes_on:
+        if not self._goes_on():
             raise SystemExit(128 + signal.SIGPIPE)
         say(
             f"{self._name} cannot be written ({error.strerror}); the job goes on without it, "
@@ -111,16 +111,18 @@ def open_what_is_closed() -> None:
 
 
 @contextlib.contextmanager
-def output_may_be_lost(*, goes_on: bool) -> Iterator[None]:
+def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
     """Lets a program outlive its standard output and standard error.
 
     Args:
       goes_on: True: it then goes on without them. False: it ends quietly, as programs of a pipe do.
+        A function is asked when the output is lost.
     """
+    asked = goes_on if callable(goes_on) else lambda: goes_on
     before = sys.stdout, sys.stderr
     own = (
-        _MayBeLost(sys.stdout, "standard output", goes_on=goes_on),
-        _MayBeLost(sys.stderr, "standard error", goes_on=goes_on),
+        _MayBeLost(sys.stdout, "standard output", asked),
+        _MayBeLost(sys.stderr, "standard error", asked),
     )
     sys.stdout, sys.stderr = own
     try:

@@ -15,6 +15,7 @@ from praxis_lite.core.errors import LastStepUnsound
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer import launch
@@ -106,9 +107,7 @@ def _losses(
 ) -> Leaves:
     """Trains a job, launched anew after each of `stops`; returns its losses by step."""
     folder.mkdir()
-    launched = launch.LaunchedConfig(
-        check.config, check.found.experiment, packages=check.packages
-    )
+    launched = LaunchedConfig(check.config, check.found.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
         run = RunConfig(
             num_train_steps=num_steps, seed=check.seed, watchdog_seconds=None,

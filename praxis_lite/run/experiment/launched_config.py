@@ -1,0 +1,78 @@
+"""The config that a command line names: of an experiment, or of a job that was trained."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.job.job_dir import JobDir
+
+if TYPE_CHECKING:
+    import fiddle as fdl
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedConfig:
+    """The config that a command line made, and what config.json records of that command line.
+
+    Attributes:
+      experiment: the full name of its class.
+      settings: those of --set.
+      packages: whose functions and classes the config may name, besides the library's.
+    """
+
+    config: "fdl.Config"
+    experiment: str
+    settings: Sequence[str] = ()
+    packages: Sequence[str] = ()
+
+
+def config_of_experiment(
+    name: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
+) -> LaunchedConfig:
+    """Returns the config of an experiment with settings applied.
+
+    Args:
+      name: as for --exp.
+      settings, packages: as for --set and --packages.
+
+    Raises:
+      ConfigError: as `get_experiment` and `configured`.
+    """
+    experiment = registry.get_experiment(name, packages)
+
+    from praxis_lite.run.config.class_attributes import configured
+
+    allowed = registry.allowed_packages(packages)
+    config = configured(experiment, settings, allowed)
+    return LaunchedConfig(config, registry.full_name(experiment), settings, allowed)
+
+
+def config_of_job(
+    job_dir: JobDir, name: str | None = None, settings: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> LaunchedConfig:
+    """Returns the recorded config of a job with settings applied.
+
+    Args:
+      name: of the experiment, as for --exp; None: whatever the job's is.
+      settings, packages: as for --set and --packages.
+
+    Raises:
+      ConfigError: the job is of another experiment; or as `recorded_config` and `apply_overrides`.
+    """
+    from praxis_lite.run.config.overrides import apply_overrides
+    from praxis_lite.run.experiment.recorded_job import recorded_config
+
+    allowed = registry.allowed_packages(packages)
+    loaded = recorded_config(job_dir, allowed)
+    if name is not None:
+        given = registry.full_name(registry.get_experiment(name, packages))
+        if given != loaded.experiment:
+            raise ConfigError(
+                f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {given}. Leave "
+                "--exp out, or name that experiment's directory."
+            )
+    apply_overrides(loaded.config, settings, allowed)
+    return LaunchedConfig(loaded.config, loaded.experiment, settings, allowed)

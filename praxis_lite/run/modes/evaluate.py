@@ -1,0 +1,42 @@
+"""`main.py --mode=eval`: evaluates a checkpoint of a job."""
+
+import argparse
+
+from praxis_lite.run.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.run.modes.mode import CommandLine, Mode
+
+
+class Evaluate(Mode):
+    """Evaluates a checkpoint on every dataset but `train`."""
+
+    summary = "evaluates a checkpoint of a job on every dataset but train"
+    goes_on = True
+    is_of_many_processes = True
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --step."""
+        add_step(options)
+
+    def run(self, command: CommandLine, *, step: int | str | None) -> None:
+        """Evaluates; raises ConfigError as `launch.evaluate` does."""
+        launched = recorded_job_of(command, "eval")
+        with job_on_mesh(command, launched, "eval", same={"--step": step}) as job:
+            from praxis_lite.run.trainer import launch
+
+            launch.evaluate(job, step)
+
+
+def add_step(options: argparse._ArgumentGroup) -> None:
+    """Adds --step, the checkpoint that a mode reads."""
+    options.add_argument(
+        "--step", metavar="N|best", type=_step, help="the checkpoint to read; default: the newest"
+    )
+
+
+def _step(word: str) -> int | str:
+    if word != "best" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is no checkpoint: wanted is a step's number, or best; without --step it is "
+            "the newest"
+        )
+    return word if word == "best" else int(word)

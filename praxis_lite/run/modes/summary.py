@@ -1,0 +1,19 @@
+"""`main.py --mode=summary`: a job's results, from the files in its directory."""
+
+from praxis_lite.run.job.job_dir import open_for_reading
+from praxis_lite.run.modes.launched import job_log_dir
+from praxis_lite.run.modes.mode import CommandLine, Mode
+
+
+class Summary(Mode):
+    """Prints losses, evaluations, a few continuations, and where everything lies."""
+
+    summary = "prints a job's losses, evaluations and continuations"
+
+    def run(self, command: CommandLine) -> None:
+        """Prints them; raises ConfigError if there is no job."""
+        job_dir = open_for_reading(job_log_dir(command), writes=False)
+
+        from praxis_lite.run.trainer.summary import summary
+
+        print(summary(job_dir))

@@ -1,0 +1,21 @@
+"""`main.py --mode=train`: trains an experiment, from nothing or from where its job stopped."""
+
+from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.run.modes.mode import CommandLine, Mode
+
+
+class Train(Mode):
+    """Trains, and goes on with a job that was stopped."""
+
+    summary = "trains an experiment, or goes on with its job"
+    goes_on = True
+    is_of_many_processes = True
+
+    def run(self, command: CommandLine) -> None:
+        """Trains; raises ConfigError as `launch.train` does."""
+        launched = experiment_of(command, trains=True)
+        with job_on_mesh(command, launched, "train") as job:
+            # Imported after the checks, so that an error need not wait for Orbax.
+            from praxis_lite.run.trainer import launch
+
+            launch.train(job, launched)

@@ -1,0 +1,48 @@
+"""`main.py --mode=check`: whether an experiment computes on a mesh what one device does."""
+
+import argparse
+from pathlib import Path
+
+from praxis_lite.core.errors import require
+from praxis_lite.run.modes.launched import experiment_of
+from praxis_lite.run.modes.mode import CommandLine, Mode
+from praxis_lite.run.modes.options import file_to_write
+
+
+class Check(Mode):
+    """Compares an experiment on meshes with itself on one device."""
+
+    summary = "compares an experiment on meshes with itself on one device"
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --meshes, --steps, --shrink and --json."""
+        options.add_argument(
+            "--meshes", metavar="1x4x2,...",
+            help="the meshes to check on; default: the experiment's own, each axis alone, all "
+            "axes, and one that divides as little as possible",
+        )
+        options.add_argument(
+            "--steps", metavar="N", type=int, default=20,
+            help="the steps of training on the experiment's own mesh; default: 20",
+        )
+        options.add_argument(
+            "--shrink", action="store_true",
+            help="a smaller model of the same kind, for one device to hold",
+        )
+        options.add_argument(
+            "--json", metavar="FILE", type=file_to_write("certificate.json"),
+            help="where to write the certificate as well",
+        )
+
+    def run(
+        self, command: CommandLine, *, meshes: str | None, steps: int, shrink: bool,
+        json: Path | None,
+    ) -> int:
+        """Checks; returns 1 if anything differs."""
+        require(steps > 0, "--steps", steps, "1 or more")
+        launched = experiment_of(command)
+
+        from praxis_lite.tools.testing.command import check
+
+        is_certified = check(launched, meshes=meshes, steps=steps, shrink=shrink, file=json)
+        return int(not is_certified)

@@ -1,0 +1,34 @@
+"""`main.py --mode=explain`: the layout and the compiled steps of an experiment."""
+
+import argparse
+from pathlib import Path
+
+from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.run.modes.mode import CommandLine, Mode
+from praxis_lite.run.modes.options import file_to_write
+
+
+class Explain(Mode):
+    """Compiles an experiment's steps, and prints what each device holds, sends and computes."""
+
+    summary = "compiles an experiment's steps, and says what each device holds and sends"
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --html."""
+        options.add_argument(
+            "--html", metavar="FILE", type=file_to_write("explain.html"),
+            help="where to write it as a page as well",
+        )
+
+    def run(self, command: CommandLine, *, html: Path | None) -> None:
+        """Explains; raises ConfigError as training does."""
+        launched = experiment_of(command)
+        with job_on_mesh(command, launched, "explain") as job:
+            from praxis_lite.tools.explain.explain import explain
+            from praxis_lite.tools.plan.attached import figures_of_attached
+
+            explain(
+                job.partitioner, job.datasets, job.decode_datasets, print,
+                title=launched.experiment, html=html,
+                figures_of=figures_of_attached(job.partitioner),
+            )

@@ -1,0 +1,93 @@
+"""`main.py --mode=plan`: what an experiment would do on devices that nobody has."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.modes.launched import experiment_of
+from praxis_lite.run.modes.mode import CommandLine, Mode
+from praxis_lite.run.modes.options import file_to_write, names
+
+_STEPS = ("train", "eval", "decode")
+_MINUTES = 10.0
+
+
+class Plan(Mode):
+    """Predicts time, memory and cost of an experiment's steps on a topology."""
+
+    summary = "predicts the steps of an experiment on devices that need not be there"
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds those of the topology, of the search, of --measure, and of files."""
+        options.add_argument(
+            "--topology", metavar="CHIP:SHAPE",
+            help="the devices to plan for, such as v5e:16x16, cpu:8, gpu:h100:4x8",
+        )
+        options.add_argument(
+            "--num_slices", metavar="N", type=int, default=1,
+            help="so many slices of that topology; default: 1",
+        )
+        options.add_argument(
+            "--steps", metavar="NAMES", type=_steps, default=["train"],
+            help=f"of {','.join(_STEPS)}; default: train",
+        )
+        options.add_argument(
+            "--search", action="store_true",
+            help="look for the fastest mesh, preset, remat and micro-batches",
+        )
+        options.add_argument(
+            "--search_minutes", metavar="M", type=float, default=_MINUTES,
+            help=f"with --search: for how long; default: {_MINUTES:g}",
+        )
+        options.add_argument(
+            "--measure", action="store_true",
+            help="run ten steps on the attached devices, and compare",
+        )
+        options.add_argument(
+            "--html", metavar="FILE", type=file_to_write("plan.html"),
+            help="where to write it as a page as well",
+        )
+        options.add_argument(
+            "--json", metavar="FILE", type=file_to_write("plan.json"),
+            help="where to write the plan as well",
+        )
+
+    def run(
+        self, command: CommandLine, *, topology: str | None, num_slices: int,
+        steps: Sequence[str], search: bool, search_minutes: float, measure: bool,
+        html: Path | None, json: Path | None,
+    ) -> None:
+        """Plans; raises ConfigError, after all steps, if any does not fit."""
+        if measure and (topology is not None or search):
+            raise ConfigError(
+                "--measure runs on the devices that are attached: leave --topology and --search "
+                "out."
+            )
+        if topology is None and not measure:
+            raise ConfigError(
+                "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
+                "--topology=v5e:16x16."
+            )
+        launched = experiment_of(command)
+
+        from praxis_lite.tools.plan import command as plans
+
+        if measure:
+            plans.measured(launched, file=json)
+            return
+        chosen = plans.chosen_topology(topology, num_slices)
+        if search:
+            from praxis_lite.tools.plan.search import search as searched
+
+            searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
+        else:
+            plans.plan(launched, chosen, steps, file=json, html=html)
+
+
+def _steps(words: str) -> list[str]:
+    if not set(names(words)) <= set(_STEPS):
+        raise argparse.ArgumentTypeError(
+            f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(_STEPS)}"
+        )
+    return names(words)
