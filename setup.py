@@ -19,8 +19,11 @@ setup(
     python_requires=">=3.11,<3.14",
     # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
     packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
-    # The page of --mode=explain --html.
     package_data={
+        # Its types, for type checkers of code that imports it: stubs say where names are defined.
+        "": ["*.pyi"],
+        "praxis_lite": ["py.typed"],
+        # The page of --mode=explain --html.
         "praxis_lite.tools.explain": ["explain_page.html"],
         # What is what in the models of Hugging Face, a table per family.
         "praxis_lite.tools.huggingface": ["families/*.toml"],

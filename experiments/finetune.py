@@ -5,15 +5,15 @@ import sysconfig
 import fiddle as fdl
 import optax
 
-from praxis_lite import CheckpointLoadingRules, register
+from praxis_lite import LOAD_ALL, CheckpointLoadingRules, register
 from praxis_lite.core import AuxiliaryOptimizer
 from praxis_lite.experiments import lm
 from praxis_lite.inputs import TextCorpus
 from praxis_lite.layers import adapted
-from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL
 
-__all__ = ["PyDocsFull", "PyDocsLora"]
+__all__ = ["LORA", "PyDocsFull", "PyDocsLora"]
 
+# The paths of the weights that LoRA adds to a model.
 LORA = r".*/lora_[ab]$"
 
 

@@ -13,9 +13,8 @@ from praxis_lite.core import Learner
 from praxis_lite.decode import Greedy
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
-from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData
-from praxis_lite.inputs.text.about_python import about_python
-from praxis_lite.inputs.tokenizers.loading import has_tokenizer
+from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData, about_python
+from praxis_lite.inputs.tokenizers import has_tokenizer
 from praxis_lite.layers import (
     SHARDING_PRESETS,
     TransformerFeedForwardMoe,
@@ -25,9 +24,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
-from praxis_lite.tools.huggingface.decoder import lm_config
-from praxis_lite.tools.huggingface.family import settings_in
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface import DecoderSettings, lm_config, settings_in
 
 __all__ = [
     "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora", "former_chat_data",

@@ -21,7 +21,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
 
-__all__ = ["Llama", "PyDocs", "Synthetic"]
+__all__ = ["BATCH_OVER_DATA", "Llama", "PyDocs", "Synthetic"]
 
 # Batches over the data axes; a batch's other dims stay whole.
 BATCH_OVER_DATA = {

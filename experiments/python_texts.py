@@ -15,8 +15,14 @@ import fiddle as fdl
 
 from praxis_lite import register
 from praxis_lite.experiments import lm
-from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, Parquet
-from praxis_lite.inputs.text.corpus import language_reference
+from praxis_lite.inputs import (
+    Documents,
+    JsonLines,
+    Mixture,
+    PackedText,
+    Parquet,
+    language_reference,
+)
 
 __all__ = ["PythonTexts", "code", "docs", "examples_of", "is_worth_learning", "licences"]
 

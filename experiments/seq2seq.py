@@ -10,8 +10,7 @@ import optax
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
 from praxis_lite.core import Learner
 from praxis_lite.decode import BeamSearch
-from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.inputs.mixing.shuffle import random_bits
+from praxis_lite.inputs import IndexedPipeline, random_bits
 from praxis_lite.layers import (
     DotProductAttention,
     Transformer,

@@ -22,9 +22,10 @@ from praxis_lite.layers import (
 )
 from praxis_lite.tasks.image_classification import ClassificationTask
 
-__all__ = ["Digits", "DigitsResNet", "DigitsViT", "digits"]
+__all__ = ["BATCH", "Digits", "DigitsResNet", "DigitsViT", "digits"]
 
 NUM_HELDOUT = 359  # Of 1797, the same ones always.
+# The mesh axes that the rows of a batch lie along.
 BATCH = ("replica", "data")
 
 

@@ -9,6 +9,6 @@ from praxis_lite.public_names import public_names
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = public_names(__name__, __file__)
+__getattr__, __dir__, __all__ = public_names(__name__)
 
 former_names.install()

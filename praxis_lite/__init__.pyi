@@ -3,10 +3,13 @@
 from praxis_lite.core.errors import ConfigError as ConfigError
 from praxis_lite.core.sharding.mesh import MeshConfig as MeshConfig
 from praxis_lite.core.task import Task as Task
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints as Checkpoints
+from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL
 from praxis_lite.run.checkpoints.init.loading_rules import (
     CheckpointLoadingRules as CheckpointLoadingRules,
 )
 from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints as BestCheckpoints
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings as SaveSettings
 from praxis_lite.run.experiment.early_stopping import EarlyStopping as EarlyStopping
 from praxis_lite.run.experiment.experiment import Experiment as Experiment
 from praxis_lite.run.experiment.experiment import Job as Job

@@ -18,6 +18,8 @@ from typing import Any
 MODULES = {
     "praxis_lite.checkpoints": "praxis_lite.run.checkpoints",
     "praxis_lite.checkpoints.huggingface": "praxis_lite.tools.huggingface",
+    "praxis_lite.checkpoints.huggingface.decoder_settings":
+        "praxis_lite.tools.huggingface.fields.decoder_settings",
     "praxis_lite.command": "praxis_lite.run.command",
     "praxis_lite.config": "praxis_lite.run.config",
     "praxis_lite.errors": "praxis_lite.core.errors",
@@ -42,10 +44,19 @@ MODULES = {
     "praxis_lite.trainer": "praxis_lite.run.trainer",
 }
 
-# Single names that left a module which is still there.
+# Single names that are not where their module went: the module of then, the name, its module today.
+_METRICS = "praxis_lite.run.trainer.metrics"
 NAMES = {
     ("praxis_lite.models", "Model"): "praxis_lite.core",
     ("praxis_lite.models", "NnxModel"): "praxis_lite.core",
+    ("praxis_lite.trainer.metrics", "JsonLinesWriter"): f"{_METRICS}.json_lines",
+    ("praxis_lite.trainer.metrics", "ProgressLine"): f"{_METRICS}.progress",
+    ("praxis_lite.trainer.metrics", "TensorBoardWriter"): f"{_METRICS}.tensorboard",
+    ("praxis_lite.trainer.metrics", "WeightedMean"): f"{_METRICS}.weighted",
+    ("praxis_lite.trainer.metrics", "WeightedScalars"): f"{_METRICS}.weighted",
+    ("praxis_lite.trainer.metrics", "plot_loss_curve"): f"{_METRICS}.loss_curve",
+    ("praxis_lite.trainer.metrics", "read_json_lines"): f"{_METRICS}.json_lines",
+    ("praxis_lite.trainer.metrics.records", "records_of"): "praxis_lite.core",
 }
 
 
@@ -78,9 +89,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("praxis_lite."):
             return None
         today = module_today(fullname)
-        if today is None or importlib.util.find_spec(today) is None:
+        spec = importlib.util.find_spec(today) if today is not None else None
+        if spec is None:
             return None
-        return importlib.util.spec_from_loader(fullname, _Former(today), is_package=True)
+        is_package = spec.submodule_search_locations is not None
+        return importlib.util.spec_from_loader(fullname, _Former(today), is_package=is_package)
 
 
 class _Former(importlib.abc.InspectLoader):
@@ -97,17 +110,18 @@ class _Former(importlib.abc.InspectLoader):
         warn(fullname.removesuffix(".__main__"), self._today.removesuffix(".__main__"))
         return importlib.util.find_spec(self._today).loader.get_code(self._today)
 
-    def is_package(self, fullname: str) -> bool:
-        return True
-
     def exec_module(self, module: types.ModuleType) -> None:
         today = self._today
 
         def __getattr__(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            # A package of the core shows its names in the core alone.
-            for home in (today, "praxis_lite.core") if ".core." in today else (today,):
+            homes = [today]
+            if (module.__name__, name) in NAMES:
+                homes = [NAMES[module.__name__, name]]
+            elif ".core." in today:  # A package of the core shows its names in the core alone.
+                homes += ["praxis_lite.core"]
+            for home in homes:
                 loaded = importlib.import_module(home)
                 if name in getattr(loaded, "__all__", vars(loaded)):
                     warn(f"{module.__name__}.{name}", f"{home}.{name}")

@@ -1,9 +1,11 @@
-"""Public names, loaded on first use: `__init__.pyi` says where each is defined, and nothing else.
+"""The names that a user may import, by package: docs/api.md shows them. All else may move.
 
-    __getattr__, __dir__, __all__ = public_names(__name__, __file__)
+A package's `__init__.pyi` says where each of its names is defined, and its `__init__.py`
 
-So `from praxis_lite.layers import Linear` imports one file and not a hundred, and `import
-praxis_lite` does not import jax. Type checkers and editors read the same stub.
+    __getattr__, __dir__, __all__ = public_names(__name__)
+
+loads a name on first use. So `from praxis_lite.layers import Linear` imports one file and not a
+hundred, and `import praxis_lite` does not import jax. Type checkers and editors read the same stub.
 """
 
 import ast
@@ -15,23 +17,74 @@ from typing import Any
 
 from praxis_lite import former_names
 
+PACKAGES = (
+    "praxis_lite",
+    "praxis_lite.core",
+    "praxis_lite.layers",
+    "praxis_lite.optimizers",
+    "praxis_lite.schedules",
+    "praxis_lite.models",
+    "praxis_lite.decode",
+    "praxis_lite.inputs",
+    "praxis_lite.inputs.numpy_data",
+    "praxis_lite.inputs.tf_data",
+    "praxis_lite.inputs.tokenizers",
+    "praxis_lite.tasks.image_classification",
+    "praxis_lite.tasks.language_model",
+    "praxis_lite.tasks.loss",
+    "praxis_lite.tasks.preference",
+    "praxis_lite.tasks.sequence_to_sequence",
+    "praxis_lite.experiments.classify",
+    "praxis_lite.experiments.explicit",
+    "praxis_lite.experiments.finetune",
+    "praxis_lite.experiments.functions",
+    "praxis_lite.experiments.huggingface",
+    "praxis_lite.experiments.linen",
+    "praxis_lite.experiments.linen_models",
+    "praxis_lite.experiments.lm",
+    "praxis_lite.experiments.moe",
+    "praxis_lite.experiments.nnx_guide",
+    "praxis_lite.experiments.pipelined",
+    "praxis_lite.experiments.python_texts",
+    "praxis_lite.experiments.seq2seq",
+    "praxis_lite.experiments.vision",
+    "praxis_lite.tools.huggingface",
+    "praxis_lite.tools.nnx",
+    "praxis_lite.tools.pax",
+    "praxis_lite.tools.testing",
+)
 
-def public_names(
-    package: str, file: str
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns a package's `__getattr__`, `__dir__` and `__all__`.
 
-    Args:
-      package: its `__name__`.
-      file: its `__file__`, beside which lies the stub, `__init__.pyi`. Each of its lines is
-        `from MODULE import NAME as NAME`.
+def homes_of(package: str) -> dict[str, str]:
+    """Returns the module that defines each public name of a package or module; imports neither.
+
+    They are the names that its `__init__.pyi` imports, or of a file without a stub its `__all__`.
     """
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    homes = {
-        alias.name: node.module
-        for node in stub.body if isinstance(node, ast.ImportFrom)
+    path = Path(__file__).parent.joinpath(*package.split(".")[1:])
+    stub = path / "__init__.pyi"
+    if not stub.is_file():
+        stub = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(stub.read_text(encoding="utf-8")).body
+    imported = {
+        alias.asname or alias.name: node.module
+        for node in body if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
     }
+    if stub.suffix == ".pyi":
+        return imported
+    names = next(
+        ast.literal_eval(node.value) for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return {name: imported.get(name, package) for name in names}
+
+
+def public_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns the `__getattr__`, `__dir__` and `__all__` of a package that has a stub.
+
+    Each line of the stub is `from MODULE import NAME as NAME`.
+    """
+    homes = homes_of(package)
 
     def load(name: str) -> Any:
         if (package, name) in former_names.NAMES:

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite import Task
-from praxis_lite.core import NnxModel
-from praxis_lite.core.task import WeightedScalars
+from praxis_lite.core import NnxModel, Task, WeightedScalars
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import outputs_of_logits
 

@@ -11,17 +11,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from praxis_lite import Task
-from praxis_lite.core import Learner
-from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.task import WeightedScalars
-from praxis_lite.decode import Decoder, Greedy
-from praxis_lite.decode.prefill import cache_length
-from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
+from praxis_lite.core import ConfigError, Learner, Task, WeightedScalars, require
+from praxis_lite.decode import Decoder, Greedy, cache_length, cut_at_stop, for_tokenizer
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 
-__all__ = ["LanguageModelTask"]
+__all__ = [
+    "LanguageModelTask", "outputs_of_logits", "paddings_with_filler", "reports_of_batches",
+    "require_unpacked",
+]
 
 # B batch, T time, P longest prompt.
 # What a batch may have besides, and what models call it.

@@ -8,13 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite import ConfigError, Task
-from praxis_lite.core import Learner, Model, WeightSharding
-from praxis_lite.core.callables import check_takes, function_name
-from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.inputs import InputsSplitMapping, is_true_row, num_rows_of
-from praxis_lite.core.task import LossOutputs, WeightedScalars
-from praxis_lite.run.trainer.metrics.records import records_of
+from praxis_lite.core import (
+    ConfigError,
+    InputsSplitMapping,
+    Learner,
+    LossOutputs,
+    Model,
+    Task,
+    WeightedScalars,
+    WeightSharding,
+    check_takes,
+    function_name,
+    is_true_row,
+    num_rows_of,
+    records_of,
+    require,
+)
 
 __all__ = ["LossTask"]
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import require
-from praxis_lite.core.task import WeightedScalars
+from praxis_lite.core import WeightedScalars, require
 from praxis_lite.layers import reference_of
 from praxis_lite.tasks.language_model import LanguageModelTask, require_unpacked
 

@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite import Task
-from praxis_lite.core import Learner
-from praxis_lite.core.errors import require
-from praxis_lite.core.task import WeightedScalars
-from praxis_lite.decode import Decoder, Greedy
-from praxis_lite.decode.prefill import cache_length
-from praxis_lite.decode.stop_strings import for_tokenizer
+from praxis_lite.core import Learner, Task, WeightedScalars, require
+from praxis_lite.decode import Decoder, Greedy, cache_length, for_tokenizer
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from praxis_lite.core.callables import check_takes
@@ -22,6 +23,7 @@ from praxis_lite.core.sharding.weight_sharding import WeightSharding
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
 # An array [B, ...] per name, a row for each example of the batch.
 PerExampleOut = Mapping[str, jax.Array]
+# A loss and metrics by name, alone or with arrays per example, which --mode=eval writes.
 LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
 
 
@@ -252,3 +254,18 @@ def _kind(found: Any) -> str:
     if hasattr(found, "dtype") and hasattr(found, "shape"):
         return f"{found.dtype}{list(found.shape)}"
     return "None" if found is None else f"a {type(found).__name__}"
+
+
+def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
+    """Returns a record for each row that is no padding: its numbers, or lists of them, by name.
+
+    `outputs` are arrays [B, ...] of any number type, `is_true_row` bool [B].
+    """
+    arrays = {name: _of_numpy(np.asarray(x)) for name, x in outputs.items()}
+    rows = np.flatnonzero(np.asarray(is_true_row))
+    return [{name: x[row].tolist() for name, x in arrays.items()} for row in rows]
+
+
+def _of_numpy(x: np.ndarray) -> np.ndarray:
+    # NumPy's own kinds print as numbers; bfloat16 and its like, of ml_dtypes, do not.
+    return x if x.dtype.kind in "biuf" else x.astype(np.float32)

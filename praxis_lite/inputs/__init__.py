@@ -6,4 +6,4 @@ prefetches with tf.data, `numpy_data.TextWindows` runs without tensorflow.
 
 from praxis_lite.public_names import public_names
 
-__getattr__, __dir__, __all__ = public_names(__name__, __file__)
+__getattr__, __dir__, __all__ = public_names(__name__)

@@ -2,14 +2,12 @@
 
 from praxis_lite.inputs import numpy_data as numpy_data
 from praxis_lite.inputs import tf_data as tf_data
-from praxis_lite.inputs.base import (
-    IndexedPipeline as IndexedPipeline,
-)
-from praxis_lite.inputs.base import (
-    InputPipeline as InputPipeline,
-)
+from praxis_lite.inputs.base import IndexedPipeline as IndexedPipeline
+from praxis_lite.inputs.base import InputPipeline as InputPipeline
+from praxis_lite.inputs.base import spec_of as spec_of
 from praxis_lite.inputs.from_dataset import FromDataset as FromDataset
 from praxis_lite.inputs.mixing.mixture import Mixture as Mixture
+from praxis_lite.inputs.mixing.shuffle import random_bits as random_bits
 from praxis_lite.inputs.numpy_data import InMemory as InMemory
 from praxis_lite.inputs.numpy_data import SyntheticLm as SyntheticLm
 from praxis_lite.inputs.sources.arrays import NpyFiles as NpyFiles
@@ -20,19 +18,17 @@ from praxis_lite.inputs.sources.columnar import Parquet as Parquet
 from praxis_lite.inputs.sources.faults import BadExample as BadExample
 from praxis_lite.inputs.sources.folders import ImageFiles as ImageFiles
 from praxis_lite.inputs.sources.folders import TextFiles as TextFiles
-from praxis_lite.inputs.sources.from_grain import (
-    FromGrain as FromGrain,
-)
-from praxis_lite.inputs.sources.from_grain import (
-    FromGrainIter as FromGrainIter,
-)
+from praxis_lite.inputs.sources.from_grain import FromGrain as FromGrain
+from praxis_lite.inputs.sources.from_grain import FromGrainIter as FromGrainIter
 from praxis_lite.inputs.sources.from_source import FromSource as FromSource
 from praxis_lite.inputs.sources.hub import HuggingFaceDataset as HuggingFaceDataset
 from praxis_lite.inputs.sources.hub import Tfds as Tfds
 from praxis_lite.inputs.sources.json_lines import JsonLines as JsonLines
 from praxis_lite.inputs.sources.records import ArrayRecords as ArrayRecords
 from praxis_lite.inputs.sources.records import TfRecords as TfRecords
+from praxis_lite.inputs.text.about_python import about_python as about_python
 from praxis_lite.inputs.text.corpus import TextCorpus as TextCorpus
+from praxis_lite.inputs.text.corpus import language_reference as language_reference
 from praxis_lite.inputs.text.documents import Documents as Documents
 from praxis_lite.inputs.text.packed_text import PackedText as PackedText
 from praxis_lite.inputs.text.preferences import PreferenceData as PreferenceData

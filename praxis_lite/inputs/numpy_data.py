@@ -19,6 +19,8 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 if TYPE_CHECKING:
     import jax
 
+__all__ = ["InMemory", "SyntheticLm", "TextCorpus", "TextWindows"]
+
 
 @dataclasses.dataclass(eq=False)
 class TextWindows(IndexedPipeline):

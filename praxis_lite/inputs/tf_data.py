@@ -8,6 +8,8 @@ import numpy as np
 from praxis_lite.inputs import numpy_data
 from praxis_lite.inputs.tf.tensorflow_import import missing_tensorflow, tensorflow
 
+__all__ = ["TextWindows"]
+
 _PREFETCHED_BATCHES = 2
 
 

@@ -5,4 +5,4 @@ Begin with `base_layer` and `linears`. Never sees a device, padding, a task or a
 
 from praxis_lite.public_names import public_names
 
-__getattr__, __dir__, __all__ = public_names(__name__, __file__)
+__getattr__, __dir__, __all__ = public_names(__name__)

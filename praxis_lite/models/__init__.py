@@ -5,4 +5,4 @@ One of NNX is `praxis_lite.core.NnxModel`. Never sees a device, a task or what t
 
 from praxis_lite.public_names import public_names
 
-__getattr__, __dir__, __all__ = public_names(__name__, __file__)
+__getattr__, __dir__, __all__ = public_names(__name__)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError, require
 
 Count = int | jax.Array
+# A function of the number of updates made; returns the rate, a float32 scalar.
 Schedule = Callable[[Count], jax.Array]
 Point = tuple[float, float]  # (step, value)
 

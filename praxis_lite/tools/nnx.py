@@ -14,6 +14,8 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.models.nnx_variables import collection, leaves_of, path_text
 from praxis_lite.run.checkpoints.init.nnx_checkpoints import NnxCheckpoint
 
+__all__ = ["mdl_vars_from_nnx"]
+
 
 def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
     """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.

@@ -13,7 +13,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, NnxModel, Partitioner, make_mesh
-from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample
+from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample, cache_length
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.layers import TransformerLm, set_sharding_params
@@ -291,3 +291,9 @@ def test_the_loop_itself_refuses_to_run_past_learned_positions():
             ),
             mdl_vars,
         )
+
+
+@pytest.mark.parametrize("seqlen, expected", [(None, 11), (19, 11), (8, 8), (3, 5)])
+def test_a_cache_holds_the_prompt_and_what_may_follow_within_seqlen(seqlen, expected):
+    decoder = Greedy(max_decode_steps=6, seqlen=seqlen)
+    assert cache_length(decoder, prompt_length=5) == expected

@@ -13,6 +13,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain, to_partition_spec
 
 PyTree = Any
+# Split dims of a batch's arrays by their rank: "map_1d", "map_2d", ...; None: not resharded.
 InputsSplitMapping = Mapping[str, SplitDims] | None
 
 

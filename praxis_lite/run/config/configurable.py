@@ -14,34 +14,44 @@ from collections.abc import Collection
 from typing import Any
 
 from praxis_lite.core.errors import shown
+from praxis_lite.public_names import homes_of
 from praxis_lite.run.config.values import is_dtype
 
+# Functions of these compute and do no more, and a config may name them. Of other public packages it
+# may name classes alone: their functions read files, start devices or change what is global.
+_FUNCTIONS_OF = (
+    "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers", "praxis_lite.schedules",
+)
+_PURE_FUNCTIONS = {"constrain", "pax_outputs"}
+# Classes that act, or that no setting holds.
+_NOT_FOR_CONFIGS = {
+    "Checkpoints", "ConfigError", "InputsSplitMapping", "JobMesh", "LOAD_ALL", "Leaf",
+    "LossOutputs", "Outcome", "SaveSettings", "SplitDims", "TrainedModel", "WeightedScalars",
+}
+
+
+def _for_configs(package: str, names: Collection[str]) -> frozenset[str]:
+    """Returns those of a package's public names that a config may have."""
+    return frozenset(
+        name for name in names if name not in _NOT_FOR_CONFIGS and
+        (name[0].isupper() or package in _FUNCTIONS_OF or name in _PURE_FUNCTIONS)
+    )
+
+
 # The library's public names: files move, these stay. Of two packages that show one thing, the first
-# is written. Where no names follow, it is all of `__all__`.
-PUBLIC: dict[str, tuple[str, ...] | None] = {
-    "praxis_lite": (
-        "BestCheckpoints", "CheckpointLoadingRules", "EarlyStopping", "Experiment", "Job",
-        "MeshConfig", "RunConfig", "Task",
-    ),
-    "praxis_lite.core": (
-        "AuxiliaryOptimizer", "DynamicLossScale", "Fsdp", "GradientLimits", "Learner",
-        "LogicalPartitioning", "MeshConfig", "MeshRules", "Model", "NnxModel", "Partitioner",
-        "Replicate", "ShardDim", "ShardMapPartitioner", "StateLayout", "TrainState",
-        "VariationalNoise", "WeightSharding", "WeightSpec", "constrain",
-    ),
-    "praxis_lite.decode": None,
-    "praxis_lite.inputs": None,
-    "praxis_lite.inputs.numpy_data": ("InMemory", "SyntheticLm", "TextCorpus", "TextWindows"),
-    "praxis_lite.inputs.tf_data": ("TextWindows",),
-    "praxis_lite.layers": None,
-    "praxis_lite.models": None,
-    "praxis_lite.optimizers": None,
-    "praxis_lite.schedules": None,
+# is written.
+PUBLIC = {
+    package: _for_configs(package, homes_of(package))
+    for package in (
+        "praxis_lite", "praxis_lite.core", "praxis_lite.decode", "praxis_lite.inputs",
+        "praxis_lite.inputs.numpy_data", "praxis_lite.inputs.tf_data", *_FUNCTIONS_OF,
+    )
 }
 
 # What is in `__all__` of their modules. One without it is not the library's, but its owner's who
 # put it beside ours: it shows all that it defines, as do the packages that a user lists.
-PACKAGES = ("praxis_lite.tasks", "praxis_lite.experiments")
+TASKS = "praxis_lite.tasks"
+PACKAGES = (TASKS, "praxis_lite.experiments")
 
 # Of jax.lax no loop and nothing that makes an array of a size, but maths and how exact it is.
 LAX = frozenset({
@@ -90,7 +100,7 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
     if is_of_packages(module):
         return True
     if module in PUBLIC:
-        return is_public and (PUBLIC[module] is None or parts[0] in PUBLIC[module])
+        return is_public and parts[0] in PUBLIC[module]
     return module.partition(".")[0] in packages and module.partition(".")[0] != "praxis_lite"
 
 
@@ -102,8 +112,10 @@ def is_of_packages(module: str) -> bool:
 def is_shown(module: str, name: str) -> bool:
     """Returns True if an imported module shows `name` to configs."""
     shows = PUBLIC.get(module)
-    if shows is None and (module in PUBLIC or is_of_packages(module)):
+    if is_of_packages(module):
         shows = getattr(sys.modules.get(module), "__all__", None)
+        if shows is not None and f"{module}.".startswith(f"{TASKS}."):
+            shows = _for_configs(module, shows)
     return shows is None or name.partition(".")[0] in shows
 
 

@@ -10,13 +10,13 @@ import jax
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.inputs import check_ids, global_batch
+from praxis_lite.core.task import records_of
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.progress import metric_text
-from praxis_lite.run.trainer.metrics.records import records_of
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean, WeightedScalars
 
 

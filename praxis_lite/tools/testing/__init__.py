@@ -5,4 +5,4 @@ Runs a job's steps, in float64 and as they are trained. Never sees a job's direc
 
 from praxis_lite.public_names import public_names
 
-__getattr__, __dir__, __all__ = public_names(__name__, __file__)
+__getattr__, __dir__, __all__ = public_names(__name__)

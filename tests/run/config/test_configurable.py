@@ -114,10 +114,53 @@ def calls_in(file):
                 yield node
 
 
+# Where functions act: of these packages a config may name no more.
+OF_ACTING_PACKAGES = {
+    "praxis_lite": """
+        BestCheckpoints CheckpointLoadingRules EarlyStopping Experiment Job MeshConfig RunConfig
+        Task
+    """,
+    "praxis_lite.core": """
+        AuxiliaryOptimizer DynamicLossScale Fsdp GradientLimits Learner LogicalPartitioning
+        MeshConfig MeshRules Model NnxModel Partitioner Replicate ShardDim ShardMapPartitioner
+        StateLayout Task TrainState VariationalNoise WeightSharding WeightSpec constrain
+    """,
+    "praxis_lite.decode": "BeamSearch Decoder Greedy Sample pax_outputs",
+    "praxis_lite.inputs.numpy_data": "InMemory SyntheticLm TextCorpus TextWindows",
+    "praxis_lite.inputs.tf_data": "TextWindows",
+}
+
+
+def test_of_packages_that_act_a_config_may_name_a_list_and_no_more():
+    for package, names in OF_ACTING_PACKAGES.items():
+        assert {name for module, name in may_be_named() if module == package} == set(names.split())
+    packages = {module for module, _ in may_be_named() if module.startswith("praxis_lite")}
+    assert packages == {
+        *OF_ACTING_PACKAGES, *OWN, "praxis_lite.inputs", "praxis_lite.layers",
+        "praxis_lite.models", "praxis_lite.optimizers", "praxis_lite.schedules",
+    }
+
+
+def test_of_inputs_and_tasks_a_config_may_name_classes_alone():
+    of_these = {
+        symbol: value for symbol, value in may_be_named().items()
+        if symbol[0] == "praxis_lite.inputs" or symbol[0].startswith("praxis_lite.tasks.")
+    }
+    assert len(of_these) > 30
+    assert [symbol for symbol, value in of_these.items() if not isinstance(value, type)] == []
+
+
 REFUSED = """
     builtins:eval builtins:open builtins:getattr builtins:type builtins:object
     os:remove shutil:rmtree pathlib:Path.unlink subprocess:run socket:create_connection
     praxis_lite:load praxis_lite:register praxis_lite:TrainedModel praxis_lite:ConfigError
+    praxis_lite:Checkpoints praxis_lite:SaveSettings praxis_lite.core:records_of
+    praxis_lite.core:decide_shardings praxis_lite.decode:for_tokenizer
+    praxis_lite.inputs:about_python praxis_lite.inputs:language_reference
+    praxis_lite.inputs:spec_of praxis_lite.inputs.tokenizers:JsonTokenizer
+    praxis_lite.tools.huggingface:settings_in praxis_lite.tools.pax:read_pax_checkpoint
+    praxis_lite.tools.testing:check_on_meshes praxis_lite.tools.nnx:mdl_vars_from_nnx
+    praxis_lite.tasks.language_model:outputs_of_logits
     praxis_lite.main:main praxis_lite.run.command:Parser praxis_lite.core.errors:not_written
     praxis_lite.run.job.job_dir:open_for_training praxis_lite.run.job.job_dir:JobDir
     praxis_lite.run.checkpoints.checkpoints:Checkpoints praxis_lite.run.checkpoints.tools:listing

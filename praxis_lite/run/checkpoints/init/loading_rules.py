@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from praxis_lite.core.errors import ConfigError, require
 
+# The load rule that takes every weight under its own path.
 LOAD_ALL = ("(.*)", "{}")
 
 

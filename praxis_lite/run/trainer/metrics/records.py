@@ -6,22 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from praxis_lite.core.errors import ConfigError, not_written, shown
 from praxis_lite.files.json_text import opened
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.trainer.metrics.json_lines import strict_json
-
-
-def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
-    """Returns a record for each row that is no padding: its numbers, or lists of them, by name.
-
-    `outputs` are arrays [B, ...] of any number type, `is_true_row` bool [B].
-    """
-    arrays = {name: _of_numpy(np.asarray(x)) for name, x in outputs.items()}
-    rows = np.flatnonzero(np.asarray(is_true_row))
-    return [{name: x[row].tolist() for name, x in arrays.items()} for row in rows]
 
 
 def write_records(
@@ -93,8 +81,3 @@ def _lines(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
         json.dumps(strict_json(record, path.name), ensure_ascii=False) + "\n"
         for record in records
     ]
-
-
-def _of_numpy(x: np.ndarray) -> np.ndarray:
-    # NumPy's own kinds print as numbers; bfloat16 and its like, of ml_dtypes, do not.
-    return x if x.dtype.kind in "biuf" else x.astype(np.float32)

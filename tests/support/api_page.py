@@ -1,0 +1,157 @@
+"""The page of public names and its snapshot, made from the code.
+
+    python -m tests.support.api_page --write    # docs/api.md and tests/public_names.txt
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from praxis_lite import former_names
+from praxis_lite.public_names import PACKAGES, homes_of
+
+ROOT = Path(__file__).parents[2]
+PAGE, SNAPSHOT = ROOT / "docs/api.md", ROOT / "tests/public_names.txt"
+COMMANDS = (
+    "praxis_lite.main", "praxis_lite.run.checkpoints", "praxis_lite.inputs",
+    "praxis_lite.inputs.tokenizers", "praxis_lite.tools.huggingface", "praxis_lite.tools.pax.job",
+)
+HEAD = """\
+# Public names
+
+Made from the code by `python -m tests.support.api_page --write`; a test says when it is
+out of date.
+
+You may import the names on this page, each from the package that it stands under. A name or a
+parameter that leaves the page keeps working, with a DeprecationWarning, for one minor version. All
+else may move at any time, files and folders too. The names are typed (`py.typed`): editors and type
+checkers see where each is defined.
+
+A parameter with `=...` has a default that is no plain value. A `config.json` and `--set` may name
+the classes here and the functions that compute, but not what reads files, starts devices or changes
+what is global.
+"""
+
+
+def page() -> str:
+    """Returns docs/api.md as it should be."""
+    lines = [HEAD]
+    for package in PACKAGES:
+        lines += [f"## {package}", "", f"{first_line(importlib.import_module(package))}", ""]
+        lines += [f"- `{name}{signature(value)}`: {said_of(package, name, value)}"
+                  for name, value in public_values(package)] + [""]
+    lines += ["## Commands", ""]
+    for module in COMMANDS:
+        lines.append(f"- `python -m {module}`: {first_line(importlib.import_module(module))}")
+    return "\n".join(lines) + "\n"
+
+
+def snapshot() -> str:
+    """Returns a line for each public name: where it is imported from, and its parameters."""
+    return "".join(
+        f"{package} {name}({', '.join(parameters(value))})\n"
+        for package in PACKAGES for name, value in public_values(package)
+    )
+
+
+def lost() -> list[str]:
+    """Returns what the snapshot has and the library has not, unless it is a former name."""
+    actual = {(package, name): parameters(value)
+              for package in PACKAGES for name, value in public_values(package)}
+    missing = []
+    for line in SNAPSHOT.read_text(encoding="utf-8").splitlines():
+        package, name, rest = re.fullmatch(r"(\S+) (\w+)\((.*)\)", line).groups()
+        if (package, name) in former_names.NAMES or former_names.module_today(package):
+            continue
+        if (package, name) not in actual:
+            missing.append(f"{package}.{name}")
+            continue
+        missing += [f"{package}.{name}({parameter})" for parameter in filter(None, rest.split(", "))
+                    if parameter not in actual[package, name]]
+    return missing
+
+
+def public_values(package: str) -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) of a package's public names, in the order of the alphabet."""
+    for name in sorted(homes_of(package), key=str.lower):
+        yield name, getattr(importlib.import_module(package), name)
+
+
+def parameters(value: Any) -> list[str]:
+    """Returns the names of the parameters of a function or class; of others none."""
+    signature = _signature(value)
+    return [] if signature is None else list(signature.parameters)
+
+
+def signature(value: Any) -> str:
+    """Returns the signature of a function or class without its types; of others nothing."""
+    signature = _signature(value)
+    if signature is None:
+        return ""
+    plain = [
+        parameter.replace(annotation=parameter.empty, default=_shown(parameter.default))
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def said_of(package: str, name: str, value: Any) -> str:
+    """Returns the first line of a docstring, or for a constant the comment above it."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType) or hasattr(
+        value, "__wrapped__"
+    ):
+        return first_line(value)
+    lines = (ROOT / f"{homes_of(package)[name].replace('.', '/')}.py").read_text().splitlines()
+    at = next(
+        node.lineno - 1 for node in ast.parse("\n".join(lines)).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and name in ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    )
+    above = lines[:at]
+    comment: list[str] = []
+    while above and above[-1].startswith("#"):
+        comment.insert(0, above.pop().removeprefix("#").strip())
+    assert comment, f"{package}.{name} needs a comment above it"
+    return " ".join(comment)
+
+
+def first_line(value: Any) -> str:
+    """Returns the first line of an object's own docstring."""
+    return inspect.cleandoc(value.__doc__).split("\n")[0]
+
+
+def _signature(value: Any) -> inspect.Signature | None:
+    if not isinstance(value, type | types.FunctionType | functools.partial):
+        return None
+    try:
+        return inspect.signature(value)
+    except ValueError:
+        return None
+
+
+def _shown(default: Any) -> Any:
+    plain = default is None or isinstance(default, bool | int | float | str | tuple)
+    return default if plain or default is inspect.Parameter.empty else _Dots()
+
+
+class _Dots:
+    def __repr__(self) -> str:
+        return "..."
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        if gone := lost():
+            sys.exit(f"Former users need these: {', '.join(gone)}. Put them into former_names.py; "
+                     "after a minor version, delete their lines in tests/public_names.txt.")
+        PAGE.write_text(page(), encoding="utf-8")
+        SNAPSHOT.write_text(snapshot(), encoding="utf-8")
+    else:
+        print(page())

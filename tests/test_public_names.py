@@ -1,0 +1,96 @@
+"""Public names are on a page, stay importable, and are all that our code for users imports."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from praxis_lite import former_names
+from praxis_lite.public_names import PACKAGES, homes_of
+from tests.support import api_page
+
+ROOT = Path(__file__).parents[1]
+CODE = sorted(
+    path for folder in ("experiments", "tasks", "examples") for path in (ROOT / folder).glob("*.py")
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# They are for whoever changes the library, and name its files.
+ABOUT_THE_LIBRARY = {"architecture.md", "check_defects.md", "how_to_add.md", "upstream.md"}
+
+
+def blocks(page):
+    """Returns the Python of a page: what stands between fences, and lines that import."""
+    text = page.read_text(encoding="utf-8")
+    fenced = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return fenced + re.findall(r"^    ((?:from|import) praxis_lite.*)$", text, re.MULTILINE)
+
+
+def imports(source):
+    """Yields (module, name) of what a source imports of praxis_lite; the name of a module is ""."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def private(source):
+    """Returns what a source imports of praxis_lite that is not public."""
+    of_ours = {pair for pair in imports(source) if pair[0].partition(".")[0] == "praxis_lite"}
+    return sorted(
+        (module, name) for module, name in of_ours
+        if f"{module}.{name}".removesuffix(".") not in PACKAGES
+        and not (module in PACKAGES and name in homes_of(module))
+    )
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_our_own_experiments_tasks_and_examples_import_public_names_alone(path):
+    assert private(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_import_public_names_alone(page):
+    assert [pair for block in blocks(page) for pair in private(block)] == []
+    if page.name not in ABOUT_THE_LIBRARY:
+        modules = re.findall(r"python -m (praxis_lite[\w.]*\w)", page.read_text(encoding="utf-8"))
+        assert set(modules) <= set(api_page.COMMANDS)
+
+
+def test_pages_have_imports_to_look_at():
+    assert sum(len(list(imports(block))) for page in PAGES for block in blocks(page)) > 60
+
+
+def test_the_page_of_public_names_is_of_today():
+    expected = api_page.page()
+    actual = api_page.PAGE.read_text(encoding="utf-8")
+    assert actual == expected, "run python -m tests.support.api_page --write"
+
+
+def test_no_public_name_and_no_parameter_of_it_is_lost():
+    assert api_page.lost() == []
+    assert len(api_page.SNAPSHOT.read_text(encoding="utf-8").splitlines()) > 300
+
+
+def test_each_task_and_experiment_of_ours_is_public():
+    for folder in ("tasks", "experiments"):
+        public = {name for name in PACKAGES if name.startswith(f"praxis_lite.{folder}.")}
+        files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+        assert {name.rpartition(".")[2] for name in public} == files
+
+
+def test_a_name_is_public_where_it_is_defined_or_shown():
+    for package in PACKAGES:
+        for name, home in homes_of(package).items():
+            shown = getattr(importlib.import_module(package), name)
+            if home != package:
+                assert shown is getattr(importlib.import_module(home), name), (package, name)
+
+
+def test_the_library_never_uses_a_former_name():
+    for path in sorted((ROOT / "praxis_lite").rglob("*.py")):
+        for module, name in imports(path.read_text(encoding="utf-8")):
+            assert former_names.module_today(module) is None, (path, module)
+            assert (module, name) not in former_names.NAMES, (path, module, name)
