@@ -36,6 +36,22 @@ def opened(path: str | os.PathLike[str]) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
+def content_of(path: str | os.PathLike[str]) -> bytes:
+    """Returns the bytes of a plain file; raises OSError as `opened`."""
+    with opened(path) as file:
+        return file.read()
+
+
+def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
+    """Opens a plain file to add text to it, a new one if there is none; OSError as of `opened`."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    number = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{os.path.basename(path)} is no plain file")
+    return os.fdopen(number, "a", encoding="utf-8")
+
+
 def read_json(path: Path) -> Any:
     """Returns the value in a file of at most `MAX_BYTES`.
 

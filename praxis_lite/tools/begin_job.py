@@ -13,6 +13,7 @@ import jax
 from praxis_lite.core.errors import ConfigError, few, not_written
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
@@ -66,7 +67,11 @@ def beginning(
 
 @contextlib.contextmanager
 def _marked(job_dir: JobDir) -> Iterator[None]:
-    with job_dir.beginning.open("w") as mark:
+    try:
+        opened = opened_to_append(job_dir.beginning)
+    except OSError as error:
+        raise not_written(job_dir.beginning, error) from error
+    with opened as mark:
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

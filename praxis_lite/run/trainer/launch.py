@@ -10,6 +10,7 @@ import jax
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.files.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
@@ -162,9 +163,8 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
     for name, records in examples.items():
         path = job.files.eval_jsonl(name, step)
         write_records(path, records, print)
-        print(
-            f"evaluated {len(records)} examples of {name} with the weights of step {step}: {path}"
-        )
+        count = "1 example" if len(records) == 1 else f"{len(records)} examples"
+        print(f"evaluated {count} of {name} with the weights of step {step}: {path}")
 
 
 def _new_start(job: JobOnMesh) -> StartingPoint:
@@ -179,7 +179,7 @@ def _new_start(job: JobOnMesh) -> StartingPoint:
         return StartingPoint(0, partitioner.init(key))
     plan = plan_init(partitioner.layout, rules)
     lines = "\n".join(plan.lines()) + "\n"
-    job.files.init_from_checkpoint_txt.write_text(lines, encoding="utf-8")
+    write_whole(job.files.init_from_checkpoint_txt, lines.encode())
     for line in plan.summary():
         print(line)
     print("initialising the state. See init_from_checkpoint.txt.", flush=True)
@@ -238,7 +238,7 @@ def _say(line: str) -> None:
 
 def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
-    files.layout_txt.write_text("\n".join([table, *layout.notes, ""]), encoding="utf-8")
+    write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
     for line in partitioner.learner.groups.report():
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)

@@ -7,7 +7,7 @@ import jax
 
 from praxis_lite.core.errors import ConfigError, few, require, require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.files.json_text import opened
+from praxis_lite.files.json_text import content_of
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_reading
@@ -105,8 +105,7 @@ def export_job(
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
-        with opened(job_dir.huggingface / CAME_FROM) as file:
-            came_from = file.read().decode("utf-8", "replace").strip()
+        came_from = content_of(job_dir.huggingface / CAME_FROM).decode("utf-8", "replace").strip()
         pretrained.write_adapters(directory, arrays, layers, mesh, dtype, base_model=came_from)
     else:
         arrays = merged_weights(arrays, leaves, layers)

@@ -24,8 +24,6 @@ _SMALLER_STEP = (
     "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
     "stack"
 )
-
-
 _STEPS = {
     "train": "A training step on", "eval": "An evaluation step on",
     "eval_examples": "An evaluation step on", "decode": "A decoding step on",

@@ -47,7 +47,8 @@ def decode(
             write_records(path, records, print)
         else:
             add_records(path, records)
-        print(f"decoded {len(records)} records of {name} with the weights of step {step}: {path}")
+        count = "1 record" if len(records) == 1 else f"{len(records)} records"
+        print(f"decoded {count} of {name} with the weights of step {step}: {path}")
 
 
 def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, not_written
-from praxis_lite.files.json_text import opened
+from praxis_lite.files.json_text import content_of, opened_to_append
 from praxis_lite.files.whole_files import write_whole
 
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
@@ -51,13 +51,13 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.num_kept, self.lost_steps = len(kept), [line["step"] for line in lost]
         self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
         if lost:
-            before = _content(self.lost_path)
+            before = _former(self.lost_path)
             write_whole(self.lost_path, before + "".join(map(json_line, lost)).encode())
         content = "".join(map(json_line, kept)).encode()
         # A file that is in order stays the same file: another process may be adding to it.
-        if not self.path.exists() or _content(self.path) != content:
+        if not self.path.exists() or _former(self.path) != content:
             write_whole(self.path, content)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = opened_to_append(self.path)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends a line, which must have an integer `step`; scalar arrays become numbers.
@@ -90,11 +90,10 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.close()
 
 
-def _content(path: pathlib.Path) -> bytes:
+def _former(path: pathlib.Path) -> bytes:
     """Returns a file's bytes; none, if it does not exist."""
     try:
-        with opened(path) as file:
-            return file.read()
+        return content_of(path)
     except FileNotFoundError:
         return b""
     except OSError as error:
@@ -109,9 +108,8 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = pathlib.Path(path)
     try:
-        with opened(path) as file:
-            # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
-            texts = file.read().decode("utf-8", "replace").removesuffix("\n").split("\n")
+        # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
+        texts = content_of(path).decode("utf-8", "replace").removesuffix("\n").split("\n")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, not_written, shown
-from praxis_lite.files.json_text import opened
+from praxis_lite.files.json_text import content_of
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.trainer.metrics.json_lines import strict_json
 
@@ -23,7 +23,7 @@ def write_records(
     content = "".join(_lines(path, records)).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and _content(path) != content:
+        if path.exists() and content_of(path) != content:
             number = 1
             while (former := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
@@ -41,7 +41,7 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = _content(path).decode("utf-8", "replace").splitlines(keepends=True)
+        lines = content_of(path).decode("utf-8", "replace").splitlines(keepends=True)
     except FileNotFoundError:
         lines = []
     except OSError as error:
@@ -53,7 +53,7 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a file; raises ConfigError if it cannot be read, or a line is none."""
     try:
-        text = _content(path).decode("utf-8", "replace")
+        text = content_of(path).decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     records = []
@@ -69,11 +69,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             )
         records.append(record)
     return records
-
-
-def _content(path: Path) -> bytes:
-    with opened(path) as file:
-        return file.read()
 
 
 def _lines(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
