@@ -25,7 +25,7 @@ ORDERS = {
         {"main"},
     ),
     "praxis_lite/core": (
-        {"errors"},
+        {"errors", "jaxprs"},
         {"callables", "sharding", "user_lines"},
         {"learner", "models"},
         {"task"},
@@ -41,7 +41,7 @@ ORDERS = {
         {"modes"},
     ),
     "praxis_lite/tools": (
-        {"begin_job", "explain", "nnx"},
+        {"begin_job", "explain", "interpreter", "nnx"},
         {"huggingface", "non_finite", "pax", "plan"},
         {"testing"},
         {"modes"},

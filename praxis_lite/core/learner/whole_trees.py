@@ -20,6 +20,7 @@ import optax
 from jax.extend.core import jaxprs_in_params
 
 from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.jaxprs import followed, with_inner
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
@@ -220,34 +221,16 @@ class _Reader:
 
     def read(self, jaxpr: Any, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
         """Returns the weights that each result depends on; `given`: those of each argument."""
-        known = dict(zip(jaxpr.invars, given, strict=True))
+        return followed(jaxpr, given, self._results, lambda *_: _NOTHING)
 
-        def of(atoms: Sequence[Any]) -> list[frozenset[int]]:
-            # A literal, which has a `val`, has no hash in some versions.
-            return [_NOTHING if hasattr(x, "val") else known.get(x, _NOTHING) for x in atoms]
-
-        for eqn in jaxpr.eqns:
-            read = of(eqn.invars)
-            results = self._read_within(eqn, read)
-            if results is None:
-                results = [_NOTHING.union(*read)] * len(eqn.outvars)
-                self.draws |= any(read) and _is_random(eqn)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return of(jaxpr.outvars)
-
-    def _read_within(self, eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]] | None:
-        """Returns the reads of an operation's results by programs that it runs once, or None."""
+    def _results(self, eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
         if eqn.primitive.name == "cond":
-            branches = [self.read(branch.jaxpr, read[1:]) for branch in eqn.params["branches"]]
+            branches = [self.read(branch, read[1:]) for branch in eqn.params["branches"]]
             return [read[0].union(*ways) for ways in zip(*branches, strict=True)]
         inner = list(jaxprs_in_params(eqn.params))
         is_call = eqn.primitive.name not in ("scan", "while") and len(inner) == 1
         if is_call and len(inner[0].invars) == len(read):
             return self.read(inner[0], read)
-        return None
-
-
-def _is_random(eqn: Any) -> bool:
-    return eqn.primitive.name.startswith(_RANDOM) or any(
-        _is_random(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
-    )
+        is_random = any(one.primitive.name.startswith(_RANDOM) for one in with_inner([eqn]))
+        self.draws |= is_random and any(read)
+        return [_NOTHING.union(*read)] * len(eqn.outvars)

@@ -9,43 +9,24 @@ same numbers, but for digits that XLA may keep where a rounding is followed by a
 from collections.abc import Collection
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
+from praxis_lite.core.jaxprs import opened, rewritten, widens
 
-def narrow_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
+
+def narrow_scans(jaxpr: Any) -> Any:
     """Returns a program whose scans cast what they stack after the loop rather than in it."""
-    eqns: list[core.JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        params = {name: _of_param(value) for name, value in eqn.params.items()}
-        if any(params[name] is not value for name, value in eqn.params.items()):
-            eqn = eqn.replace(params=params)
-        new = None
-        if eqn.primitive is primitives.scan_p:
-            body = _opened(eqn.params["jaxpr"])
-            pairs = zip(body.outvars, eqn.outvars, strict=True)  # What is carried has no more dims.
-            stacked = [i for i, (a, b) in enumerate(pairs) if b.aval.ndim > a.aval.ndim]
-            new = _with_narrow_outputs(eqn, stacked)
-        eqns += new or [eqn]
-    is_same = len(eqns) == len(jaxpr.eqns) and all(map(lambda a, b: a is b, eqns, jaxpr.eqns))
-    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+    return rewritten(jaxpr, _narrow_scan)
 
 
-def _of_param(value: Any) -> Any:
-    if isinstance(value, core.ClosedJaxpr):
-        jaxpr = narrow_scans(value.jaxpr)
-        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
-    if isinstance(value, core.Jaxpr):
-        return narrow_scans(value)
-    if isinstance(value, tuple):  # The branches of a condition.
-        new = tuple(map(_of_param, value))
-        return value if all(map(lambda a, b: a is b, new, value)) else new
-    return value
-
-
-def _opened(jaxpr: Any) -> core.Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+def _narrow_scan(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    if eqn.primitive is not primitives.scan_p:
+        return [eqn]
+    pairs = zip(opened(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
+    # What is carried has no more dims.
+    stacked = [i for i, (a, b) in enumerate(pairs) if b.aval.ndim > a.aval.ndim]
+    return _with_narrow_outputs(eqn, stacked) or [eqn]
 
 
 def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list | None:
@@ -54,7 +35,7 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
     None if it casts none of them.
     """
     closed = eqn.params["jaxpr"]
-    body, narrow = _narrow_outputs(_opened(closed), indices)
+    body, narrow = _narrow_outputs(opened(closed), indices)
     if not narrow:
         return None
     outvars, casts = list(eqn.outvars), []
@@ -100,13 +81,9 @@ def _narrow_outputs(
 
 
 def _widens(eqn: core.JaxprEqn) -> bool:
-    """Returns True if an equation casts floats to a type that holds all of them."""
-    if eqn.primitive is not primitives.convert_element_type_p:
-        return False
-    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-    is_literal = isinstance(eqn.invars[0], core.Literal)
-    return are_floats and not is_literal and old != new and jnp.promote_types(old, new) == new
+    operand = eqn.invars[0]
+    is_literal = isinstance(operand, core.Literal)
+    return widens(eqn) and not is_literal and operand.aval.dtype != eqn.params["new_dtype"]
 
 
 def _cast(narrow: core.Var, wide: core.Var, like: core.JaxprEqn) -> core.JaxprEqn:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.tools.non_finite.jaxprs import Operation, num_equations
+from praxis_lite.core.jaxprs import with_inner
+from praxis_lite.tools.non_finite.operations import Operation, cut
 from praxis_lite.tools.non_finite.tags import CONSTANT, ELSEWHERE, NUM_WHILE_TURNS, TaggedRun
 
 
@@ -42,7 +43,7 @@ class OriginSearch:
         self, jaxpr: Any, outputs: Sequence[int],
         replicated: jax.sharding.NamedSharding | None = None,
     ):
-        self._jaxpr, self._outputs = jaxpr, tuple(outputs)
+        self._jaxpr = cut(jaxpr, outputs)
         self._run = jax.jit(self._traced, out_shardings=replicated)
 
     def __call__(self, args: Sequence[jax.Array], *, only_nan: bool) -> list[Origin | None]:
@@ -56,12 +57,12 @@ class OriginSearch:
 
     def _traced(self, infinities_count: jax.Array, never: jax.Array, *args: jax.Array) -> list:
         # Twice as many as there are operations: JAX may trace a loop's body again.
-        num_operations = 2 * (len(args) + num_equations(self._jaxpr)) + 1
+        num_operations = 2 * (len(args) + sum(1 for _ in with_inner(self._jaxpr.eqns))) + 1
         self._num_turns = int(CONSTANT) // num_operations
         run = TaggedRun(self._num_turns, infinities_count, never)
         self._operations = run.operations
         tags = [run.argument_tag(index, x) for index, x in enumerate(args)]
-        return run.call(self._jaxpr, args, tags, self._outputs)[1]
+        return [tag for _, tag in run.call(self._jaxpr, list(zip(args, tags, strict=True)))]
 
     def _origin(self, tag: int) -> Origin | None:
         if tag >= CONSTANT:

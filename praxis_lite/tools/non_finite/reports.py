@@ -24,7 +24,7 @@ from praxis_lite.tools.explain.hlo_layers import (
     layers_of_name,
     own_frames,
 )
-from praxis_lite.tools.non_finite.jaxprs import Loop, Operation
+from praxis_lite.tools.non_finite.operations import Loop, Operation
 from praxis_lite.tools.non_finite.origins import Origin, OriginSearch
 
 MAX_REPORTS = 20

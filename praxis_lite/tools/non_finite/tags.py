@@ -6,29 +6,22 @@ the numbers go, through loops, branches and calls, and end where the numbers end
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.jaxprs import widens
 from praxis_lite.core.sharding.varying import varying_over
-from praxis_lite.tools.non_finite.jaxprs import (
-    CALLS,
-    COLLECTIVES,
-    SAME_NUMBERS,
-    Loop,
-    Operation,
-    joined,
-    needed,
-    only_widens,
-    opened,
-    scan_counts,
-)
+from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped, of_scan, of_while
+from praxis_lite.tools.non_finite.operations import COLLECTIVES, SAME_NUMBERS, Loop, Operation
 
+Pair = tuple[Any, Any]  # A value, and its tag.
 # A tag is an int32: operation * turns + turn, so that the smallest of several is the first in the
 # program.
 NOWHERE = np.int32(2**31 - 1)  # All of the array is finite.
@@ -37,13 +30,14 @@ CONSTANT = np.int32(2**31 - 3)
 NUM_WHILE_TURNS = 1000  # Of a loop of unknown length, the turns that are told apart.
 
 
-class TaggedRun:
+class TaggedRun(Interpreter):
     """A trace of a program with tags: the operations seen so far, and the trace's place."""
 
     def __init__(self, num_turns: int, infinities_count: jax.Array, never: jax.Array):
+        super().__init__()
         self.operations: list[Operation] = []
         self._num_turns, self._infinities_count, self._never = num_turns, infinities_count, never
-        self._name_stack, self._tracebacks, self._loops = "", (), ()
+        self._loops: tuple[Loop, ...] = ()
         self._turn: Any = np.int32(0)  # Of all loops around, as one number.
         # Each look at an array waits for the one before: collectives without an order between
         # them may meet in different orders on different devices, and hang.
@@ -57,61 +51,35 @@ class TaggedRun:
         self.operations.append(Operation("argument", argument=index))
         return self._tag(x, [], self._here())
 
-    def call(
-        self, jaxpr: Any, args: Sequence[Any], tags: Sequence[Any],
-        outputs: Sequence[int] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns the outputs of a jaxpr and their tags; only those in `outputs`, if given."""
-        inner = opened(jaxpr)
-        outvars = inner.outvars if outputs is None else [inner.outvars[i] for i in outputs]
-        equations = inner.eqns if outputs is None else needed(inner.eqns, outvars)
-        known = {
-            var: (x, self._constant_tag(x))
-            for var, x in zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True)
-        }
-        known |= dict(zip(inner.invars, zip(args, tags, strict=True), strict=True))
+    def constant(self, value: Any, aval: Any) -> Pair:
+        return value, self._constant_tag(value)
 
-        def read(atom: Any) -> tuple[Any, Any]:
-            return (atom.val, self._constant_tag(atom.val)) if hasattr(atom, "val") else known[atom]
+    def results(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        params = eqn.params
+        if eqn.primitive.name in CALLS and params.get("differentiated") and params.get(
+            "prevent_cse", True
+        ):
+            # Values that are computed again to save memory must not be kept instead.
+            args, tags = _apart(operands)
+            arrays = [i for i, x in enumerate(args) if not jnp.issubdtype(
+                x.dtype, jax.dtypes.extended)]
+            held = lax.optimization_barrier([args[i] for i in arrays])
+            for i, x in zip(arrays, held, strict=True):
+                args[i] = x
+            operands = _pairs(args, tags)
+        return super().results(eqn, operands)
 
-        around = self._name_stack, self._tracebacks
-        for one in equations:
-            self._name_stack = joined(around[0], str(one.source_info.name_stack))
-            self._tracebacks = (one.source_info.traceback, *around[1])
-            operands = [read(atom) for atom in one.invars]
-            with one.ctx.manager:
-                results = self._equation(one, [x for x, _ in operands], [t for _, t in operands])
-            known |= dict(zip(one.outvars, zip(*results, strict=True), strict=True))
-            self._name_stack, self._tracebacks = around
-        read_out = [read(atom) for atom in outvars]
-        return [x for x, _ in read_out], [tag for _, tag in read_out]
-
-    def _equation(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
-        name = one.primitive.name
-        if name in CALLS:
-            jaxpr = one.params["jaxpr"] if "jaxpr" in one.params else one.params["call_jaxpr"]
-            if one.params.get("differentiated") and one.params.get("prevent_cse", True):
-                # Values that are computed again to save memory must not be kept instead.
-                arrays = [i for i, x in enumerate(args) if not jnp.issubdtype(
-                    x.dtype, jax.dtypes.extended)]
-                held = lax.optimization_barrier([args[i] for i in arrays])
-                for i, x in zip(arrays, held, strict=True):
-                    args[i] = x
-            return self.call(jaxpr, args, tags)
-        rule = {"scan": self._scan, "while": self._while, "cond": self._cond,
-                "shard_map": self._shard_map}.get(name)
-        if rule is not None:
-            return rule(one, args, tags)
-        results = one.primitive.bind(*args, **one.primitive.get_bind_params(one.params))
-        results = list(results) if one.primitive.multiple_results else [results]
-        if name in SAME_NUMBERS or only_widens(one):
-            return results, tags[:1]
+    def operation(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        args, tags = _apart(operands)
+        name, results = eqn.primitive.name, bound(eqn, args)
+        if name in SAME_NUMBERS or widens(eqn):
+            return [(results[0], tags[0])]
         if not any(map(_is_float, results)):
-            return results, [NOWHERE] * len(results)
-        self.operations.append(Operation(name, self._name_stack, self._tracebacks, self._loops))
+            return [(x, NOWHERE) for x in results]
+        self.operations.append(Operation(name, self.name_stack, self.tracebacks, self._loops))
         # A number that another device sent was made there, and that device knows where.
         here = ELSEWHERE if name in COLLECTIVES else self._here()
-        return results, [self._tag(x, tags, here) for x in results]
+        return [(x, self._tag(x, tags, here)) for x in results]
 
     def _here(self) -> Any:
         first = (len(self.operations) - 1) * self._num_turns
@@ -155,74 +123,63 @@ class TaggedRun:
             return NOWHERE
         return lax.select(self._infinities_count, CONSTANT, NOWHERE)
 
-    def _scan(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
-        params, length = one.params, one.params["length"]
-        num_consts, num_carry = scan_counts(params)
-        num_fixed = num_consts + num_carry
-        loop = Loop(self._name_stack, self._tracebacks, length, params["reverse"])
+    def scan(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        params, length = eqn.params, eqn.params["length"]
+        consts, carry, xs = of_scan(eqn, operands)
+        arrays, tags = _apart(xs)
+        loop = Loop(self.name_stack, self.tracebacks, length, params["reverse"])
 
-        def body(state: tuple, xs: list[Any]) -> tuple:
-            values, value_tags, index, self._before = state
+        def body(state: tuple, row: list[Any]) -> tuple:
+            values, index, self._before = state
             with self._in_turn(loop, index):
-                row_tags = [
-                    lax.select(self._is_bad(x), tag, NOWHERE) if _is_float(x) else NOWHERE
-                    for x, tag in zip(xs, tags[num_fixed:], strict=True)
+                tagged = [
+                    (x, lax.select(self._is_bad(x), tag, NOWHERE) if _is_float(x) else NOWHERE)
+                    for x, tag in zip(row, tags, strict=True)
                 ]
-                outs, out_tags = self.call(
-                    params["jaxpr"], [*args[:num_consts], *values, *xs],
-                    [*tags[:num_consts], *value_tags, *row_tags],
-                )
-            carry = outs[:num_carry], out_tags[:num_carry], lax.add(index, np.int32(1))
-            return self._carried(*carry), (outs[num_carry:], out_tags[num_carry:])
+                outs = self.call(params["jaxpr"], [*consts, *values, *tagged])
+            state = self._carried(outs[: len(carry)], lax.add(index, np.int32(1)))
+            return state, outs[len(carry) :]
 
-        first = self._carried(args[num_consts:num_fixed], tags[num_consts:num_fixed], np.int32(0))
-        (last, last_tags, _, self._before), (ys, ys_tags) = lax.scan(
-            body, first, list(args[num_fixed:]), length, reverse=params["reverse"]
+        (last, _, self._before), ys = lax.scan(
+            body, self._carried(carry, np.int32(0)), arrays, length, reverse=params["reverse"]
         )
-        return [*last, *ys], [*last_tags, *map(_first, ys_tags)]
+        return [*last, *((y, _first(tags)) for y, tags in ys)]
 
-    def _while(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
-        params = one.params
-        num_cond = params["cond_nconsts"]
-        num_fixed = num_cond + params["body_nconsts"]
-        loop = Loop(self._name_stack, self._tracebacks, None)
+    def while_loop(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        of_cond, of_body, carry = of_while(eqn, operands)
+        loop = Loop(self.name_stack, self.tracebacks, None)
 
         def cond(state: tuple) -> Any:
-            jaxpr = params["cond_jaxpr"]
-            consts = getattr(jaxpr, "consts", ())
-            return jax.core.eval_jaxpr(opened(jaxpr), consts, *args[:num_cond], *state[0])[0]
+            args, _ = _apart([*of_cond, *state[0]])
+            return jaxpr_as_fun(eqn.params["cond_jaxpr"])(*args)[0]
 
         def body(state: tuple) -> tuple:
-            values, value_tags, index, self._before = state
+            values, index, self._before = state
             with self._in_turn(loop, lax.min(index, np.int32(NUM_WHILE_TURNS - 1))):
-                values, value_tags = self.call(
-                    params["body_jaxpr"], [*args[num_cond:num_fixed], *values],
-                    [*tags[num_cond:num_fixed], *value_tags],
-                )
-            return self._carried(values, value_tags, lax.add(index, np.int32(1)))
+                values = self.call(eqn.params["body_jaxpr"], [*of_body, *values])
+            return self._carried(values, lax.add(index, np.int32(1)))
 
-        first = self._carried(args[num_fixed:], tags[num_fixed:], np.int32(0))
-        values, value_tags, _, self._before = lax.while_loop(cond, body, first)
-        return values, value_tags
+        values, _, self._before = lax.while_loop(cond, body, self._carried(carry, np.int32(0)))
+        return list(values)
 
-    def _cond(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
+    def cond(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         def branch(jaxpr: Any) -> Callable[..., tuple]:
-            def run(operands: list, operand_tags: list, before: Any) -> tuple:
+            def run(operands: list[Pair], before: Any) -> tuple:
                 self._before = before
-                return self._carried(*self.call(jaxpr, operands, operand_tags))
+                return self._carried(self.call(jaxpr, operands))
 
             return run
 
-        branches = [branch(jaxpr) for jaxpr in one.params["branches"]]
-        outs, out_tags, self._before = lax.switch(
-            args[0], branches, args[1:], _arrays(tags[1:]), _arrays(self._before)
-        )
-        return outs, out_tags
+        branches = [branch(jaxpr) for jaxpr in eqn.params["branches"]]
+        values = [(x, jnp.asarray(tag)) for x, tag in operands[1:]]
+        outs, self._before = lax.switch(operands[0][0], branches, values, _arrays(self._before))
+        return list(outs)
 
-    def _carried(self, values: Sequence[Any], *known: Any) -> tuple:
+    def _carried(self, pairs: Sequence[Pair], *known: Any) -> tuple:
         """Returns values and their tags in the types that a loop carries and a branch returns."""
-        values, *known = _arrays((list(values), *known, self._before))
-        return values, *varying_over(known, self._varying_axes)
+        (values, tags), known = _arrays(_apart(pairs)), _arrays((*known, self._before))
+        tags, *known = varying_over((tags, *known), self._varying_axes)
+        return _pairs(values, tags), *known
 
     @contextlib.contextmanager
     def _in_turn(self, loop: Loop, index: Any) -> Iterator[None]:
@@ -234,29 +191,34 @@ class TaggedRun:
         yield
         self._loops, self._turn = before
 
-    def _shard_map(self, one: Any, args: list[Any], tags: list[Any]) -> tuple[list, list[Any]]:
+    def shard_map(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         # Each device has its own tags: it must not wait for one that took another branch.
-        params = one.params
+        params, (args, tags) = eqn.params, _apart(operands)
         around = self._before, self._turn, self._infinities_count, self._never
         axes, outer_axes = tuple(params["newly_manual_axes"]), self._varying_axes
 
         def on_a_device(values: tuple, value_tags: list, state: tuple) -> tuple:
             self._before, self._turn, self._infinities_count, self._never = state
             self._varying_axes = outer_axes + axes if params["check_vma"] else ()
-            outs, out_tags = self.call(params["jaxpr"], values, value_tags)
+            outs, out_tags = _apart(self.call(params["jaxpr"], _pairs(values, value_tags)))
             return tuple(outs), jax.tree.map(_row, (out_tags, self._before))
 
         whole, per_device = PartitionSpec(), PartitionSpec(axes)
-        outs, (out_tags, seen) = jax.shard_map(
-            on_a_device, mesh=params["mesh"],
-            in_specs=(tuple(params["in_specs"]), whole, whole),
-            out_specs=(tuple(params["out_specs"]), per_device),
-            axis_names=set(axes), check_vma=params["check_vma"],
-        )(tuple(args), _arrays(tags), _arrays(around))
+        outs, (out_tags, seen) = mapped(eqn, on_a_device, [whole, whole], [per_device])(
+            tuple(args), _arrays(tags), _arrays(around)
+        )
         self._varying_axes = outer_axes
         _, self._turn, self._infinities_count, self._never = around
         self._before = lax.reduce(seen, np.bool_(False), lax.bitwise_or, (0,))
-        return list(outs), list(map(_first, out_tags))
+        return _pairs(outs, map(_first, out_tags))
+
+
+def _apart(pairs: Sequence[Pair]) -> tuple[list[Any], list[Any]]:
+    return [x for x, _ in pairs], [tag for _, tag in pairs]
+
+
+def _pairs(values: Iterable[Any], tags: Iterable[Any]) -> list[Pair]:
+    return list(zip(values, tags, strict=True))
 
 
 def _is_float(x: Any) -> bool:

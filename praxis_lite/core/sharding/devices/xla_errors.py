@@ -29,13 +29,15 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.interpreters import mlir
 
+from praxis_lite.core.jaxprs import rewritten
+
 PyTree = Any
 
 
 def without_xla_errors(
     function: Callable[..., PyTree],
     static_argnums: int | Sequence[int] = (),
-    also: Callable[[core.Jaxpr], core.Jaxpr] = lambda jaxpr: jaxpr,
+    also: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
     """Returns a function of the same numbers, right however its arrays are split.
 
@@ -51,7 +53,7 @@ def without_xla_errors(
     @functools.wraps(function)
     def right(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, static_argnums, return_shape=True)(*args)
-        closed = closed.replace(jaxpr=_of_jaxpr(also(closed.jaxpr), {}))
+        closed = rewritten(also(closed), _right_equation)
         arrays = [x for i, x in enumerate(args) if i not in np.atleast_1d(static_argnums)]
         outputs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -201,34 +203,6 @@ _RIGHT = {
 }
 
 
-def _of_jaxpr(jaxpr: Any, done: dict[int, Any]) -> Any:
-    """Returns a program with its risky operations replaced; the very same if it has none.
-
-    Args:
-      done: old and new programs, by the id of the old: one that is called twice stays one.
-    """
-    if id(jaxpr) not in done:
-        eqns = [_of_equation(eqn, done) for eqn in jaxpr.eqns]
-        is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-        done[id(jaxpr)] = (jaxpr, jaxpr if is_same else jaxpr.replace(eqns=eqns))
-    return done[id(jaxpr)][1]
-
-
-def _of_equation(eqn: Any, done: dict[int, Any]) -> Any:
-    if eqn.primitive in _RIGHT:
-        return eqn.replace(primitive=_RIGHT[eqn.primitive])
-    params = {name: _of_param(value, done) for name, value in eqn.params.items()}
-    is_same = all(params[name] is value for name, value in eqn.params.items())
-    return eqn if is_same else eqn.replace(params=params)
-
-
-def _of_param(value: Any, done: dict[int, Any]) -> Any:
-    if isinstance(value, core.ClosedJaxpr):
-        jaxpr = _of_jaxpr(value.jaxpr, done)
-        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
-    if isinstance(value, core.Jaxpr):
-        return _of_jaxpr(value, done)
-    if isinstance(value, tuple):  # The branches of a condition.
-        new = tuple(_of_param(one, done) for one in value)
-        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-    return value
+def _right_equation(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+    right = _RIGHT.get(eqn.primitive)
+    return [eqn if right is None else eqn.replace(primitive=right)]

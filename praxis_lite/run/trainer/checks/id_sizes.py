@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
+from praxis_lite.core.jaxprs import followed
 from praxis_lite.core.partitioner.steps import eval_step
 from praxis_lite.core.task import Task
 
@@ -65,6 +66,13 @@ class _Shifted:
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class _Iota:
+    """The numbers 0, 1, 2, ... up to a size."""
+
+    size: int
+
+
 class _Reader:
     """Follows leaves of a batch through a program, as long as they stay the numbers that they are.
 
@@ -80,37 +88,30 @@ class _Reader:
 
         A tuple of names stands for indices of several dims, side by side.
         """
-        known = dict(zip(jaxpr.invars, given, strict=True))
-        iotas: dict[Any, int] = {}
+        return followed(jaxpr, given, self._results)
 
-        def of(atom: Any) -> Any:
-            return None if hasattr(atom, "val") else known.get(atom)
-
-        for eqn in jaxpr.eqns:
-            kind, names = eqn.primitive.name, [of(atom) for atom in eqn.invars]
-            out = eqn.outvars[0] if eqn.outvars else None
-            if kind == "iota":
-                iotas[out] = eqn.params["shape"][eqn.params["dimension"]]
-            elif kind in _SAME and names:
-                known[out] = names[0]
-                if not hasattr(eqn.invars[0], "val") and eqn.invars[0] in iotas:
-                    iotas[out] = iotas[eqn.invars[0]]
-            elif kind == "add" and isinstance(names[0], str) and hasattr(eqn.invars[1], "val"):
-                known[out] = _Shifted(names[0])
-            elif kind == "select_n":
-                # An index below 0 counts from the end: x + n in place of x.
-                ways = {way.name if isinstance(way, _Shifted) else way for way in names[1:]}
-                is_same = len(ways) == 1 and ways <= set(names)
-                known[out] = ways.pop() if is_same else None
-            elif kind == "concatenate" and eqn.params["dimension"] == out.aval.ndim - 1:
-                known[out] = tuple(names) if any(names) else None
-            elif kind == "gather":
-                self._look_up(eqn, names[1])
-            elif kind == "eq":
-                self._compare(eqn, names, iotas)
-            else:
-                self._read_within(eqn, names, known)
-        return [of(atom) for atom in jaxpr.outvars]
+    def _results(self, eqn: Any, names: list[Any]) -> list[Any]:
+        kind, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+        if kind == "iota":
+            return [_Iota(eqn.params["shape"][eqn.params["dimension"]])]
+        if kind in _SAME and names:
+            return [names[0], *nothing[1:]]
+        if kind == "add" and isinstance(names[0], str) and isinstance(eqn.invars[1], Literal):
+            return [_Shifted(names[0])]
+        if kind == "select_n":
+            # An index below 0 counts from the end: x + n in place of x.
+            ways = {way.name if isinstance(way, _Shifted) else way for way in names[1:]}
+            is_same = len(ways) == 1 and ways <= set(names)
+            return [ways.pop() if is_same else None]
+        if kind == "concatenate" and eqn.params["dimension"] == eqn.outvars[0].aval.ndim - 1:
+            return [tuple(names) if any(names) else None]
+        if kind == "gather":
+            self._look_up(eqn, names[1])
+        elif kind == "eq":
+            self._compare(names)
+        elif kind != "while":
+            return self._read_within(eqn, names) or nothing
+        return nothing
 
     def _look_up(self, eqn: Any, index: Any) -> None:
         numbers = eqn.params["dimension_numbers"]
@@ -123,24 +124,22 @@ class _Reader:
             for name, dim in zip(parts, dims, strict=True):
                 self._add(name, eqn.invars[0].aval.shape[dim])
 
-    def _compare(self, eqn: Any, names: Sequence[Any], iotas: Mapping[Any, int]) -> None:
+    def _compare(self, names: Sequence[Any]) -> None:
         """A leaf that is compared with 0, 1, 2, ... becomes a row of a single True."""
-        for name, other in zip(names, reversed(eqn.invars), strict=True):
-            if isinstance(name, str) and not hasattr(other, "val") and other in iotas:
-                self._add(name, iotas[other])
+        for name, other in zip(names, reversed(names), strict=True):
+            if isinstance(other, _Iota):
+                self._add(name, other.size)
 
     def _add(self, name: Any, size: int) -> None:
         if isinstance(name, str):
             self.sizes[name] = min(size, self.sizes.get(name, size))
 
-    def _read_within(self, eqn: Any, names: list[Any], known: dict[Any, Any]) -> None:
-        """Goes on in the programs that an operation runs."""
-        kind = eqn.primitive.name
-        if kind == "while":
-            return
+    def _read_within(self, eqn: Any, names: list[Any]) -> list[Any] | None:
+        """Goes on in the programs that an operation runs; returns the results of one that calls."""
+        kind, results = eqn.primitive.name, None
         given = names[1:] if kind == "cond" else names
         for inner in jaxprs_in_params(eqn.params):
             if len(inner.invars) == len(given):
                 results = self.read(inner, given)
-                if kind not in ("scan", "cond"):
-                    known.update(zip(eqn.outvars, results, strict=False))
+        is_call = results is not None and len(results) == len(eqn.outvars)
+        return results if is_call and kind not in ("scan", "cond") else None

@@ -11,14 +11,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.jaxprs import with_inner
 from praxis_lite.tools.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
-from praxis_lite.tools.non_finite.jaxprs import (
-    CALLS,
-    inner_programs,
-    joined,
-    opened,
-    scan_counts,
-)
+from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped, of_scan, of_while
 from praxis_lite.tools.testing.runs.wide_types import (
     SCATTERS,
     as_dtype,
@@ -68,7 +63,7 @@ def in_float64(
             return outputs
         return outputs, {f"{i:06d}|{name}": x for i, (name, x) in enumerate(run.seen)}
 
-    wide.draws = _draws(closed)
+    wide.draws = any(eqn.primitive.name == "random_bits" for eqn in with_inner(closed.eqns))
     return wide
 
 
@@ -82,41 +77,29 @@ def fingerprint(x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sum(x), jnp.sum(x * weights)])
 
 
-class _Run:
+class _Run(Interpreter):
     def __init__(self, without_randomness: bool, by_layer: bool):
+        super().__init__()
         self._without_randomness, self._by_layer = without_randomness, by_layer
-        self._name_stack = ""
         self.seen: list[tuple[str, jax.Array]] = []
         self._last: tuple[str, jax.Array] | None = None
 
-    def call(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        inner = opened(jaxpr)
-        known = {
-            var: widened(x)
-            for var, x in zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True)
-        }
-        known |= dict(zip(inner.invars, args, strict=True))
-        around = self._name_stack
+    def constant(self, value: Any, aval: Any) -> Any:
+        if isinstance(value, jax.Array):
+            return widened(value)
+        return np.asarray(value, wide_dtype(aval.dtype))
 
-        def read(atom: Any) -> Any:
-            if not hasattr(atom, "val"):
-                return known[atom]
-            return np.asarray(atom.val, wide_dtype(atom.aval.dtype))
+    def results(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        with jax.enable_x64(True):
+            results = super().results(eqn, operands)
+        if self._by_layer and results and eqn.primitive.name not in CALLS:
+            self._look_at(eqn, results[-1])
+        return results
 
-        for one in inner.eqns:
-            self._name_stack = joined(around, str(one.source_info.name_stack))
-            with one.ctx.manager, jax.enable_x64(True):
-                results = self._equation(one, [read(atom) for atom in one.invars])
-            known |= dict(zip(one.outvars, results, strict=True))
-            if self._by_layer and one.primitive.name not in CALLS:
-                self._look_at(one, results[-1] if results else None)
-            self._name_stack = around
-        return [read(atom) for atom in inner.outvars]
-
-    def _look_at(self, one: Any, x: Any) -> None:
-        if x is None or not jnp.issubdtype(x.dtype, np.floating):
+    def _look_at(self, eqn: Any, x: Any) -> None:
+        if not jnp.issubdtype(x.dtype, np.floating):
             return
-        layer = layers_of_name(f"{self._name_stack}/operation", _users_line(one))[0]
+        layer = layers_of_name(f"{self.name_stack}/operation", _users_line(eqn))[0]
         if self._last is not None and self._last[0] != layer:
             self._end_stretch()
         self._last = layer, x
@@ -127,47 +110,36 @@ class _Run:
             self.seen.append((layer, fingerprint(x)))
         self._last = None
 
-    def _equation(self, one: Any, args: list[Any]) -> list[Any]:
-        name = one.primitive.name
-        if name in CALLS:
-            jaxpr = one.params["jaxpr"] if "jaxpr" in one.params else one.params["call_jaxpr"]
-            return self.call(jaxpr, args)
-        rule = {
-            "scan": self._scan, "while": self._while, "cond": self._cond,
-            "shard_map": self._shard_map,
-        }.get(name)
-        if rule is not None:
-            return rule(one, args)
+    def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
         if name == "reduce_precision":  # It rounds to what float32 holds.
-            return args
-        if one.primitive in SCATTERS:
-            return [scattered(one, args)]
+            return operands
+        if eqn.primitive in SCATTERS:
+            return [scattered(eqn, operands)]
         if name in _KEEPS_TYPES:
-            args = [as_dtype(x, atom.aval.dtype) for x, atom in zip(args, one.invars, strict=True)]
-            return [widened(x) for x in _bound(one, args, one.params)]
-        results = _bound(one, args, {key: wide_param(x) for key, x in one.params.items()})
+            narrow = [
+                as_dtype(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)
+            ]
+            return [widened(x) for x in bound(eqn, narrow)]
+        params = {key: wide_param(x) for key, x in eqn.params.items()}
+        results = bound(eqn, operands, params)
         if name == "random_bits" and self._without_randomness:
             results = [lax.bitwise_and(x, lax.full_like(x, 0)) for x in results]
         # What an operation returns in float32 whatever it is given is widened.
         return [widened(x) for x in results]
 
-    def _scan(self, one: Any, args: list[Any]) -> list[Any]:
-        params = one.params
-        num_consts, num_carry = scan_counts(params)
-        num_fixed = num_consts + num_carry
+    def scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        params, (consts, carry, xs) = eqn.params, of_scan(eqn, operands)
         self._end_stretch()
         layers: list[str] = []
 
         def body(carry: tuple, xs: list[Any]) -> tuple:
-            outs, layers[:], seen = self._apart(
-                params["jaxpr"], [*args[:num_consts], *carry, *xs]
-            )
-            return tuple(outs[:num_carry]), (outs[num_carry:], seen)
+            outs, layers[:], seen = self._apart(params["jaxpr"], [*consts, *carry, *xs])
+            return tuple(outs[: len(carry)]), (outs[len(carry) :], seen)
 
-        first = tuple(map(jnp.asarray, args[num_consts:num_fixed]))
-        xs = list(map(jnp.asarray, args[num_fixed:]))
         last, (ys, seen) = lax.scan(
-            body, first, xs, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+            body, tuple(map(jnp.asarray, carry)), list(map(jnp.asarray, xs)), params["length"],
+            reverse=params["reverse"], unroll=params["unroll"],
         )
         turns = range(params["length"])
         if len(turns) > _MOST_TURNS:
@@ -187,41 +159,34 @@ class _Run:
         seen, self.seen = self.seen, before
         return outs, [name for name, _ in seen], [x for _, x in seen]
 
-    def _while(self, one: Any, args: list[Any]) -> list[Any]:
-        params = one.params
-        num_cond = params["cond_nconsts"]
-        num_fixed = num_cond + params["body_nconsts"]
+    def while_loop(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        params, (of_cond, of_body, carry) = eqn.params, of_while(eqn, operands)
 
         def cond(values: tuple) -> Any:
-            return self._inside(params["cond_jaxpr"], [*args[:num_cond], *values])[0]
+            return self._inside(params["cond_jaxpr"], [*of_cond, *values])[0]
 
         def body(values: tuple) -> tuple:
-            return tuple(self._inside(params["body_jaxpr"], [*args[num_cond:num_fixed], *values]))
+            return tuple(self._inside(params["body_jaxpr"], [*of_body, *values]))
 
-        return list(lax.while_loop(cond, body, tuple(map(jnp.asarray, args[num_fixed:]))))
+        return list(lax.while_loop(cond, body, tuple(map(jnp.asarray, carry))))
 
-    def _cond(self, one: Any, args: list[Any]) -> list[Any]:
+    def cond(self, eqn: Any, operands: list[Any]) -> list[Any]:
         branches = [
             lambda *operands, jaxpr=jaxpr: tuple(map(jnp.asarray, self._inside(jaxpr, operands)))
-            for jaxpr in one.params["branches"]
+            for jaxpr in eqn.params["branches"]
         ]
-        return list(lax.switch(args[0], branches, *map(jnp.asarray, args[1:])))
+        return list(lax.switch(operands[0], branches, *map(jnp.asarray, operands[1:])))
 
-    def _shard_map(self, one: Any, args: list[Any]) -> list[Any]:
-        params = one.params
-        axes = tuple(sorted(params["newly_manual_axes"]))
+    def shard_map(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        axes = tuple(sorted(eqn.params["newly_manual_axes"]))
         self._end_stretch()
         layers: list[str] = []
 
-        def body(*values: Any) -> tuple:
-            outs, layers[:], seen = self._apart(params["jaxpr"], values)
+        def body(values: tuple) -> tuple:
+            outs, layers[:], seen = self._apart(eqn.params["jaxpr"], values)
             return tuple(outs), [x[None] for x in seen]
 
-        outs, seen = jax.shard_map(
-            body, mesh=params["mesh"], in_specs=tuple(params["in_specs"]),
-            out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)), axis_names=set(axes),
-            check_vma=params["check_vma"],
-        )(*args)
+        outs, seen = mapped(eqn, body, more_out=[PartitionSpec(axes)])(tuple(operands))
         for layer, x in zip(layers, seen, strict=True):
             self.seen += [(layer, of_device) for of_device in x]
         return list(outs)
@@ -234,21 +199,9 @@ class _Run:
         return outs
 
 
-def _users_line(one: Any) -> str:
+def _users_line(eqn: Any) -> str:
     """Returns "my_model.py:12", the user's innermost line of an operation, or ""."""
-    traceback = one.source_info.traceback
+    traceback = eqn.source_info.traceback
     frames = [] if traceback is None else [(x.file_name, x.line_num) for x in traceback.frames]
     users = [x for x in own_frames(frames) if not x[0].startswith(PACKAGE_FOLDER)]
     return f"{os.path.basename(users[0][0])}:{users[0][1]}" if users else ""
-
-
-def _draws(jaxpr: Any) -> bool:
-    return any(
-        one.primitive.name == "random_bits" or any(map(_draws, inner_programs(one)))
-        for one in opened(jaxpr).eqns
-    )
-
-
-def _bound(one: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    results = one.primitive.bind(*args, **one.primitive.get_bind_params(params))
-    return list(results) if one.primitive.multiple_results else [results]

@@ -63,10 +63,7 @@ SCATTERS = {
 }
 
 
-def scattered(one: Any, args: list[Any]) -> Any:
+def scattered(eqn: Any, args: list[Any]) -> Any:
     """Returns the result of a scatter of wide arrays; its parameters hold a narrow program."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    dimension_numbers, *others = (one.params[name] for name in names)
-    return SCATTERS[one.primitive](
-        *args, dimension_numbers, **dict(zip(names[1:], others, strict=True))
-    )
+    return SCATTERS[eqn.primitive](*args, **{name: eqn.params[name] for name in names})

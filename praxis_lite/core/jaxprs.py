@@ -1,0 +1,99 @@
+"""Programs as JAX writes them (jaxprs): walked, rewritten and followed, from jax 0.10 to 0.12.
+
+Each use says only what it does with an operation; how programs lie within programs, in loops,
+branches and calls, is said here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+
+def opened(jaxpr: Any) -> core.Jaxpr:
+    """Returns a jaxpr without the values of its constants, if it has them.
+
+    From jax 0.11 the two are one class, and this is the jaxpr itself.
+    """
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def with_inner(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
+    """Yields operations, and those of their loops, branches and calls."""
+    for eqn in eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from with_inner(inner.eqns)
+
+
+def rewritten(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]) -> Any:
+    """Returns a program with each operation replaced by those that `rule` returns for it.
+
+    `rule` is given an operation whose own programs are rewritten already. A program that does not
+    change is the very same, and one that is called twice stays one.
+    """
+    done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}  # With the old ones, whose ids they are.
+
+    def of_value(value: Any) -> Any:
+        if isinstance(value, tuple):  # The branches of a condition.
+            new = tuple(map(of_value, value))
+            return value if _are_same(new, value) else new
+        if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+            return value
+        if opened(value) is not value:
+            inner = of_value(value.jaxpr)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+        if id(value) not in done:
+            eqns = [new for eqn in value.eqns for new in rule(of_equation(eqn))]
+            is_same = _are_same(eqns, value.eqns)
+            done[id(value)] = value, value if is_same else value.replace(eqns=eqns)
+        return done[id(value)][1]
+
+    def of_equation(eqn: core.JaxprEqn) -> core.JaxprEqn:
+        params = {name: of_value(value) for name, value in eqn.params.items()}
+        is_same = _are_same(params.values(), eqn.params.values())
+        return eqn if is_same else eqn.replace(params=params)
+
+    return of_value(jaxpr)
+
+
+def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return list(map(id, new)) == list(map(id, old))
+
+
+def followed(
+    jaxpr: Any, arguments: Iterable[Any], rule: Callable[[core.JaxprEqn, list[Any]], Iterable[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, aval: None,
+) -> list[Any]:
+    """Returns a program's results, in whatever values its arguments are and `rule` makes of them.
+
+    Args:
+      rule: returns the results of an operation, given the values of its operands.
+      constant: returns the value of a constant, given it (None if only its type is known) and
+        its type.
+    """
+    inner = opened(jaxpr)
+    known = dict(zip(inner.invars, arguments, strict=True))
+    consts = getattr(jaxpr, "consts", (None,) * len(inner.constvars))
+    for var, value in zip(inner.constvars, consts, strict=True):
+        known[var] = constant(value, var.aval)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [
+            constant(atom.val, atom.aval) if isinstance(atom, core.Literal) else known[atom]
+            for atom in atoms
+        ]
+
+    for eqn in inner.eqns:
+        known |= zip(eqn.outvars, rule(eqn, read(eqn.invars)), strict=True)
+    return read(inner.outvars)
+
+
+def widens(eqn: core.JaxprEqn) -> bool:
+    """Returns True if an operation casts floats to a type that holds all of them, or is theirs."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return are_floats and jnp.promote_types(old, new) == new
