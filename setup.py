@@ -1,14 +1,38 @@
 """The package, what it needs and why.
 
-The lower bounds are the versions that the tests ran with on Python 3.11; the upper bounds stop at
-the next version that may break what these used.
+The plain installation trains, evaluates and decodes. What only some features need is an extra by
+use: README.md says which feature needs which, and so does the error where it is missing.
 
-Python 3.11 keeps jax 0.10, for jax 0.11 dropped it, until Python itself ends it (October 2027) or
-another dependency no longer installs there. Python 3.14 waits for a release of TensorFlow with
-wheels for it (2.22.0rc0 is the first to have one); jax, flax and the others have theirs.
+The lower bounds are the versions that the tests ran with on Python 3.11; the upper bounds stop at
+the next version that may break what these used. Python 3.11 keeps jax 0.10, for jax 0.11 dropped
+it, until Python itself ends it (October 2027) or another dependency no longer installs there.
 """
 
 from setuptools import find_packages, setup
+
+# Tokenizers of files: what writes every tokenizer.json, and what made the older tokenizer.model;
+# nothing else gives the same ids. And the language of chat templates.
+TEXT = ["tokenizers>=0.22,<0.24", "sentencepiece>=0.2.3,<0.3", "jinja2>=3.1,<4"]
+# Models of Hugging Face: their files' headers are checked, and tensors written; and from their
+# tensors' forms to ours and back, in words: "(n k) d -> d n k".
+HF = [*TEXT, "safetensors>=0.8,<0.9", "einops>=0.8.2,<0.9"]
+SOURCES = [
+    # Parquet and Arrow files, and .zst ones.
+    "pyarrow>=26.0.1,<27",
+    # The checksums of TFRecord files, without loading tensorflow.
+    "google-crc32c>=1.9,<2",
+    # Images in files and in datasets.
+    "pillow>=12",
+    # Tfds; it imports importlib-resources, and does not say so.
+    "tensorflow-datasets>=4.9.10,<5",
+    "importlib-resources>=6",
+]
+# The loss curve, and TensorBoard's summaries, without loading tensorflow.
+PLOTS = ["matplotlib>=3.11.2,<4", "tensorboardX>=2.6.5,<3"]
+# int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
+QUANTIZATION = ["qwix>=0.1.8,<0.2"]
+# Real images without a network: the handwritten digits that vision.Digits* and others learn.
+DIGITS = ["scikit-learn>=1.9.1,<2"]
 
 setup(
     name="praxis_lite",
@@ -16,7 +40,7 @@ setup(
     description="Pax-style partitioning on JAX: write a model for one device, train it on any mesh",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.11,<3.15",
     # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
     packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
     package_data={
@@ -44,34 +68,38 @@ setup(
         # The digest of every file of a checkpoint, verified before a restore: XXH3, as fast as the
         # disk, where the standard library's hashes would take seconds per GiB.
         "xxhash>=4.1,<5",
-        # The files of Hugging Face's models: their headers are checked, and tensors written.
-        "safetensors>=0.8,<0.9",
-        # From their tensors' forms to ours and back, in words: "(n k) d -> d n k".
-        "einops>=0.8.2,<0.9",
-        # Their tokenizers: what writes every tokenizer.json, and what made the older
-        # tokenizer.model; nothing else gives the same ids. And the language of chat templates.
-        "tokenizers>=0.22,<0.24",
-        "sentencepiece>=0.2.3,<0.3",
-        "jinja2>=3.1,<4",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.
         "grain>=0.2.18,<0.3",
-        # Parquet and Arrow files, and .zst ones.
-        "pyarrow>=26.0.1,<27",
-        # The checksums of TFRecord files, without loading tensorflow.
-        "google-crc32c>=1.9,<2",
-        # The examples in TFRecord files, tf.train.Example, without loading tensorflow.
-        "protobuf>=7.36.2,<8",
-        # tf.data, for text and records on disk; loaded only when such a pipeline is built.
-        "tensorflow>=2.21,<3",
-        # The loss curve.
-        "matplotlib>=3.11.2,<4",
-        # TensorBoard summaries, without loading tensorflow.
-        "tensorboardX>=2.6.5,<3",
-        # Real images without a network: the handwritten digits that vision.Digits* learn.
-        "scikit-learn>=1.9.1,<2",
+        # Imported by name, in the versions that jax, orbax-checkpoint and grain bring: bfloat16 of
+        # NumPy's arrays, the arrays in a checkpoint, records that are found by their number, and
+        # the examples in records, tf.train.Example, without loading tensorflow.
+        "ml_dtypes",
+        "tensorstore",
+        "array-record",
+        "protobuf",
+        # tf.data, for text and records on disk; loaded only when such a pipeline is built. On
+        # Python 3.14 NumPy stands in, until there is a release with wheels for it (2.22.0rc0 is the
+        # first to have one).
+        "tensorflow>=2.21,<3; python_version < '3.14'",
     ],
     extras_require={
+        "text": TEXT,
+        "hf": HF,
+        "sources": SOURCES,
+        "data": SOURCES,  # Its former name.
+        "plots": PLOTS,
+        "quantization": QUANTIZATION,
+        "digits": DIGITS,
+        # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
+        # libtpu (0.10.2: 0.0.42, 0.11.2: 0.0.48, 0.12.0: 0.0.50); with another one a profile ends
+        # by SIGSEGV. There are wheels for this platform alone.
+        "plan": ["jax[tpu]; sys_platform == 'linux' and platform_machine == 'x86_64'"],
+        # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.
+        "tpu": ["jax[tpu]"],
+        "gpu": ["jax[cuda12]"],
         "test": [
+            # All features but the TPU's compiler, whose tests are skipped without it.
+            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS,
             # The suite, on two cores.
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
@@ -79,26 +107,8 @@ setup(
             "ruff>=0.17.5,<0.18",
             # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.
             "tensorboard>=2.21,<3",
-            # The tests of int8 and fp8 products.
-            "qwix>=0.1.8,<0.2",
-            # The tests of datasets that these libraries prepared.
+            # Writes the datasets that HuggingFaceDataset is tested with.
             "datasets>=5.2,<6",
-            "tensorflow-datasets>=4.9.10,<5",
-            "importlib-resources>=6",
         ],
-        # HuggingFaceDataset and Tfds: datasets that these libraries prepared on disk.
-        # tensorflow-datasets imports importlib-resources, and does not say so.
-        "data": [
-            "datasets>=5.2,<6", "tensorflow-datasets>=4.9.10,<5", "importlib-resources>=6",
-        ],
-        # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
-        # libtpu (0.10.2: 0.0.42, 0.11.2: 0.0.48, 0.12.0: 0.0.50); with another one a profile ends
-        # by SIGSEGV. There are wheels for this platform alone.
-        "plan": ["jax[tpu]; sys_platform == 'linux' and platform_machine == 'x86_64'"],
-        # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
-        "quantization": ["qwix>=0.1.8,<0.2"],
-        # jax's own extras bring the matching libtpu, and the CUDA libraries. Neither was tried.
-        "tpu": ["jax[tpu]"],
-        "gpu": ["jax[cuda12]"],
     },
 )

@@ -40,7 +40,7 @@ def examples(path: str) -> grain.MapDataset:
 
 def of_tf(path: str) -> Any:
     """Returns the rows of a TFRecord file, shuffled in a buffer, without end."""
-    tf = tensorflow("this benchmark", None)
+    tf = tensorflow("this benchmark")
 
     def parsed(record: Any) -> dict[str, Any]:
         ids = tf.ensure_shape(tf.io.decode_raw(record, tf.int32), (TOKENS + 1,))
@@ -52,7 +52,7 @@ def of_tf(path: str) -> Any:
 
 def write(folder: Path, num_rows: int) -> tuple[str, str]:
     """Writes random tokens as ArrayRecord and as TFRecord; returns both paths."""
-    tf = tensorflow("this benchmark", None)
+    tf = tensorflow("this benchmark")
     records, tf_records = folder / "rows.array_record", folder / "rows.tfrecord"
     rows = np.random.default_rng(0).integers(0, 32_000, (num_rows, TOKENS + 1), np.int32)
     writer = ArrayRecordWriter(str(records), "group_size:1")

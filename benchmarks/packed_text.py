@@ -57,7 +57,7 @@ def of_grain(path: str, size: int) -> Iterator[Any]:
 
 def of_tf(path: str, size: int) -> Iterator[Any]:
     """Returns tf.data's batches, filled without gaps."""
-    tf = tensorflow("this benchmark", None)
+    tf = tensorflow("this benchmark")
 
     def tokens(line: Any) -> Any:
         ids = tf.numpy_function(ids_of, [line], tf.int32)

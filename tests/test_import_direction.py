@@ -26,7 +26,7 @@ ORDERS = {
     ),
     "praxis_lite/core": (
         {"errors", "jaxprs"},
-        {"callables", "sharding", "user_lines"},
+        {"callables", "optional_packages", "sharding", "user_lines"},
         {"learner", "models"},
         {"task"},
         {"partitioner"},

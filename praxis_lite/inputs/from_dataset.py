@@ -191,7 +191,7 @@ class FromDataset(InputPipeline):
 
     @property
     def _tf(self) -> Any:
-        return tensorflow("FromDataset", None)
+        return tensorflow("FromDataset")
 
     def _made(self) -> Any:
         self._tf.random.set_seed(self.seed)

@@ -1,12 +1,14 @@
 """Windows of text through tf.data: prefetched while the devices compute."""
 
-import importlib.util
+import functools
+import logging
 from collections.abc import Iterator
 
 import numpy as np
 
+from praxis_lite.core.optional_packages import is_installed
 from praxis_lite.inputs import numpy_data
-from praxis_lite.inputs.tf.tensorflow_import import missing_tensorflow, tensorflow
+from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 
 __all__ = ["TextWindows"]
 
@@ -16,21 +18,19 @@ _PREFETCHED_BATCHES = 2
 class TextWindows(numpy_data.TextWindows):
     """`numpy_data.TextWindows`, with the same settings and the same bits, prefetched by tf.data.
 
-    tensorflow is imported when the first batch is asked for.
+    tensorflow is imported when the first batch is asked for. Where it is not installed, as there is
+    none for this Python, NumPy makes the batches.
     """
-
-    def check(self) -> None:
-        super().check()
-        # Looks without importing, which takes seconds.
-        if importlib.util.find_spec("tensorflow") is None:
-            raise missing_tensorflow("tf_data.TextWindows", "numpy_data.TextWindows")
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         self.check()
         rows = self.whole_or(rows)
-        tf = tensorflow("tf_data.TextWindows", "numpy_data.TextWindows")
+        if not is_installed("tensorflow"):
+            _log_numpy()
+            return super().batches(start, rows=rows)
+        tf = tensorflow("tf_data.TextWindows")
         end = np.iinfo(np.int64).max if self.num_batches is None else self.num_batches
         with tf.device("/CPU:0"):
             stream = tf.constant(self.stream)
@@ -52,3 +52,12 @@ class TextWindows(numpy_data.TextWindows):
         options.threading.max_intra_op_parallelism = 1
         dataset = tf.data.Dataset.range(start, end).map(gather).prefetch(_PREFETCHED_BATCHES)
         return iter(dataset.with_options(options).as_numpy_iterator())
+
+
+@functools.cache
+def _log_numpy() -> None:
+    """Logs, once in a process, that tf.data is not used."""
+    logging.getLogger("praxis_lite").info(
+        "tf_data.TextWindows: tensorflow is not installed; NumPy makes the same batches, which are "
+        "not prefetched"
+    )

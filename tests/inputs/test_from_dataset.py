@@ -18,7 +18,7 @@ from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 
 def squares(num_examples=37, shuffle=0, repeat=False, parallel=False, draws=False, ordered=None):
     """Examples x = (i, i*i, noise), labels i, in the ways that options say."""
-    tf = tensorflow("this test", None)
+    tf = tensorflow("this test")
     dataset = tf.data.Dataset.range(num_examples)
     if shuffle:
         dataset = dataset.shuffle(shuffle)
@@ -44,7 +44,7 @@ def one_pass(batch_size=5, **options):
 
 
 def global_batches(short=False):
-    tf = tensorflow("this test", None)
+    tf = tensorflow("this test")
     dataset = squares(17).batch(7 if short else 5)
     return dataset.map(lambda batch: {**batch, "weights": tf.ones_like(batch["x"])})
 
@@ -112,7 +112,7 @@ def test_the_seed_is_that_of_every_shuffle_and_epochs_differ():
 
 
 def rolling(num_examples=7):
-    tf = tensorflow("this test", None)
+    tf = tensorflow("this test")
 
     def draw(i):
         return np.float32(random.random())  # Python's own, without a seed.
@@ -124,7 +124,7 @@ def rolling(num_examples=7):
 
 def unordered():
     dataset = squares()
-    options = tensorflow("this test", None).data.Options()
+    options = tensorflow("this test").data.Options()
     options.deterministic = False
     return dataset.with_options(options)
 
@@ -191,7 +191,7 @@ def test_a_resume_says_that_it_reads_again():
 
 
 def wrong(kind):
-    tf = tensorflow("this test", None)
+    tf = tensorflow("this test")
     dataset = tf.data.Dataset.range(7)
     return {
         "no dataset": lambda: [1, 2],
@@ -223,7 +223,7 @@ def test_what_cannot_be_batched_is_refused_before_the_first_batch(kind, words):
 
 def from_tf_records(path, num_records=23):
     """As its users write it: tf.data cannot tell how many records are in a file."""
-    tf = tensorflow("this test", None)
+    tf = tensorflow("this test")
     if not os.path.exists(path):
         with tf.io.TFRecordWriter(str(path)) as writer:
             for i in range(num_records):

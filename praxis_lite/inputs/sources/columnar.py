@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
@@ -45,8 +46,7 @@ class ArrowFiles(FileSource):
     columns: tuple[str, ...] = ()
 
     def index_file(self, path: str) -> Made:
-        import pyarrow
-
+        pyarrow = optional_module("pyarrow", path)
         before = pyarrow.total_allocated_bytes()
         batches = mapped(path).batches
         # Batches that are not compressed lie in the file, which is mapped.
@@ -204,9 +204,7 @@ def validate(batch: Any, path: str) -> None:
 
 def mapped(path: str) -> Batches:
     """Returns the batches of an Arrow file. Raises ConfigError if it is none."""
-    import pyarrow
-    from pyarrow import ipc
-
+    pyarrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
     with _named(path, "Arrow"):
         source = pyarrow.memory_map(path)
         try:
@@ -225,11 +223,10 @@ def mapped(path: str) -> Batches:
 
 @contextlib.contextmanager
 def _parquet(path: str) -> Iterator[Any]:
-    import pyarrow.parquet
-
+    parquet = optional_module("pyarrow.parquet", path)
     with (
         _named(path, "Parquet"),
-        pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file,
+        parquet.ParquetFile(path, page_checksum_verification=True) as file,
     ):
         yield file
 
@@ -237,8 +234,7 @@ def _parquet(path: str) -> Iterator[Any]:
 @contextlib.contextmanager
 def _named(path: str, kind: str) -> Iterator[None]:
     """Names the file in errors of Arrow's."""
-    import pyarrow
-
+    pyarrow = optional_module("pyarrow", path)
     try:
         yield
     except ConfigError:
@@ -256,8 +252,7 @@ def _named(path: str, kind: str) -> Iterator[None]:
 
 def row_of(batch: Any, within: int, names: Sequence[str], path: str, row: int) -> Example:
     """Returns a row of a batch. Raises BadExample, which names the file, for what Python lacks."""
-    import pyarrow
-
+    pyarrow = optional_module("pyarrow", path)
     try:
         columns = {name: batch.column(name) for name in names}
         # An extension's values are those that it is stored as.
@@ -276,9 +271,7 @@ def row_of(batch: Any, within: int, names: Sequence[str], path: str, row: int) -
 
 def _value(scalar: Any) -> Any:
     """Returns a cell: a list of numbers as an array, all else as Python has it; None is None."""
-    from pyarrow import types
-
-    kind = scalar.type
+    types, kind = optional_module("pyarrow.types", "Arrow"), scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
         return without_nulls(scalar.as_py()) if types.is_nested(kind) else scalar.as_py()

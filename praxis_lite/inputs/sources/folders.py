@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
+from praxis_lite.core.optional_packages import require_package
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
@@ -163,6 +164,7 @@ class ImageFiles(_FilePerExample):
     largest = 1 << 28
 
     def check(self) -> None:
+        require_package("PIL", type(self).__name__)
         super().check()
         if self.classes is not None and not isinstance(self.classes, ImageFiles):
             require(

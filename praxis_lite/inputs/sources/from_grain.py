@@ -5,12 +5,12 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.base import (
     IndexedPipeline,
     InputPipeline,
@@ -43,7 +43,7 @@ class _OfGrain(InputPipeline):
     def dataset(self) -> Any:
         """The function's dataset. Raises ConfigError if it is no dataset of the right kind."""
         made = self.make_dataset()
-        if not isinstance(made, getattr(_grain(type(self).__name__), self._KIND)):
+        if not isinstance(made, getattr(optional_module("grain", type(self).__name__), self._KIND)):
             raise ConfigError(
                 f"{type(self).__name__}: {self._name} returns a {type(made).__name__}; a "
                 f"grain.{self._KIND} was wanted. {self._INSTEAD}"
@@ -200,17 +200,6 @@ class FromGrainIter(_OfGrain):
                     f"{wants}. Add .repeat(), or change num_batches."
                 )
             yield {name: x[rows] for name, x in self._batch(found, self.batch_size).items()}
-
-
-def _grain(wanted_by: str) -> ModuleType:
-    try:
-        import grain
-    except ImportError as error:
-        raise ConfigError(
-            f"{wanted_by} reads with Grain, which is not installed ({error}). Install it: pip "
-            "install grain."
-        ) from None
-    return grain
 
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
@@ -121,10 +122,7 @@ class Tfds(_Prepared):
 
     @functools.cached_property
     def _builder(self) -> Any:
-        try:
-            import tensorflow_datasets as tfds
-        except ImportError as error:
-            raise _not_installed("tensorflow-datasets", "Tfds", error) from None
+        tfds = optional_module("tensorflow_datasets", "Tfds")
         if not os.path.lexists(self.folder / "dataset_info.json"):
             raise ConfigError(
                 f"{self.folder} holds no dataset of TFDS, which has a dataset_info.json. Name the "
@@ -188,11 +186,10 @@ class Tfds(_Prepared):
                 )
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
-        from tensorflow_datasets.core.features import ClassLabel
-
+        label = optional_module("tensorflow_datasets.core.features", "Tfds").ClassLabel
         features = self._builder.info.features
         items = features.items() if hasattr(features, "items") else ()
-        return {name: tuple(one.names) for name, one in items if isinstance(one, ClassLabel)}
+        return {name: tuple(one.names) for name, one in items if isinstance(one, label)}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -215,10 +212,3 @@ class Tfds(_Prepared):
                 f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
                 "Copy or prepare the dataset again.",
             ) from None
-
-
-def _not_installed(package: str, wanted_by: str, error: ImportError) -> ConfigError:
-    return ConfigError(
-        f"{wanted_by} reads with {package}, which is not installed ({error}). Install it: pip "
-        f"install 'praxis_lite[data]' (or: pip install {package})."
-    )

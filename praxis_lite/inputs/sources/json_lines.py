@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
@@ -117,8 +118,7 @@ def opened_lines(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        import pyarrow
-
+        pyarrow = optional_module("pyarrow", path)
         return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
     return open(path, "rb")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, not_written
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.file_index import FileIndex, name_beside, state_of
 from praxis_lite.inputs.sources.files.plain import partial_path
@@ -153,8 +154,7 @@ def write_arrow(path: str, schema: Any, batches: Iterable[Any], rows_per_batch: 
     Raises:
       ConfigError: the disk does not take it.
     """
-    from pyarrow import ipc
-
+    ipc = optional_module("pyarrow.ipc", path)
     try:
         # A stream, in which a column's dictionary may change from batch to batch.
         with ipc.new_stream(path, schema) as writer:

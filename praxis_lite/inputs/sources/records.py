@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.base import described, function_name
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
@@ -181,9 +182,7 @@ def _next_record(file: Any, path: str, number: int) -> bytes | None:
 
 
 def _require_sum(data: bytes, wanted: bytes, path: str, number: int) -> None:
-    import google_crc32c
-
-    found = google_crc32c.value(data)
+    found = optional_module("google_crc32c", path).value(data)
     # As TFRecord masks it, so that a checksum of checksums is none of zeros.
     masked = (((found >> 15) | (found << 17)) + 0xA282EAD8) & 0xFFFFFFFF
     if _CRC.pack(masked) != wanted:

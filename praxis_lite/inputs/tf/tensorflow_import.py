@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import os
 import re
 import sys
@@ -11,46 +10,19 @@ import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import optional_module
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _LOG_LINE = re.compile(rb"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ |WARNING: All log messages before absl::")
 
 
-def missing_tensorflow(wanted_by: str, instead: str | None) -> ConfigError:
-    """Returns the error that says what needs tensorflow and what does without."""
-    other = (
-        f", or configure praxis_lite.inputs.{instead}, which takes the same settings and yields "
-        "the same batches with NumPy alone"
-        if instead
-        else ""
-    )
-    return ConfigError(
-        f"{wanted_by} needs tensorflow, which is not installed here. Install it (pip install "
-        f"tensorflow){other}."
-    )
-
-
-def tensorflow(wanted_by: str, instead: str | None) -> ModuleType:
-    """Returns the tensorflow module.
-
-    Raises:
-        ConfigError: it is not installed; names the class `instead` to configure, if there is one.
-    """
-    try:
-        return _import_once()
-    except ModuleNotFoundError as error:
-        if error.name != "tensorflow":  # It is there, and broken: keep the traceback.
-            raise
-        raise missing_tensorflow(wanted_by, instead) from error
-
-
 @functools.cache
-def _import_once() -> ModuleType:
+def tensorflow(needed_by: str) -> ModuleType:
+    """Returns the tensorflow module. Raises ConfigError if it is not installed, or broken."""
     with _quiet_log():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of tensorflow's own code; ours is not run here.
-            tf = importlib.import_module("tensorflow")
+            tf = optional_module("tensorflow", needed_by)
         # JAX owns the accelerators: tensorflow would claim their memory at its first operation.
         # A program that has used tensorflow already keeps the devices and threads it chose.
         with contextlib.suppress(RuntimeError):

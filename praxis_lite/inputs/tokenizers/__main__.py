@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
@@ -61,15 +62,15 @@ def train(
 def _train(
     paths: Sequence[str], target: Path, vocab_size: int, special: Sequence[str], chat_template: str
 ) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
+    library = optional_module("tokenizers", "Training a tokenizer")
+    decoders, pre_tokenizers = library.decoders, library.pre_tokenizers
+    made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PIECES), "isolated"),
+        pre_tokenizers.Split(library.Regex(PIECES), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, show_progress=sys.stderr.isatty(),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.optional_packages import optional_module
 
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -121,8 +122,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _marks(self) -> bool:
-        from jinja2 import nodes
-
+        nodes = optional_module("jinja2.nodes", "A chat template")
         tree = self._compiled("parse")
         return any(
             isinstance(one.call, nodes.Call) and getattr(one.call.node, "name", "") == _marked_name
@@ -140,8 +140,7 @@ _OF_DATA = {
 
 def _why(error: Exception) -> str:
     """Returns the message for an error of a template that runs."""
-    import jinja2
-
+    jinja2 = optional_module("jinja2", "A chat template")
     if isinstance(error, jinja2.TemplateError):
         return f"The chat template refuses the conversation: {_said(error)}"
     return (
@@ -159,12 +158,10 @@ def _said(error: Exception) -> str:
 
 @functools.cache
 def _environment() -> Any:
-    import jinja2
-    import jinja2.ext
-
+    jinja2 = optional_module("jinja2", "A chat template")
     from praxis_lite.inputs.tokenizers.templates.sandbox import Sandbox
 
-    class Generation(jinja2.ext.Extension):
+    class Generation(optional_module("jinja2.ext", "A chat template").Extension):
         """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
 
         tags = {"generation"}
@@ -190,8 +187,7 @@ def _environment() -> Any:
 
 
 def _refuse(message: str) -> None:
-    import jinja2
-
+    jinja2 = optional_module("jinja2", "A chat template")
     raise jinja2.TemplateError(message)
 
 

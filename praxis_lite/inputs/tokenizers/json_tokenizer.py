@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.tokenizers.base import checked_text
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
@@ -131,11 +132,10 @@ class JsonTokenizer(DirectoryTokenizer):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        from tokenizers import AddedToken
-
+        added_token = optional_module("tokenizers", f"The tokenizer {self._file}").AddedToken
         own = self._own_tokens
         new = {
-            number: AddedToken(token.text, special=token.is_special, **token.flags)
+            number: added_token(token.text, special=token.is_special, **token.flags)
             for number, token in sorted(self.special.tokens.items())
             if number not in own or token is not own[number]
         }

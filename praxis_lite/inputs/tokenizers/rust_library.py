@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.tokenizers.files import json_object, read_file
 
 # How many times as long a normalizer may make a text.
@@ -26,8 +27,7 @@ def read_tokenizer(path: Path) -> Any:
       ConfigError: the file is absent or damaged.
     """
     # tokenizers: the library that wrote the file; its Rust reads and runs every kind there is.
-    from tokenizers import Tokenizer
-
+    tokenizers = optional_module("tokenizers", f"The tokenizer {path}")
     if not os.path.exists(path):
         raise ConfigError(f"The tokenizer has no file {path}. Name its directory.")
     content = read_file(path)
@@ -35,7 +35,7 @@ def read_tokenizer(path: Path) -> Any:
     if fault:
         raise _damaged(path, fault)
     with errors_of_rust(path):
-        tokenizer = Tokenizer.from_str(content.decode())
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         for name in _RANDOM:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.tokenizers.base import checked_text
 from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
@@ -240,12 +241,11 @@ class SentencePieceTokenizer(DirectoryTokenizer):
 
     def _loaded(self, settings: bytes) -> Any:
         # sentencepiece: the library that made these models; nothing else gives the same pieces.
-        from sentencepiece import SentencePieceProcessor
-
+        library = optional_module("sentencepiece", f"The tokenizer {self._file}")
         content = read_file(self._file)
         try:
             if content:  # The library takes nothing for a model that is to come.
-                return SentencePieceProcessor(model_proto=content + settings)
+                return library.SentencePieceProcessor(model_proto=content + settings)
             error: object = "the file is empty"
         except (OSError, RuntimeError) as caught:
             error = caught

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.linears import Linear
@@ -99,7 +100,7 @@ def quantized(
       ConfigError: Qwix is not installed, there are no rules, or one matches no layer; names the
         weights that there are.
     """
-    _qwix()
+    optional_module("qwix", "quantized")
     if not rules:
         raise ConfigError("quantized.rules is empty; wanted is a QuantizationRule or several.")
     layer = model(*args, rngs=rngs, **kwargs)
@@ -166,7 +167,7 @@ def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
 
     A factor has a scale for each index that the product keeps.
     """
-    qwix = _qwix()
+    qwix = optional_module("qwix", "quantized")
     letters, outputs = equation.split("->")
     rounded = [
         qwix.quantize(
@@ -267,13 +268,3 @@ def log_rounding(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str
         logger.info("%s: %s", what, ", ".join(paths))
     if left:
         logger.info("not rounded, being no dense layers: %s", ", ".join(left))
-
-
-def _qwix() -> Any:
-    try:
-        import qwix
-    except ImportError as error:
-        raise ConfigError(
-            f"Quantized products need Qwix, which cannot be imported ({error}): pip install qwix."
-        ) from error
-    return qwix

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.layers.whole_model.adapters import merged
 from praxis_lite.tools.huggingface.tensors.writing import Pieces, save_tensors
-from praxis_lite.tools.huggingface.weights import Part
+from praxis_lite.tools.huggingface.weights import Part, rearranged
 
 # Adapted layers by their path in the model, of `praxis_lite.layers.adapted_layers`.
 Layers = Mapping[str, Any]
@@ -75,7 +74,7 @@ def write_peft(
             ):
                 shape = tuple(getattr(layer, ours).shape[-len(form.split(" -> ")[0].split()) :])
                 piece = pieces(f"params/{path}/{ours}", part.index, shape)
-                tensor = einops.rearrange(piece, form).astype(dtype)
+                tensor = rearranged(piece, form).astype(dtype)
                 tensors[f"base_model.model.{module}.{name}.weight"] = np.ascontiguousarray(tensor)
             rank = layer.lora_a.shape[-1]
             ranks.add((rank, layer.lora_scale * rank))

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.optional_packages import require_package
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.inputs.tokenizers.files import (
@@ -59,6 +60,7 @@ class Pretrained:
 
     def __init__(self, directory: str | os.PathLike[str], layout: StateLayout):
         path = local_directory(directory)
+        require_package("einops", f"The model {path}")
         self.config = read_config(path)
         family = family_of(self.config)
         self.layout, self.files = layout, TensorFiles(path)

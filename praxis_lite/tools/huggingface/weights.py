@@ -6,14 +6,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import einops
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.tools.huggingface.family import Family
 from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 
 _HEAD = "params/softmax/logits_ffn/linear/w"
+
+
+def rearranged(array: Any, form: str, **sizes: int) -> Any:
+    """Returns an array in another form, both in einops' words: "(n k) d -> d n k"."""
+    einops = optional_module("einops", "A model of Hugging Face")
+    return einops.rearrange(array, form, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +63,11 @@ class Part:
     def as_ours(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the part as it lies in our weight: a view of the tensor."""
         if self.of_heads is not None:
-            return einops.rearrange(tensor, self.form, **self.sizes)[self.of_heads[0]]
+            return rearranged(tensor, self.form, **self.sizes)[self.of_heads[0]]
         if self.dim is not None:
             stop = self.start + self.shape()[self.dim]
             tensor = tensor[(slice(None),) * self.dim + (slice(self.start, stop),)]
-        return einops.rearrange(tensor, self.form, **self.sizes)
+        return rearranged(tensor, self.form, **self.sizes)
 
     def _ours(self) -> list[str]:
         names = self.form.split(" -> ")[1].split()
@@ -82,9 +88,9 @@ def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.nda
     theirs, ours = first.form.split(" -> ")
     back = f"{ours} -> {theirs}"
     if first.of_heads is not None:
-        return einops.rearrange(np.stack(pieces), back, **first.sizes)
+        return rearranged(np.stack(pieces), back, **first.sizes)
     found = [
-        einops.rearrange(piece, back, **part.sizes)
+        rearranged(piece, back, **part.sizes)
         for part, piece in zip(of_tensor, pieces, strict=True)
     ]
     return found[0] if first.dim is None else np.concatenate(found, axis=first.dim)

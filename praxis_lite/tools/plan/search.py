@@ -161,7 +161,11 @@ def _write(
     settings = [*launched.settings, *best[0].settings]
     made = written_class(launched.experiment, topology, settings, best)
     (FOLDER / "best.py").write_text(made.text, "utf-8")
-    picture(plans, topology, FOLDER / "pareto.png")
+    drawn = f"The picture: {FOLDER / 'pareto.png'}."
+    try:
+        picture(plans, topology, FOLDER / "pareto.png")
+    except ConfigError as error:
+        drawn = f"note: {error}"
     records = [
         {"settings": list(one.settings), "seconds_by_formulas": one.seconds, **plan.to_json()}
         for one, plan in plans
@@ -171,4 +175,4 @@ def _write(
     print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
     listed = ",".join([str(FOLDER), *packages])
     print(f"\nAs an experiment: --packages={listed} --exp={FOLDER}.best.{made.name}\n"
-          f"The picture: {FOLDER / 'pareto.png'}. All plans: {FOLDER / 'plans.json'}")
+          f"{drawn} All plans: {FOLDER / 'plans.json'}")

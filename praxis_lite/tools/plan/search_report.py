@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.tools.plan.candidates import Candidate
 from praxis_lite.tools.plan.predict import StepPlan
 from praxis_lite.tools.plan.report import seconds_text
@@ -51,9 +52,8 @@ def table(plans: Plans) -> str:
 
 def picture(plans: Plans, topology: Topology, path: Path) -> None:
     """Draws memory against time, with the Pareto front and the device's memory, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figures = optional_module("matplotlib.figure", str(path))
+    figure = figures.Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     timed = [(one, plan) for one, plan in plans if plan.step_seconds is not None]
     for is_fitting, colour in ((True, "tab:blue"), (False, "tab:red")):

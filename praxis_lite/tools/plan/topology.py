@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import require_package
 from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
 from praxis_lite.core.sharding.mesh import simulated_devices
 from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
@@ -130,11 +131,7 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
     if len(dims) != chip.torus_dims:
         raise _unknown(name, f"a {chip.name}'s torus has {chip.torus_dims} dims")
-    if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            f"--topology={name} is compiled by libtpu, which is not installed. Install it: "
-            "pip install 'praxis_lite[plan]' (or 'jax[tpu]': each jax has a libtpu of its own)."
-        )
+    require_package("libtpu", f"--topology={name}")
     for setting, value in WITHOUT_TPU.items():
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies

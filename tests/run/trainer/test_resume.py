@@ -75,7 +75,7 @@ def loss(net, inputs, key):
 
 def windows(pipeline):
     """Returns the batches of a pipeline as a dataset of examples, shuffled once more."""
-    tf = tensorflow("this test", None)
+    tf = tensorflow("this test")
 
     def rows(index):
         batch = pipeline.rows(int(index), slice(0, pipeline.batch_size))

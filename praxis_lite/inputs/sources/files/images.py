@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.core.optional_packages import optional_module
+
 # Pillow's other readers are rarely tried, and that of PostScript starts another program.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 _ORIENTATION = 0x0112  # Of EXIF.
@@ -18,13 +20,12 @@ def image_of(data: bytes) -> Any:
     Raises:
       ValueError: it is damaged, cut off, of another format, or too large; says so.
     """
-    from PIL import Image, UnidentifiedImageError
-
+    Image = _pillow()  # noqa: N806 - as Pillow writes it.
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         _require_size(image)
         image.load()
-    except UnidentifiedImageError:
+    except Image.UnidentifiedImageError:
         formats = ", ".join(FORMATS)
         raise ValueError(f"it begins {data[:8]!r}, as no whole image of {formats} does") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -38,10 +39,12 @@ def image_of(data: bytes) -> Any:
     return _upright(image)
 
 
-def _require_size(image: Any) -> None:
-    from PIL import Image
+def _pillow() -> Any:
+    return optional_module("PIL.Image", "An image")
 
-    (width, height), most = image.size, Image.MAX_IMAGE_PIXELS
+
+def _require_size(image: Any) -> None:
+    (width, height), most = image.size, _pillow().MAX_IMAGE_PIXELS
     if most is not None and width * height > most:
         raise ValueError(
             f"it has {width:,} x {height:,} pixels; wanted are at most {most:,} in all "
@@ -50,8 +53,7 @@ def _require_size(image: Any) -> None:
 
 
 def _upright(image: Any) -> Any:
-    from PIL.Image import Transpose
-
+    Transpose = _pillow().Transpose  # noqa: N806
     turns = {
         2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
         5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, not_written, require
+from praxis_lite.core.optional_packages import optional_module
 
 # Writes files into the folder that it is given, or returns the examples of the one file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]
@@ -87,20 +88,18 @@ def _write(path: str, files: str, examples: Iterable[Mapping[str, Any]]) -> None
         files.endswith(".parquet"), "The file of a source whose function `make` returns examples",
         files, "one whose name ends with .jsonl, .jsonl.gz, .jsonl.zst or .parquet",
     )
-    import pyarrow.parquet
-
+    pyarrow, parquet = optional_module("pyarrow", files), optional_module("pyarrow.parquet", files)
     table = pyarrow.Table.from_pylist([dict(one) for one in examples])
-    pyarrow.parquet.write_table(table, path, row_group_size=_ROWS_PER_GROUP)
+    parquet.write_table(table, path, row_group_size=_ROWS_PER_GROUP)
 
 
 def _write_json_lines(path: str, examples: Iterable[Mapping[str, Any]]) -> None:
-    import pyarrow
-
     lines = (json.dumps(example).encode() for example in examples)
-    with pyarrow.output_stream(path, compression="detect") as file:
-        if path.endswith(".jsonl"):
+    if path.endswith(".jsonl"):
+        with open(path, "wb") as file:
             # No end of a last line: jobs keep the digest of a file that was made so.
             file.write(b"\n".join(lines))
-            return
+        return
+    with optional_module("pyarrow", path).output_stream(path, compression="detect") as file:
         for line in lines:
             file.write(line + b"\n")

@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
+from praxis_lite.core.optional_packages import require_package
 from praxis_lite.inputs.sources.columnar import Batches, mapped, row_of, validate
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of
@@ -93,6 +94,8 @@ class SavedDataset:
         self._stops = np.cumsum(counts, dtype=np.int64)
         self.num_rows = sum(counts)
         self.classes = _classes(self._features)
+        if _has_image(self._features):
+            require_package("PIL", f"{folder}, for its images,")
         self._names = _columns(self._files, state.get("_format_columns"), folder)
 
     def row(self, number: int, where: str) -> dict[str, Any]:

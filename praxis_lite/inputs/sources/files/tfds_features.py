@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.optional_packages import optional_module, require_package
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
 from praxis_lite.inputs.sources.files.inside import json_inside
 
@@ -20,8 +21,7 @@ def require_own_features(folder: Path) -> None:
 
     TFDS would import the module that is named.
     """
-    from tensorflow_datasets.core.features import feature
-
+    feature = optional_module("tensorflow_datasets.core.features.feature", "Tfds")
     registered = feature.FeatureConnector._registered_features
     known = {name for name in registered if name.startswith(_OWN)}
     for key, name in _named(json_inside(folder, "features.json")):
@@ -61,9 +61,9 @@ def _named(node: Any) -> Iterator[tuple[str, Any]]:
 
 def decode_images_safely(feature: Any) -> None:
     """Lets a feature of TFDS, and those in it, decode images as other sources do."""
-    from tensorflow_datasets.core import features
-
+    features = optional_module("tensorflow_datasets.core.features", "Tfds")
     if isinstance(feature, features.Image):
+        require_package("PIL", "Tfds, for images,")
         feature.decode_example_np = functools.partial(_pixels, feature, feature.decode_example_np)
     elif isinstance(feature, features.FeaturesDict):
         for one in feature.values():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 
@@ -30,15 +31,14 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
         drawn if it is None or not there yet.
     """
     # A Figure without pyplot draws with Agg and leaves a user's own backend and figures alone.
-    from matplotlib.figure import Figure
-
+    figures = optional_module("matplotlib.figure", os.fspath(png_path))
     lines = read_json_lines(metrics_path)
     steps, losses = _series(lines, "loss")
     if not steps.size:
         raise ConfigError(f"{metrics_path}: no line has a loss, so there is no curve to draw.")
     rate_steps, rates = _series(lines, "learning_rate")
 
-    figure = Figure(figsize=(9, 5.6 if rates.size else 4.6), dpi=130, layout="constrained")
+    figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), dpi=130, layout="constrained")
     if rates.size:
         loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         rate_axes.plot(rate_steps, rates, color=_GREY, linewidth=1.4)

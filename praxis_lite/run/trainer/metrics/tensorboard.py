@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import optional_module
+
 
 class TensorBoardWriter(contextlib.AbstractContextManager):
     """Writes scalars that `tensorboard --logdir` shows.
 
-    These are pictures of what metrics.jsonl has: a full disk ends them, with a note, but not the
-    run. TensorBoard hides what earlier files have of steps after `resume_step` (None: it hides
-    nothing).
+    These are pictures of what metrics.jsonl has: a missing tensorboardX or a full disk ends them,
+    with a note, but not the run. TensorBoard hides what earlier files have of steps after
+    `resume_step` (None: it hides nothing).
 
     The events are tensorboardX's, written and flushed here: its SummaryWriter hands each scalar to
     a thread through a multiprocessing queue, which took 1 ms of a step with eight scalars.
@@ -21,11 +24,17 @@ class TensorBoardWriter(contextlib.AbstractContextManager):
 
     def __init__(self, log_dir: str | os.PathLike[str], resume_step: int | None = None,
                  note: Callable[[str], None] = print):
-        from tensorboardX import event_file_writer
-        from tensorboardX.proto import event_pb2, summary_pb2
-
-        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
         self._log_dir, self._note, self._is_closed = pathlib.Path(log_dir), note, False
+        try:
+            event_file_writer, event_pb2, summary_pb2 = (
+                optional_module(f"tensorboardX.{name}", f"{self._log_dir}, for TensorBoard,")
+                for name in ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
+            )
+        except ConfigError as error:
+            self._is_closed = True
+            note(f"note: {error}")
+            return
+        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             # The file's name differs by the second: a run that resumes at once would overwrite.
@@ -39,6 +48,8 @@ class TensorBoardWriter(contextlib.AbstractContextManager):
 
     def scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Writes a point per scalar, at `step`."""
+        if self._is_closed:
+            return
         values = [self._summary_pb2.Summary.Value(tag=name, simple_value=float(value))
                   for name, value in scalars.items()]
         summary = self._summary_pb2.Summary(value=values)

@@ -9,9 +9,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.sources.files.plain import opened
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -113,14 +113,15 @@ class TensorFiles:
     def _header(self, file: str) -> dict[str, Any]:
         if file not in self._headers:
             path = self.directory / file
+            library = optional_module("safetensors", f"The model {path}")
             try:
                 # Opened first: a pipe would be waited for.
-                with opened(path) as stream, safe_open(path, framework="numpy"):
+                with opened(path) as stream, library.safe_open(path, framework="numpy"):
                     # The library checks lengths, types and that tensors lie side by side.
                     (length,) = struct.unpack("<Q", stream.read(8))
                     header = json.loads(stream.read(length))
             except (
-                OSError, ValueError, RecursionError, struct.error, SafetensorError
+                OSError, ValueError, RecursionError, struct.error, library.SafetensorError
             ) as error:
                 words = shown(" ".join(str(error).split()), 300)
                 raise ConfigError(f"{path} is no safetensors file: {words}.") from None

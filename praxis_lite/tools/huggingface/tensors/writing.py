@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from praxis_lite.core.errors import format_bytes
+from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.tools.huggingface.tensors.tensor_files import INDEX, SINGLE
 from praxis_lite.tools.huggingface.weights import Part, as_tensor, tensor_shape
 
@@ -71,9 +70,12 @@ def write_tensors(
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     """Writes a safetensors file. Raises OSError, also where the library has another error."""
+    library, of_numpy = (
+        optional_module(name, f"The model {path}") for name in ("safetensors", "safetensors.numpy")
+    )
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
+        of_numpy.save_file(tensors, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(path)) from error

@@ -1,0 +1,71 @@
+"""Packages that only some features need: imported late, and where they are missing, asked for."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from praxis_lite.core.errors import ConfigError
+
+# By the name under which it is imported: pip's name, and the extra of setup.py that brings it; None
+# where the plain installation does, as far as the package exists for this Python.
+PACKAGES: dict[str, tuple[str, str | None]] = {
+    "tensorflow": ("tensorflow", None),
+    "grain": ("grain", None),
+    "tokenizers": ("tokenizers", "text"),
+    "sentencepiece": ("sentencepiece", "text"),
+    "jinja2": ("jinja2", "text"),
+    "safetensors": ("safetensors", "hf"),
+    "einops": ("einops", "hf"),
+    "pyarrow": ("pyarrow", "sources"),
+    "google_crc32c": ("google-crc32c", "sources"),
+    "PIL": ("pillow", "sources"),
+    "tensorflow_datasets": ("tensorflow-datasets", "sources"),
+    "matplotlib": ("matplotlib", "plots"),
+    "tensorboardX": ("tensorboardX", "plots"),
+    "libtpu": ("'jax[tpu]'", "plan"),
+    "qwix": ("qwix", "quantization"),
+    "sklearn": ("scikit-learn", "digits"),
+}
+
+
+def optional_module(name: str, needed_by: str) -> ModuleType:
+    """Returns a module of one of the PACKAGES, imported.
+
+    Args:
+      name: in full, such as "matplotlib.figure".
+      needed_by: the subject of the error: a setting or a feature, such as "TfRecords".
+
+    Raises:
+      ConfigError: the package is not installed, and what installs it; or it is, and its import
+        fails: with the error of the import.
+    """
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise _missing(package, needed_by) from None
+        raise ConfigError(
+            f"{needed_by} needs {package}, which is installed, but its import fails: "
+            f"{type(error).__name__}: {error}. Mend the installation: pip install "
+            f"--force-reinstall {PACKAGES[package][0]}."
+        ) from error
+
+
+def require_package(package: str, needed_by: str) -> None:
+    """Raises the error of `optional_module` if one of the PACKAGES is missing; imports nothing."""
+    if not is_installed(package):
+        raise _missing(package, needed_by)
+
+
+def is_installed(package: str) -> bool:
+    """Returns True if one of the PACKAGES can be found; it may be broken."""
+    return importlib.util.find_spec(package) is not None
+
+
+def _missing(package: str, needed_by: str) -> ConfigError:
+    pip_name, extra = PACKAGES[package]
+    line = pip_name if extra is None else f"'praxis_lite[{extra}]' (or: pip install {pip_name})"
+    return ConfigError(
+        f"{needed_by} needs {package}, which is not installed here. Install it: pip install {line}."
+    )

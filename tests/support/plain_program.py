@@ -1,0 +1,116 @@
+"""A small job, and what needs more, where no package of the extras is there, nor tensorflow.
+
+    python -m tests.support.plain_program DIRECTORY
+
+A process of its own: what is refused must not have been imported. It trains, evaluates and decodes
+`lm.PyDocs`, made small, and prints for each feature that needs a package `FEATURE: WHAT IT SAYS`.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import PACKAGES
+from tests.support.goldens import GOLDENS
+
+ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
+SMALL = [
+    ONE_DEVICE, "run.num_train_steps=2", "task.model.num_layers=1",
+    "datasets.train.seq_len=16", "datasets.heldout.seq_len=16", "datasets.heldout.stride=None",
+    "run.max_eval_batches=1", "task.decoder.max_decode_steps=3",
+]
+
+
+class Without:
+    """A finder of modules that finds some packages no more, as where they are not installed."""
+
+    def __init__(self, finder: Any, packages: set[str]):
+        self.finder, self.packages = finder, packages
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
+        if fullname in self.packages:
+            return None
+        return self.finder.find_spec(fullname, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)
+
+
+def features(folder: Path) -> dict[str, Callable[[], object]]:
+    """Returns by name what needs a package; in `folder` files are made for it."""
+    from flax import nnx
+
+    from praxis_lite.experiments import vision
+    from praxis_lite.inputs import (
+        ArrowFiles,
+        FromDataset,
+        HuggingFaceDataset,
+        ImageFiles,
+        JsonLines,
+        Parquet,
+        Tfds,
+        TfRecords,
+    )
+    from praxis_lite.inputs.tokenizers.__main__ import train
+    from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+    from praxis_lite.inputs.tokenizers.loading import load_tokenizer
+    from praxis_lite.layers.whole_model.quantization import quantized
+    from praxis_lite.tools.huggingface.model import load
+    from praxis_lite.tools.plan.topology import topology_of
+
+    def file(name: str, content: bytes = b"\0" * 64) -> str:
+        path = folder / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return str(path)
+
+    texts, pieces = file("a.txt"), Path(file("pieces/tokenizer.model"))
+    saved = Path(file("saved/state.json", b'{"_fingerprint": "a", "_data_files": ["a.arrow"]}'))
+    file("saved/a.arrow")
+    file("saved/dataset_info.json", b"{}")
+    return {
+        "tokenizer.json": lambda: load_tokenizer(GOLDENS / "tokenizers/llama3").vocab_size,
+        "tokenizer.model": lambda: load_tokenizer(pieces.parent).vocab_size,
+        "training a tokenizer": lambda: train(texts, folder / "tokenizer", 300),
+        "a chat template": lambda: ChatTemplate("{{ messages }}").render([]),
+        "Parquet": lambda: Parquet(file("a.parquet")).check(),
+        "ArrowFiles": lambda: ArrowFiles(file("a.arrow")).check(),
+        "JsonLines, .zst": lambda: JsonLines(file("a.jsonl.zst")).check(),
+        "TfRecords": lambda: TfRecords(file("a.tfrecord")).check(),
+        "ImageFiles": lambda: ImageFiles(file("cats/a.png")).check(),
+        "HuggingFaceDataset": lambda: HuggingFaceDataset(str(saved.parent)).check(),
+        "Tfds": lambda: Tfds(str(folder), "train").check(),
+        "FromDataset": lambda: FromDataset(dict, 2).check(),
+        "quantized": lambda: quantized(model=nnx.Linear, rules=[], rngs=nnx.Rngs(0)),
+        "load of Hugging Face": lambda: load(GOLDENS / "hf/llama"),
+        "--topology": lambda: topology_of("v5e:2x4"),
+        "vision.digits": lambda: vision.digits("train"),
+    }
+
+
+def main(folder: Path) -> None:
+    """Runs the program."""
+    refused = {*PACKAGES} - {"grain"}
+    sys.meta_path[:] = [Without(finder, refused) for finder in sys.meta_path]
+    from praxis_lite.main import main as praxis_lite
+
+    job = f"--job_log_dir={folder / 'job'}"
+    for words in (["--exp=lm.PyDocs", "--set", *SMALL], ["--mode=eval"], ["--mode=decode"]):
+        print("STATUS", praxis_lite([*words, job]))
+    tokenizer = f"corpus.tokenizer={GOLDENS / 'tokenizers/llama3'}"
+    for words in (["--exp=lm.PyDocs", "--set", tokenizer], ["--exp=vision.DigitsResNet", "--set"]):
+        try:
+            praxis_lite([f"--job_log_dir={folder / 'other'}", *words, ONE_DEVICE])
+        except SystemExit as status:
+            print("STATUS", status.code)
+    for name, feature in features(folder).items():
+        try:
+            print(f"{name}: {feature()}")
+        except ConfigError as error:
+            print(f"{name}: {error}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

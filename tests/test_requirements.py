@@ -1,0 +1,171 @@
+"""setup.py names each package that is imported; what the plain one lacks, an error asks for."""
+
+import ast
+import collections
+import functools
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.optional_packages import PACKAGES, optional_module
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path for folder in ("praxis_lite", "tasks", "experiments")
+    for path in (ROOT / folder).rglob("*.py")
+)  # fmt: skip
+OURS = {"praxis_lite", "tasks", "experiments"}
+# pip's names of packages that are imported by another name.
+PIP_NAMES = {"orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf"}
+# Modules that import a package of an extra at their top: nothing imports them at its own.
+LATE = {"praxis_lite.inputs.tokenizers.templates.sandbox": "jinja2"}
+
+
+@functools.cache
+def arguments() -> dict:
+    """Returns what setup.py calls `setup` with."""
+    calls, setup = [], setuptools.setup
+    setuptools.setup = lambda **given: calls.append(given)
+    try:
+        runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        setuptools.setup = setup
+    return calls[0]
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Returns the names of packages, of their extras too."""
+    return {re.match(r"[\w.-]+(\[\w+\])?", one)[0] for one in requirements}
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Returns the modules that a file imports, and whether it does so at its top level."""
+    tree = ast.parse(path.read_text())
+    late = {
+        node for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    modules = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [(alias.name, node not in late) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append((node.module, node not in late))
+    return modules
+
+
+def test_all_that_is_imported_by_its_name_is_in_the_plain_installation():
+    plain, places = names(arguments()["install_requires"]), collections.defaultdict(list)
+    for path in FILES:
+        module = str(path.relative_to(ROOT)).removesuffix(".py").replace("/", ".")
+        for name, is_at_top in imports(path):
+            root = name.partition(".")[0]
+            assert not is_at_top or name not in LATE, f"{path} imports {name} at its top"
+            if root not in sys.stdlib_module_names | OURS and root != LATE.get(module):
+                places[PIP_NAMES.get(root, root)].append(str(path))
+    assert {name: files for name, files in places.items() if name not in plain} == {}
+    # And nothing else is required.
+    assert plain == {*places, "tensorflow", "grain"}
+
+
+def test_packages_of_extras_are_asked_for_by_the_extra_that_has_them():
+    extras = {name: names(packages) for name, packages in arguments()["extras_require"].items()}
+    plain = names(arguments()["install_requires"])
+    for package, (pip_name, extra) in PACKAGES.items():
+        assert pip_name.strip("'") in (plain if extra is None else extras[extra]), package
+    assert extras["text"] < extras["hf"]
+    assert extras["data"] == extras["sources"]  # Its name until the extras went by use.
+    for extra in {extra for _, extra in PACKAGES.values()} - {None, "plan"}:
+        assert extras[extra] <= extras["test"]
+
+
+def test_each_late_import_is_of_a_package_of_the_table():
+    asked = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "optional_module", "require_package", "is_installed",
+            ):
+                text = ast.unparse(node.args[0]).strip("f\"'")
+                asked.add(re.split(r"[.{]", text)[0])
+    assert asked - {"package", "name"} == {*PACKAGES}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, str]:
+    """A directory in which a process without the packages has worked, and its output."""
+    folder = tmp_path_factory.mktemp("plain")
+    done = subprocess.run(
+        [sys.executable, "-u", "-m", "tests.support.plain_program", str(folder)], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return folder, done.stdout
+
+
+def test_without_any_of_them_a_job_trains_evaluates_and_decodes(plain):
+    folder, output = plain
+    assert re.findall("STATUS (.*)", output)[:3] == ["None"] * 3
+    assert len((folder / "job/metrics.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "job/decode/heldout/2.jsonl").read_text().splitlines()) == 5
+    lacking = re.findall(r"^note: .*/(\S+?),? .*(pip install '.*?')", output, re.M)
+    assert lacking == [
+        ("tensorboard", "pip install 'praxis_lite[plots]'"),
+        ("loss_curve.png", "pip install 'praxis_lite[plots]'"),
+    ]
+    assert not (folder / "job/loss_curve.png").exists()
+
+
+def test_a_command_says_the_pip_line_before_it_compiles(plain):
+    errors = re.findall(r"^error: (.*?)^STATUS 2$", plain[1], re.M | re.S)
+    assert [" ".join(words.split()).split("pip install ", 1)[1] for words in errors] == [
+        "'praxis_lite[text]' (or: pip install tokenizers).",
+        "'praxis_lite[digits]' (or: pip install scikit-learn).",
+    ]
+    assert plain[1].count("compiling the first step") == 1  # Of the job that was trained.
+
+
+@pytest.mark.parametrize("feature, pip_line", {
+    "tokenizer.json": "'praxis_lite[text]' (or: pip install tokenizers)",
+    "tokenizer.model": "'praxis_lite[text]' (or: pip install sentencepiece)",
+    "training a tokenizer": "'praxis_lite[text]' (or: pip install tokenizers)",
+    "a chat template": "'praxis_lite[text]' (or: pip install jinja2)",
+    "Parquet": "'praxis_lite[sources]' (or: pip install pyarrow)",
+    "ArrowFiles": "'praxis_lite[sources]' (or: pip install pyarrow)",
+    "JsonLines, .zst": "'praxis_lite[sources]' (or: pip install pyarrow)",
+    "TfRecords": "'praxis_lite[sources]' (or: pip install google-crc32c)",
+    "ImageFiles": "'praxis_lite[sources]' (or: pip install pillow)",
+    "HuggingFaceDataset": "'praxis_lite[sources]' (or: pip install pyarrow)",
+    "Tfds": "'praxis_lite[sources]' (or: pip install tensorflow-datasets)",
+    "FromDataset": "tensorflow",
+    "quantized": "'praxis_lite[quantization]' (or: pip install qwix)",
+    "load of Hugging Face": "'praxis_lite[hf]' (or: pip install einops)",
+    "--topology": "'praxis_lite[plan]' (or: pip install 'jax[tpu]')",
+    "vision.digits": "'praxis_lite[digits]' (or: pip install scikit-learn)",
+}.items())  # fmt: skip
+def test_a_feature_says_what_to_install(plain, feature, pip_line):
+    (line,) = re.findall(f"^{re.escape(feature)}: (.*)", plain[1], re.M)
+    assert line.endswith(f" Install it: pip install {pip_line}.")
+
+
+@pytest.mark.parametrize("source, words", [
+    ("raise ImportError('libz.so: undefined symbol')", "ImportError: libz.so: undefined symbol"),
+    ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
+])  # fmt: skip
+def test_a_broken_installation_is_not_called_a_missing_one(tmp_path, monkeypatch, source, words):
+    (tmp_path / "qwix.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "qwix", raising=False)
+    with pytest.raises(ConfigError) as error:
+        optional_module("qwix", "quantized")
+    assert f"is installed, but its import fails: {words}." in str(error.value)
+    assert "pip install --force-reinstall qwix." in str(error.value)
