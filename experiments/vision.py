@@ -5,8 +5,7 @@ import numpy as np
 import optax
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.core import Learner
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.core import Learner, require_package
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
     BatchNorm,
@@ -35,8 +34,10 @@ def digits(split: str) -> dict[str, np.ndarray]:
 
     1797 digits that 43 people wrote, reduced to 8 x 8 (UCI's optdigits, its test set).
     """
-    # Half a second, which --list need not wait for.
-    data = optional_module("sklearn.datasets", "vision.digits").load_digits()
+    require_package("sklearn", "vision.digits")
+    from sklearn.datasets import load_digits  # Half a second, which --list need not wait for.
+
+    data = load_digits()
     order = np.random.RandomState(0).permutation(len(data.target))
     rows = order[:NUM_HELDOUT] if split == "heldout" else order[NUM_HELDOUT:]
     images = data.images[rows, :, :, None].astype(np.float32) / 16.0

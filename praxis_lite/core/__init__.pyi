@@ -11,6 +11,7 @@ from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer as Auxi
 from praxis_lite.core.learner.regularization import VariationalNoise as VariationalNoise
 from praxis_lite.core.models.model import Model as Model
 from praxis_lite.core.models.nnx_model import NnxModel as NnxModel
+from praxis_lite.core.optional_packages import require_package as require_package
 from praxis_lite.core.partitioner.partitioner import Partitioner as Partitioner
 from praxis_lite.core.partitioner.shard_map_partitioner import (
     ShardMapPartitioner as ShardMapPartitioner,

@@ -53,18 +53,26 @@ def optional_module(name: str, needed_by: str) -> ModuleType:
 
 
 def require_package(package: str, needed_by: str) -> None:
-    """Raises the error of `optional_module` if one of the PACKAGES is missing; imports nothing."""
+    """Checks that a package is installed; imports nothing.
+
+    Args:
+      package: the name under which it is imported.
+      needed_by: the subject of the error: a setting or a feature, such as "vision.digits".
+
+    Raises:
+      ConfigError: it is missing; says what installs it.
+    """
     if not is_installed(package):
         raise _missing(package, needed_by)
 
 
 def is_installed(package: str) -> bool:
-    """Returns True if one of the PACKAGES can be found; it may be broken."""
+    """Returns True if a package can be found; it may be broken."""
     return importlib.util.find_spec(package) is not None
 
 
 def _missing(package: str, needed_by: str) -> ConfigError:
-    pip_name, extra = PACKAGES[package]
+    pip_name, extra = PACKAGES.get(package, (package, None))
     line = pip_name if extra is None else f"'praxis_lite[{extra}]' (or: pip install {pip_name})"
     return ConfigError(
         f"{needed_by} needs {package}, which is not installed here. Install it: pip install {line}."
