@@ -1,7 +1,8 @@
-"""From a command line to its mode: the only place that knows them all."""
+"""From a command line to its mode: the only place that joins the run and the tools."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
 from praxis_lite.run.command import run
@@ -19,8 +20,19 @@ from praxis_lite.tools.modes.check import Check
 from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
 
+if TYPE_CHECKING:
+    from praxis_lite.core.partitioner.train_state import StateLayout
+    from praxis_lite.run.checkpoints.init.initial_state import InitialState
+
+
+def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
+    from praxis_lite.tools.huggingface.initial_state import FromHuggingFace
+
+    return FromHuggingFace(directory, layout)
+
+
 MODES: Mapping[str, Mode] = {
-    "train": Train(),
+    "train": Train({"init_from_huggingface": _from_huggingface}),
     "eval": Evaluate(),
     "decode": Decode(),
     "explain": Explain(),

@@ -86,9 +86,8 @@ ORDERS = {
         {"init"},
     ),
 }
-# To become protocols: how a job begins with other weights, and hooks of the loop.
+# To become a protocol: hooks of the loop.
 RUN_IMPORTS_TOOLS = {
-    "praxis_lite/run/trainer/launch.py": "praxis_lite.tools.huggingface.pretrained.",
     "praxis_lite/run/trainer/trainer.py": "praxis_lite.tools.",
 }
 # Within praxis_lite through links, at the top as they are: looked at once, there.

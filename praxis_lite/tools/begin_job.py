@@ -5,10 +5,9 @@ import fcntl
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import fiddle as fdl
-import jax
 
 from praxis_lite.core.errors import ConfigError, few, not_written
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -17,13 +16,13 @@ from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
-from praxis_lite.run.checkpoints.init.init_from_checkpoint import completed
+from praxis_lite.run.checkpoints.init.initial_state import InitialState, Note, begun
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.config.text import config_lines, dump_config
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.experiment.launched_config import config_of_experiment
 from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_training
 from praxis_lite.run.trainer.checks.job_checks import check_parts
 from praxis_lite.run.trainer.checks.memory import check_fits
@@ -98,11 +97,12 @@ def _clear(job_dir: JobDir) -> None:
 
 
 def begin_job_with(
-    weights: Callable[[Partitioner, Job], Mapping[str, jax.Array]],
+    source: Callable[[Partitioner, Job], InitialState],
     experiment: str,
     job_dir: JobDir,
     settings: Sequence[str] = (),
     packages: Sequence[str] = (),
+    note: Note = lambda line: None,
 ) -> JobDir:
     """Returns the job as if its step 0 was saved, to be trained or evaluated.
 
@@ -110,37 +110,32 @@ def begin_job_with(
     batch.
 
     Args:
-      weights: returns the weights by path in mdl_vars, padded and in their shards; what it leaves
-        out is drawn with the run's seed.
+      source: returns the initial state; what it leaves out is drawn with the run's seed.
       experiment: its name, as for `--exp`.
       job_dir: of `beginning`.
       settings: "path=value", as for `--set`.
       packages: as for `--packages`.
+      note: told how far the reading is.
 
     Raises:
       ConfigError: the experiment is refused as in training.
     """
-    experiment_class = registry.get_experiment(experiment, packages)
-    config = configured(experiment_class, settings, registry.allowed_packages(packages))
-    check_required(config)
-    job = fdl.build(config)
+    launched = config_of_experiment(experiment, settings, packages)
+    check_required(launched.config)
+    job = fdl.build(launched.config)
     check_parts(job)
     mesh_config = filled_mesh(job.mesh)
     simulate_devices(mesh_config.num_devices)
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(mesh_config))
     check_fits(partitioner.layout, partitioner.mesh, "train")
-    arrays = weights(partitioner, job)
-    groups = partitioner.learner.groups
-    check_frozen_base(groups, arrays, may_be_new=job.run.frozen_may_be_new)
-    arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
-    state = completed(partitioner, partitioner.key(job.run.seed), arrays)
+    initial, groups = source(partitioner, job), partitioner.learner.groups
+    check_frozen_base(groups, initial.paths, may_be_new=job.run.frozen_may_be_new)
+    state = begun(partitioner, partitioner.key(job.run.seed), initial, note)
     data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
     with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
         saved.save(0, state, partitioner.layout, data)
-    text = dump_config(
-        config, registry.full_name(experiment_class), settings, packages=packages
-    )
-    job_dir.write_config(text, config_lines(config))
+    text = dump_config(launched.config, launched.experiment, settings, packages=packages)
+    job_dir.write_config(text, config_lines(launched.config))
     return job_dir
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from praxis_lite.core.errors import require
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
@@ -128,6 +128,17 @@ class RunConfig:
             self.accept_changed_data, "names in brackets",
         )
 
+
+    @property
+    def init_from(self) -> tuple[str, Any] | None:
+        """The setting that names the initial state of a new job, and its value; None: it is drawn.
+
+        Of both settings only one may be given.
+        """
+        if self.init_from_huggingface is not None:
+            return "init_from_huggingface", self.init_from_huggingface
+        rules = self.init_from_checkpoint_rules
+        return ("init_from_checkpoint_rules", rules) if rules else None
 
     @property
     def seconds_between_checkpoints(self) -> int | None:

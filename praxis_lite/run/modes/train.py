@@ -1,15 +1,28 @@
 """`main.py --mode=train`: trains an experiment, from nothing or from where its job stopped."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
+if TYPE_CHECKING:
+    from praxis_lite.run.checkpoints.init.initial_state import Source
+
 
 class Train(Mode):
-    """Trains, and goes on with a job that was stopped."""
+    """Trains, and goes on with a job that was stopped.
+
+    Args:
+      sources: of initial states, as for `launch.train`.
+    """
 
     summary = "trains an experiment, or goes on with its job"
     goes_on = True
     is_of_many_processes = True
+
+    def __init__(self, sources: "Mapping[str, Source]"):
+        self._sources = sources
 
     def run(self, command: CommandLine) -> None:
         """Trains; raises ConfigError as `launch.train` does."""
@@ -18,4 +31,4 @@ class Train(Mode):
             # Imported after the checks, so that an error need not wait for Orbax.
             from praxis_lite.run.trainer import launch
 
-            launch.train(job, launched)
+            launch.train(job, launched, self._sources)

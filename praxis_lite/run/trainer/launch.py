@@ -3,22 +3,17 @@
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
-from praxis_lite.run.checkpoints.init.init_from_checkpoint import (
-    completed,
-    init_from_checkpoints,
-)
-from praxis_lite.run.checkpoints.init.planning import plan_init
+from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
+from praxis_lite.run.checkpoints.init.initial_state import InitialState, Source, begun
 from praxis_lite.run.checkpoints.save_checks import check_names
 from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
@@ -57,21 +52,29 @@ from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
 from praxis_lite.run.trainer.trainer import StartingPoint
-from praxis_lite.tools.huggingface.pretrained import Pretrained, keep_description
 
 
-def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
-    """Trains a job from nothing, from other checkpoints, or from where it stopped.
+def train(
+    job: JobOnMesh, launched: LaunchedConfig, sources: Mapping[str, Source] | None = None
+) -> None:
+    """Trains a job from nothing, from an initial state, or from where it stopped.
+
+    Args:
+      sources: of initial states besides checkpoints, by the setting of `run` that names them.
 
     Raises ConfigError if the job's checkpoint is of another model, or of other data; and
     LastStepUnsound if the job is trained and saved, but its last step was skipped.
     """
     run, files = job.run, job.files
     check_names(job.partitioner.layout)
+    sources = {"init_from_checkpoint_rules": FromCheckpoints, **(sources or {})}
     if not step_dirs.committed_steps(files.checkpoints):
+        initial = _initial_state(job, sources)
         check_frozen_base(
-            job.partitioner.learner.groups, _given(job), may_be_new=run.frozen_may_be_new
+            job.partitioner.learner.groups, initial.paths if initial else (),
+            may_be_new=run.frozen_may_be_new,
         )
+        del initial  # It may hold files open.
     config_json = dump_config(
         launched.config, launched.experiment, launched.settings, packages=launched.packages
     )
@@ -90,7 +93,7 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
             )
         )
         if saved.latest_step() is None:
-            start = _new_start(job)
+            start = _new_start(job, sources)
         else:
             data = saved.latest_data()
             accepted = check_resumable(data, job.datasets[TRAIN], run.accept_changed_data)
@@ -128,7 +131,7 @@ def train(job: JobOnMesh, launched: LaunchedConfig) -> None:
             roll_backs.add(spike)
             del start
             skipped = tuple(sorted({*skipped, spike.batch}))
-            start = _rolled_back(job, saved, spike, skipped)
+            start = _rolled_back(job, saved, spike, skipped, sources)
             print(
                 f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "
                 f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
@@ -167,49 +170,24 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
         print(f"evaluated {count} of {name} with the weights of step {step}: {path}")
 
 
-def _new_start(job: JobOnMesh) -> StartingPoint:
-    """Returns the start of a job: a drawn state, or arrays of others' checkpoints."""
-    partitioner, rules = job.partitioner, job.run.init_from_checkpoint_rules
-    key = partitioner.key(job.run.seed)
-    if job.run.init_from_huggingface is not None:
-        return StartingPoint(0, _from_huggingface(job, key))
-    if not rules:
-        print("initialising the state", flush=True)
+def _initial_state(job: JobOnMesh, sources: Mapping[str, Source]) -> InitialState | None:
+    """Returns the initial state that a setting of `run` names, or None: all of it is drawn."""
+    if (setting := job.run.init_from) is None:
+        return None
+    name, value = setting
+    return sources[name](value, job.partitioner.layout)
+
+
+def _new_start(job: JobOnMesh, sources: Mapping[str, Source]) -> StartingPoint:
+    """Returns the start of a job: a drawn state, or that of a source."""
+    partitioner = job.partitioner
+    key, source = partitioner.key(job.run.seed), _initial_state(job, sources)
+    if source is None:
+        _say("initialising the state")
         compile_init(partitioner, key)
         return StartingPoint(0, partitioner.init(key))
-    plan = plan_init(partitioner.layout, rules)
-    lines = "\n".join(plan.lines()) + "\n"
-    write_whole(job.files.init_from_checkpoint_txt, lines.encode())
-    for line in plan.summary():
-        print(line)
-    print("initialising the state. See init_from_checkpoint.txt.", flush=True)
-    state = init_from_checkpoints(partitioner, key, plan)
-    return StartingPoint(int(state.step), state)
-
-
-def _given(job: JobOnMesh) -> set[str]:
-    """Returns the paths in mdl_vars of the weights that a new start does not draw."""
-    layout, run = job.partitioner.layout, job.run
-    if run.init_from_huggingface is not None:
-        return Pretrained(run.init_from_huggingface, layout.select("mdl_vars")).paths
-    if not run.init_from_checkpoint_rules:
-        return set()
-    plan = plan_init(layout, run.init_from_checkpoint_rules)
-    return {path.removeprefix("mdl_vars/") for path in plan.sources}
-
-
-def _from_huggingface(job: JobOnMesh, key: jax.Array) -> TrainState:
-    """Returns a new state with the weights in a directory of Hugging Face; adapters' are drawn."""
-    partitioner, directory = job.partitioner, job.run.init_from_huggingface
-    layout = partitioner.layout.select("mdl_vars")
-    pretrained = Pretrained(directory, layout)
-    if jax.process_index() == 0:
-        keep_description(directory, job.files.huggingface)
-    arrays = pretrained.read(partitioner.mesh, _say)
-    drawn = [leaf.path for leaf in layout.leaves() if leaf.path not in arrays]
-    print(f"{len(arrays)} weights from {directory}" + (f"; new: {few(drawn)}" if drawn else ""))
-    arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
-    return completed(partitioner, key, arrays)
+    source.keep(job.files)
+    return StartingPoint(source.step, begun(partitioner, key, source, _say))
 
 
 def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
@@ -220,7 +198,8 @@ def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
 
 
 def _rolled_back(
-    job: JobOnMesh, saved: Checkpoints, spike: LossSpike, skipped: tuple[int, ...]
+    job: JobOnMesh, saved: Checkpoints, spike: LossSpike, skipped: tuple[int, ...],
+    sources: Mapping[str, Source],
 ) -> StartingPoint:
     """Returns the newest checkpoint, or a new start if there is none, with these batches left out.
 
@@ -228,7 +207,8 @@ def _rolled_back(
     one, is set aside.
     """
     saved.abandon_after(spike.step - 1)
-    start = _new_start(job) if saved.latest_step() is None else _resumed(job, saved)
+    is_new = saved.latest_step() is None
+    start = _new_start(job, sources) if is_new else _resumed(job, saved)
     return dataclasses.replace(start, skipped_batches=skipped)
 
 

@@ -1,7 +1,7 @@
 """A job that begins with a model of Hugging Face, and a job's model exported for it."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -14,6 +14,7 @@ from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_readin
 from praxis_lite.run.trained_model import load
 from praxis_lite.tools.begin_job import begin_job_with, beginning
 from praxis_lite.tools.huggingface.adapters import merged_weights
+from praxis_lite.tools.huggingface.initial_state import FromHuggingFace
 from praxis_lite.tools.huggingface.model import EXPERIMENT
 from praxis_lite.tools.huggingface.pretrained import CAME_FROM, Pretrained, keep_description
 from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
@@ -42,14 +43,14 @@ def begin_job(
     Raises:
       ConfigError: see `Pretrained`, `beginning` and `begin_job_with`.
     """
-    def weights(partitioner: Partitioner, job: Job) -> Mapping[str, jax.Array]:
-        layout = partitioner.layout.select("mdl_vars")
-        return Pretrained(directory, layout).read(partitioner.mesh, note)
+    def source(partitioner: Partitioner, job: Job) -> FromHuggingFace:
+        return FromHuggingFace(directory, partitioner.layout)
 
     TensorFiles(local_directory(directory))  # Looked at before anything is made.
     with beginning(job_log_dir, EXPERIMENT) as job_dir:
         keep_description(directory, job_dir.huggingface)
-        return begin_job_with(weights, EXPERIMENT, job_dir, (hf_dir_setting(job_dir), *settings))
+        given = (hf_dir_setting(job_dir), *settings)
+        return begin_job_with(source, EXPERIMENT, job_dir, given, note=note)
 
 
 def hf_dir_setting(job_dir: JobDir) -> str:

@@ -13,9 +13,8 @@ from praxis_lite.run.command import Parser, run
 from praxis_lite.run.job.processes.standard_output import print_log
 
 if TYPE_CHECKING:
-    import jax
-
     from praxis_lite.core.partitioner.partitioner import Partitioner
+    from praxis_lite.run.checkpoints.init.initial_state import InitialState
     from praxis_lite.run.experiment.experiment import Job
     from praxis_lite.run.job.job_dir import JobDir
 
@@ -48,25 +47,18 @@ def begin_job(
       ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
     """
     # Imported here: a signal may come while jax is.
-    import jax
-
     from praxis_lite.tools.begin_job import begin_job_with, beginning
     from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
-    from praxis_lite.tools.pax.weights import mdl_vars_from_pax
+    from praxis_lite.tools.pax.initial_state import FromPax
 
     # Before the memory of the model is counted: the path may be wrong.
     found = read_pax_checkpoint(pax_directory, step)
 
-    def weights(partitioner: "Partitioner", job: "Job") -> dict[str, "jax.Array"]:
-        key = jax.random.key(job.run.seed)
-        mdl_vars = mdl_vars_from_pax(job.task.model, found, ignore=ignore, new=new, key=key)
-        layout = partitioner.layout.select("mdl_vars")
-        place = jax.jit(layout.pad, out_shardings=layout.shardings(partitioner.mesh))
-        paths = [leaf.path for leaf in layout.leaves()]
-        return dict(zip(paths, jax.tree.leaves(place(mdl_vars)), strict=True))
+    def source(partitioner: "Partitioner", job: "Job") -> "InitialState":
+        return FromPax(found, partitioner, ignore=ignore, new=new, seed=job.run.seed)
 
     with beginning(job_log_dir, experiment, packages) as job_dir:
-        return begin_job_with(weights, experiment, job_dir, settings, packages)
+        return begin_job_with(source, experiment, job_dir, settings, packages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

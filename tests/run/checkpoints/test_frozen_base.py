@@ -16,6 +16,9 @@ from tests.support.goldens import GOLDENS
 AXES = {"replica": 1, "data": 4, "mdl": 2}
 
 
+HEADS = "mdl_vars/params/softmax", "mdl_vars/params/final_ln"
+
+
 @functools.cache
 def groups_of(name, *settings):
     task = fdl.build(configured(registry.get_experiment(name), list(settings)).task)
@@ -23,7 +26,7 @@ def groups_of(name, *settings):
 
 
 def paths_of(groups):
-    return ["/".join(("params", *path)) for path, _ in spec_items(groups.weight_specs)]
+    return ["/".join(("mdl_vars/params", *path)) for path, _ in spec_items(groups.weight_specs)]
 
 
 def refusal(groups, loaded=()):
@@ -45,9 +48,9 @@ def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
     # Of a base that is there in part, what is missing is named.
     (missing,) = [path for path in base if path.endswith("self_attention/post/w")][:1]
     message = refusal(groups, base - {missing})
-    assert f"1 weights, {missing.removeprefix('params/')}." in message
+    assert f"1 weights, {missing.removeprefix('mdl_vars/params/')}." in message
     # What no adapter sits on may be new, such as a head.
-    other = {path for path in base if path.startswith(("params/softmax", "params/final_ln"))}
+    other = {path for path in base if path.startswith(HEADS)}
     assert other
     check_frozen_base(groups, base - other, may_be_new=False)
 

@@ -14,7 +14,8 @@ from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.core import MeshConfig, Partitioner, TrainState, make_mesh
 from praxis_lite.layers import adapted
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.init.init_from_checkpoint import init_from_checkpoints
+from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
+from praxis_lite.run.checkpoints.init.initial_state import begun
 from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL
 from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
@@ -58,8 +59,8 @@ def by_path(state):
 
 def init(rules, target):
     """Returns a new state by path without its padding, having checked its shards and padding."""
-    plan = plan_init(target.layout, rules)
-    state = init_from_checkpoints(target, target.key(3), plan)
+    source = FromCheckpoints(rules, target.layout)
+    state, plan = begun(target, target.key(3), source, lambda line: None), source.plan
     assert jax.tree.structure(state) == jax.tree.structure(target.layout.shapes)
     found, leaves = {}, {leaf.path: leaf for leaf in target.layout.leaves()}
     placed_as = by_path(target.layout.abstract(target.mesh))
@@ -266,8 +267,8 @@ def test_a_lora_starts_as_its_base(source):
     config.task.learner.bprop_variable_inclusion = lora
     built = fdl.build(config)
     target = Partitioner(built.task, make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 4))))
-    plan = plan_init(target.layout, {str(job): rules(ignore_rules=[lora])})
-    state = init_from_checkpoints(target, target.key(3), plan)
+    initial = FromCheckpoints({str(job): rules(ignore_rules=[lora])}, target.layout)
+    state = begun(target, target.key(3), initial, lambda line: None)
     slots = [path for path in by_path(state.opt_states["slots"]) if not path.endswith("count")]
     assert len(slots) == 16 and all(re.fullmatch(lora, path) for path in slots)
     base = partitioner((1, 1, 1), EMA)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
-from praxis_lite.run.checkpoints.init.init_from_checkpoint import completed
+from praxis_lite.run.checkpoints.init.initial_state import completed
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.family import family_of

@@ -24,7 +24,7 @@ def check_frozen_base(
 
     Args:
       groups: of the learner that is bound to the weights.
-      loaded: paths in mdl_vars, "params/...", of what is not drawn.
+      loaded: paths in a TrainState, "mdl_vars/params/...", of what is not drawn.
       may_be_new: run.frozen_may_be_new.
 
     Raises:
@@ -32,11 +32,12 @@ def check_frozen_base(
     """
     if may_be_new:
         return
+    loaded = {path.removeprefix("mdl_vars/params/") for path in loaded}
     specs = dict(spec_items(groups.weight_specs))
     trained = {path for group in groups.by_name.values() for path in group.paths}
     new = {
         path: _size(spec) for path, spec in specs.items()
-        if path not in trained and "/".join(("params", *path)) not in loaded and _is_matrix(spec)
+        if path not in trained and "/".join(path) not in loaded and _is_matrix(spec)
     }
     beside: dict[Path, list[Path]] = {}
     for path in trained:

@@ -1,57 +1,48 @@
 """A new state that starts from other checkpoints, each array read into its shards."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.train_state import LeafLayout, TrainState
+from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.checkpoints.init.init_plan import InitPlan
+from praxis_lite.run.checkpoints.init.initial_state import Note
+from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
+from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.run.checkpoints.init.sources import opened
-
-PyTree = Any
-
-
-def init_from_checkpoints(partitioner: Partitioner, key: jax.Array, plan: InitPlan) -> TrainState:
-    """Returns a new state, each array in its shards; in place of `partitioner.init(key)`.
-
-    See `completed` for what the plan does not load.
-    """
-    step = plan.step[0] if plan.step else 0
-    return completed(partitioner, key, _loaded(plan, partitioner.mesh), step)
+from praxis_lite.run.job.job_dir import JobDir
 
 
-def completed(
-    partitioner: Partitioner, key: jax.Array, arrays: Mapping[str, jax.Array], step: int = 0
-) -> TrainState:
-    """Returns a new state with these arrays in it.
+class FromCheckpoints:
+    """The initial state of `run.init_from_checkpoint_rules`."""
 
-    What is not among them is drawn as `init` draws it; what is among them is not drawn at all. New
-    slots and averages are made from the weights, as in Pax.
+    def __init__(self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout):
+        self.plan = plan_init(layout, rules)
 
-    Args:
-      arrays: padded, in their shards, by path in a TrainState: "mdl_vars/params/...".
-      step: that the state has.
-    """
-    task, layout, arrays = partitioner.task, partitioner.layout, dict(arrays)
-    arrays |= _made(partitioner, "mdl_vars", arrays, task.model.init, key)
-    mdl_layout = layout.select("mdl_vars")
-    mdl_vars = jax.tree.unflatten(
-        jax.tree.structure(mdl_layout.shapes),
-        [arrays[f"mdl_vars/{leaf.path}"] for leaf in mdl_layout.leaves()],
-    )
+    @property
+    def paths(self) -> Collection[str]:
+        """The arrays that a rule loads."""
+        return self.plan.sources.keys()
 
-    def opt_states(mdl_vars: PyTree) -> PyTree:
-        return partitioner.learner.init(mdl_layout.unpad(mdl_vars)["params"])
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint whose rule says load_step, or 0."""
+        return self.plan.step[0] if self.plan.step else 0
 
-    arrays |= _made(partitioner, "opt_states", arrays, opt_states, mdl_vars)
-    arrays["step"] = jax.device_put(jnp.int32(step), partitioner.replicated)
-    leaves = [arrays[leaf.path] for leaf in layout.leaves()]
-    return jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
+    def keep(self, files: JobDir) -> None:
+        """Writes init_from_checkpoint.txt."""
+        lines = "\n".join(self.plan.lines()) + "\n"
+        write_whole(files.init_from_checkpoint_txt, lines.encode())
+
+    def read(self, mesh: Mesh, note: Note) -> dict[str, jax.Array]:
+        """Returns the arrays that a rule loads."""
+        for line in self.plan.summary():
+            note(line)
+        note("initialising the state. See init_from_checkpoint.txt.")
+        return _loaded(self.plan, mesh)
 
 
 def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
@@ -78,26 +69,3 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
                     arrays[path] = found[source].astype(wanted[path].dtype)
                     del left[path]
     return arrays
-
-
-def _made(
-    partitioner: Partitioner,
-    item: str,
-    arrays: Mapping[str, jax.Array],
-    make: Callable[[Any], PyTree],
-    argument: Any,
-) -> dict[str, jax.Array]:
-    """Returns the leaves that `make` makes and there are not yet; XLA leaves the rest out."""
-    mesh, layout = partitioner.mesh, partitioner.layout.select(item)
-    shardings = {
-        f"{item}/{leaf.path}": NamedSharding(mesh, leaf.spec)
-        for leaf in layout.leaves() if f"{item}/{leaf.path}" not in arrays
-    }
-
-    def missing(argument: Any) -> dict[str, jax.Array]:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            leaves = jax.tree.leaves(layout.pad(make(argument)))
-        paths = [f"{item}/{leaf.path}" for leaf in layout.leaves()]
-        return {path: x for path, x in zip(paths, leaves, strict=True) if path in shardings}
-
-    return jax.jit(missing, out_shardings=shardings)(argument) if shardings else {}
