@@ -3,9 +3,12 @@
     python examples/minimal.py
 
 The devices are simulated, so it runs anywhere, in seconds. Neither the model's sizes nor the batch
-divide by the mesh of 4 x 2 devices: arrays are stored padded, and no line below sees that. At the
-end the same training on one device gives the same losses and weights.
+divide by the mesh of 4 x 2 devices: arrays are stored padded, and no line below sees that. After
+100 steps it stops, and goes on from its checkpoint on a mesh of 3 x 2 devices. At the end the same
+training on one device, in one go, gives the same losses and weights.
 """
+
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +16,19 @@ import numpy as np
 import optax
 from flax import nnx
 
-from praxis_lite import MeshConfig, Task
-from praxis_lite.core import Learner, Partitioner, constrain, make_mesh, simulate_devices
+from praxis_lite import Checkpoints, SaveSettings
+from praxis_lite.core import (
+    Learner,
+    MeshConfig,
+    Partitioner,
+    Task,
+    constrain,
+    make_mesh,
+    simulate_devices,
+)
 from praxis_lite.layers import BaseLayer
 
-NUM_STEPS = 200
+NUM_STEPS, SAVE_EVERY = 200, 100
 NUM_ROWS, DIMS, HIDDEN = 61, 13, 37  # Neither 4 nor 2 divides any of them.
 BATCH = ("replica", "data")  # The mesh axes that the rows of a batch lie along.
 
@@ -72,7 +83,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
     return {"points": points, "y": np.sin(3 * points[:, 0]) * points[:, 1]}
 
 
-# The training: a partitioner, a state, a loop.
+# The training: a partitioner, a state, a loop that can be killed at any time.
 
 
 def partitioner_on(*mesh_shape: int) -> Partitioner:
@@ -83,15 +94,26 @@ def partitioner_on(*mesh_shape: int) -> Partitioner:
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=mesh_shape)))
 
 
-def train(partitioner: Partitioner) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Returns the loss of each step, and the trained weights by path at their logical shapes."""
-    key = partitioner.key(0)
-    state, losses = partitioner.init(key), []
-    for step in range(NUM_STEPS):
-        inputs = partitioner.global_batch(batch(step))
-        state, outputs = partitioner.train_step(state, inputs, key)
-        loss, _ = outputs["metrics"]["loss"]
-        losses.append(float(loss))
+def train(
+    partitioner: Partitioner, folder: str, num_steps: int = NUM_STEPS
+) -> tuple[dict[int, float], dict[str, np.ndarray]]:
+    """Trains from the newest checkpoint in the folder, if there is one, up to `num_steps`.
+
+    Returns:
+      The loss of each step made, by its number, and the weights by path at their logical shapes.
+    """
+    key, losses = partitioner.key(0), {}
+    with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
+        if checkpoints.latest_step() is None:
+            state = partitioner.init(key)
+        else:  # Of any mesh: it is cut and padded to this one.
+            state = checkpoints.restore(partitioner.layout, partitioner.mesh).state
+        for step in range(int(state.step), num_steps):
+            inputs = partitioner.global_batch(batch(step))
+            state, outputs = partitioner.train_step(state, inputs, key)
+            losses[step] = float(outputs["metrics"]["loss"][0])
+            if (step + 1) % SAVE_EVERY == 0:
+                checkpoints.save(step + 1, state, partitioner.layout)
     weights = partitioner.layout.unpad(state).mdl_vars["params"]
     paths = jax.tree_util.tree_leaves_with_path(weights)
     return losses, {
@@ -111,17 +133,24 @@ def print_splits(partitioner: Partitioner) -> None:
 
 
 def main() -> None:
-    """Trains on eight devices and on one, and compares."""
+    """Trains on eight devices, goes on with six, and compares with one."""
     simulate_devices(8)
-    partitioner = partitioner_on(1, 4, 2)
-    print_splits(partitioner)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as folder_alone:
+        partitioner = partitioner_on(1, 4, 2)
+        print_splits(partitioner)
+        losses, _ = train(partitioner, folder, num_steps=SAVE_EVERY)
 
-    losses, weights = train(partitioner)
-    for step in (0, 1, 10, 50, 100, NUM_STEPS - 1):
-        print(f"step {step:3}  loss {losses[step]:.5f}")
+        print("\nrestored on 3 x 2 devices:")
+        partitioner = partitioner_on(1, 3, 2)
+        print_splits(partitioner)
+        losses_after, weights = train(partitioner, folder)
+        losses |= losses_after
+        for step in (0, 1, 10, 99, 100, NUM_STEPS - 1):
+            print(f"step {step:3}  loss {losses[step]:.5f}")
 
-    losses_alone, weights_alone = train(partitioner_on(1, 1, 1))
-    off = max(abs(a - b) for a, b in zip(losses, losses_alone, strict=True))
+        losses_alone, weights_alone = train(partitioner_on(1, 1, 1), folder_alone)
+    assert losses.keys() == losses_alone.keys() == set(range(NUM_STEPS))
+    off = max(abs(losses[step] - losses_alone[step]) for step in losses)
     weights_off = max(np.abs(weights[path] - weights_alone[path]).max() for path in weights)
     print(f"one device: losses differ by at most {off:.1e}, weights by {weights_off:.1e}")
     assert off < 1e-5 and weights_off < 1e-4

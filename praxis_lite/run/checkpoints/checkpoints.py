@@ -58,6 +58,16 @@ class Restored:
 class Checkpoints:
     """The checkpoints of a job; a context that waits for the save in flight on its way out.
 
+    In a loop of your own, whatever mesh saved:
+
+        with Checkpoints("folder", saving=SaveSettings()) as checkpoints:
+            if checkpoints.latest_step() is None:
+                state = partitioner.init(key)
+            else:
+                state = checkpoints.restore(partitioner.layout, partitioner.mesh).state
+            ...
+            checkpoints.save(step, state, partitioner.layout)
+
     A step is used only after all its files were compared with its manifest (`VerifiedSteps`). A
     job that saves renames a damaged step to `N.damaged`, one that only reads skips it; either uses
     the newest whole step in its place.
@@ -71,7 +81,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | Path,
         *,
         saving: SaveSettings | None = None,
         note: Callable[[str], None] = print,
@@ -152,7 +162,7 @@ class Checkpoints:
         step: int,
         state: TrainState,
         layout: StateLayout,
-        data: Mapping[str, Any],
+        data: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         *,
         is_last: bool = False,
@@ -164,23 +174,28 @@ class Checkpoints:
         that is there already is replaced once the new one is whole.
 
         Args:
-          data: what `latest_data` gives back.
+          data: beside the state, such as the position of the training data; as JSON. It is in
+            `Restored.data` and `latest_data`.
           metrics: of this very state, such as {"heldout/loss": 1.5}, for `best`.
           is_last: wait until it is saved; what fails is tried again with this very state.
 
         Raises:
-          ConfigError: numbers in it are not finite, or two leaves have one name; nothing is saved.
+          ConfigError: these Checkpoints only read, numbers in the state are not finite, or two
+            leaves have one name; nothing is saved.
           FailedSave: the save before this one failed too often, or this one, if it is the last.
         """
         if self._queue is None:
-            raise ValueError("These Checkpoints only read: make them with saving=SaveSettings().")
+            raise ConfigError(
+                f"Checkpoints({str(self.directory)!r}) only reads. To save, make it with "
+                "saving=SaveSettings()."
+            )
         self._queue.settle()
         check_names(layout)
         if not self._saving.save_non_finite:
             check_finite(step, state, self._steps.newest_in_words())
         best = self._best and dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
-        manifest = new_manifest(step, layout, data, metrics, best, self._config_digest)
+        manifest = new_manifest(step, layout, data or {}, metrics, best, self._config_digest)
         self._queue.begin(state, manifest)
         if is_last:
             self._queue.end(state, manifest)

@@ -618,3 +618,11 @@ def test_errors_are_told_in_the_systems_words():
     assert background_save.why(OSError(5, "Input/output error")) == "Input/output error"
     assert background_save.why(TypeError("a\n  b")) == "TypeError: a b"
     assert background_save.why(TimeoutError()) == "TimeoutError"
+
+
+def test_what_only_reads_says_how_to_save(tmp_path):
+    with (
+        Checkpoints(str(tmp_path)) as checkpoints,
+        pytest.raises(ConfigError, match="only reads. To save, make it with saving=SaveSettings"),
+    ):
+        save(checkpoints, 3)
