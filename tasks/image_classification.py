@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core import NnxModel, Task, WeightedScalars
+from praxis_lite.core import NnxModel, Task, WeightedScalars, share_outputs
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import outputs_of_logits
 
@@ -47,6 +47,7 @@ class ClassificationTask(Task):
             takes_key = "key" in inspect.signature(model).parameters
             logits = model(inputs["inputs"], **({"key": key} if takes_key else {}))
             outputs = outputs_of_logits(logits, labels, weights)
+        share_outputs(outputs)
         metrics = {"loss": outputs["avg_xent"], "accuracy": outputs["accuracy"]}
         added = aux_loss(model) if isinstance(model, nnx.Module) else None
         if added is not None:

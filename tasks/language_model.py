@@ -11,7 +11,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from praxis_lite.core import ConfigError, Learner, Task, WeightedScalars, require
+from praxis_lite.core import (
+    ConfigError,
+    Learner,
+    Metric,
+    Task,
+    WeightedScalars,
+    require,
+    share_outputs,
+)
 from praxis_lite.decode import Decoder, Greedy, cache_length, cut_at_stop, for_tokenizer
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
@@ -41,7 +49,8 @@ class LanguageModelTask(Task):
     `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
 
     Args:
-      model, learner, inputs_split_mapping, fprop_dtype: see Task.
+      model, learner, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics are given what
+        the model's `compute_loss` returns, or logits if it has none.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
         `token_unit` names the metric bits_per_..., and it is the one of the datasets.
       decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens
@@ -61,9 +70,11 @@ class LanguageModelTask(Task):
         fprop_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | str | None = None,
         decoder: Decoder | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            model, learner, inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype
+            model, learner, inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype,
+            metrics=metrics,
         )
         self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
@@ -102,6 +113,7 @@ class LanguageModelTask(Task):
         the mean over the layers that report that name.
         """
         outputs = _outputs_of(model, inputs, key)
+        share_outputs(outputs)
         num_tokens = outputs["total_weight"]
         metrics = {
             "loss": outputs["total_loss"],
@@ -226,13 +238,14 @@ def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
 def outputs_of_logits(
     logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns avg_xent (nats), accuracy and total_weight of logits [..., V] in any dtype."""
+    """Returns logits [..., V] in float32, their avg_xent (nats), accuracy and total_weight."""
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     is_hit = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
     total_weight = jnp.sum(weights)
     divisor = jnp.maximum(total_weight, 1e-9)
     return {
+        "logits": logits,
         "avg_xent": jnp.sum(xent * weights) / divisor,
         "accuracy": jnp.sum(is_hit * weights) / divisor,
         "total_weight": total_weight,

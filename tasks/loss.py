@@ -13,6 +13,7 @@ from praxis_lite.core import (
     InputsSplitMapping,
     Learner,
     LossOutputs,
+    Metric,
     Model,
     Task,
     WeightedScalars,
@@ -23,6 +24,9 @@ from praxis_lite.core import (
     num_rows_of,
     records_of,
     require,
+    share_outputs,
+    weighted_mean,
+    weights_of,
 )
 
 __all__ = ["LossTask"]
@@ -47,7 +51,8 @@ class LossTask(Task):
     A batch without "weights" has weight 1 for each row.
 
     Args:
-      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype: see Task.
+      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. What
+        the loss returned is shared with the metrics by name, and what it shares itself.
       loss: what training minimises.
       eval_loss: a loss for evaluations that draw random numbers, with the `key` of
         `Task.compute_eval_loss`. None: `loss`, without a key.
@@ -71,11 +76,12 @@ class LossTask(Task):
         inputs_split_mapping: InputsSplitMapping = None,
         fprop_dtype: jnp.dtype | None = None,
         required_inputs: tuple[str, ...] = (),
+        metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
             model, learner,
             weight_sharding=weight_sharding, inputs_split_mapping=inputs_split_mapping,
-            fprop_dtype=fprop_dtype,
+            fprop_dtype=fprop_dtype, metrics=metrics,
         )
         functions = {"loss": loss, "eval_loss": eval_loss, "predict": predict}
         for setting, function in functions.items():
@@ -104,17 +110,23 @@ class LossTask(Task):
         loss, metrics = function(model, inputs, key), {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
             loss, metrics = loss
-        weights = inputs.get("weights")
-        if weights is None:
-            weights = jnp.ones(num_rows_of(inputs), jnp.float32)
+        weights = weights_of(inputs)
         if "loss" in metrics:
             raise ConfigError(
                 f"{function_name(function)} returns a metric called 'loss', which is the name of "
                 "the loss itself. Give it another."
             )
+        returned = {"loss": loss, **metrics}
+        share_outputs(returned)
         scalars, examples = {}, {}
-        for name, found in {"loss": loss, **metrics}.items():
-            scalars[name] = _weighted(found, weights)
+        for name, found in returned.items():
+            is_scalar = isinstance(found, int | float) or getattr(found, "shape", None) == ()
+            pair = (found, jnp.sum(weights)) if is_scalar else found
+            # Two arrays are a loss and a metric without its name, rather than values and weights.
+            is_mistaken = isinstance(found, tuple | list) and any(
+                getattr(x, "shape", ()) != () for x in found
+            )
+            scalars[name] = None if is_mistaken else weighted_mean(pair, weights)
             if scalars[name] is None:
                 raise ConfigError(
                     f"{function_name(function)} returns {_described(found)} as {name!r}; wanted is "
@@ -155,33 +167,6 @@ class LossTask(Task):
     ) -> list[dict[str, Any]]:
         """Returns a record per true row, what was predicted by name: numbers, or lists of them."""
         return records_of(outputs, is_true_row(inputs))
-
-
-def _weighted(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """Returns (mean, weight) of what a loss returned for one name, or None if unreadable."""
-    is_pair = isinstance(found, tuple | list) and len(found) == 2
-    value, *weight = [_real(x) for x in (found if is_pair else [found])]
-    if value is None or (is_pair and (weight[0] is None or value.shape or weight[0].shape)):
-        return None
-    if is_pair:
-        return value, weight[0]
-    weights = weights.astype(jnp.float32)
-    total = jnp.sum(weights)
-    if value.shape == ():
-        return value, total
-    if value.shape != weights.shape:
-        return None
-    weighted_sum = jnp.sum(jnp.where(weights != 0, value * weights, 0.0))
-    return weighted_sum / jnp.where(total == 0, 1.0, total), total
-
-
-def _real(x: Any) -> jax.Array | None:
-    """Returns `x` as float32, or None if it is not a real number or an array of them."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
-        return None
-    x = jnp.asarray(x)
-    is_real = any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool))
-    return x.astype(jnp.float32) if is_real else None
 
 
 def _described(x: Any) -> str:

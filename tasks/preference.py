@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core import WeightedScalars, require
+from praxis_lite.core import WeightedScalars, require, share_outputs
 from praxis_lite.layers import reference_of
 from praxis_lite.tasks.language_model import LanguageModelTask, require_unpacked
 
@@ -68,6 +68,7 @@ class DpoTask(LanguageModelTask):
             "rewards/margins": margins,
             "rewards/accuracies": (margins > rounding).astype(jnp.float32),
         }
+        share_outputs({**per_pair, "log_probs": log_probs})
         weights = inputs["weights"].astype(jnp.float32)
         total = jnp.sum(weights)
         divisor = jnp.maximum(total, 1e-9)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite.core import Learner, Task, WeightedScalars, require
+from praxis_lite.core import Learner, Metric, Task, WeightedScalars, require, share_outputs
 from praxis_lite.decode import Decoder, Greedy, cache_length, for_tokenizer
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
@@ -38,7 +38,8 @@ class SequenceToSequenceTask(Task):
     float32 [B] (0 for a filler row); optional `labels` int32 [B, T], the targets, 0 after the end.
 
     Args:
-      model, learner, inputs_split_mapping: see Task.
+      model, learner, inputs_split_mapping, metrics: see Task. Metrics are given what the model's
+        `compute_loss` returns.
       tokenizer: for the text of what is decoded, or the directory of one; None: records have
         tokens alone.
       decoder: how targets are found; None: greedily.
@@ -59,8 +60,11 @@ class SequenceToSequenceTask(Task):
         inputs_split_mapping: Mapping[str, Any] | None = None,
         tokenizer: Tokenizer | str | None = None,
         decoder: Decoder | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ):
-        super().__init__(model, learner, inputs_split_mapping=inputs_split_mapping)
+        super().__init__(
+            model, learner, inputs_split_mapping=inputs_split_mapping, metrics=metrics
+        )
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         decoder = decoder or Greedy()
         num_slots = getattr(decoder, "num_cache_slots", 0)
@@ -105,6 +109,7 @@ class SequenceToSequenceTask(Task):
         outputs = model.compute_loss(
             inputs["src_ids"], inputs["ids"], labels, weights, key=key, **given
         )
+        share_outputs(outputs)
         num_tokens = outputs["total_weight"]
         is_wrong = (outputs["per_example_argmax"] != labels) & (weights > 0)
         is_row = jnp.any(weights > 0, axis=1)

@@ -27,7 +27,7 @@ ORDERS = {
     "praxis_lite/core": (
         {"errors", "jaxprs"},
         {"callables", "optional_packages", "sharding", "user_lines"},
-        {"learner", "models"},
+        {"learner", "metrics", "models"},
         {"task"},
         {"partitioner"},
     ),

@@ -13,6 +13,14 @@ from flax import nnx
 from praxis_lite.core.callables import check_takes
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.learner.learner import Learner
+from praxis_lite.core.metrics import (
+    Metric,
+    check_metrics,
+    checked_scalars,
+    kind_of,
+    sharing,
+    values_of,
+)
 from praxis_lite.core.models.model import MdlVars, Model
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.gather import ShardedWeight
@@ -39,9 +47,15 @@ class Task(abc.ABC):
       fprop_dtype: float32 weights and float32 arrays of a batch, but for its `weights`, are cast to
         it for each pass, for a model that has no such setting itself; what is stored stays float32.
         None: nothing is cast.
+      metrics: by name, functions of (outputs, inputs) that are reported in training and evaluation
+        beside the task's own: `outputs` is what `compute_loss` shares (`share_outputs`), `inputs`
+        the batch. Each returns a value for each of `inputs["weights"]`, [B] or [B, T], or a pair
+        (values, weights) of arrays of one shape with the batch's rows, or of scalars. Rows of
+        padding count for nothing; but a pair of scalars is taken as it is.
 
     Raises:
-      ConfigError: `fprop_dtype` is not a float; while a step is traced, the model has its own.
+      ConfigError: `fprop_dtype` is not a float, or a metric is no function of two arguments; while
+        a step is traced, the model has its own `fprop_dtype`, or a metric returns something else.
     """
 
     weight_unit = "examples"  # What the weight of "loss" counts; names the metric of speed.
@@ -59,6 +73,7 @@ class Task(abc.ABC):
         weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: InputsSplitMapping = None,
         fprop_dtype: jnp.dtype | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ):
         name = type(self).__name__
         if fprop_dtype is not None and not jnp.issubdtype(fprop_dtype, jnp.floating):
@@ -82,6 +97,7 @@ class Task(abc.ABC):
         self.learner = learner
         self.weight_sharding = weight_sharding
         self.inputs_split_mapping = inputs_split_mapping
+        self.metrics = check_metrics(name, metrics)
 
     def module(
         self,
@@ -166,23 +182,26 @@ class Task(abc.ABC):
 
         Raises:
           ConfigError: the method takes other arguments, or returns something else than pairs of
-            scalars (value, weight), "loss" among them, and outputs with the batch's rows; names
-            what was found.
+            scalars (value, weight), "loss" among them, and outputs with the batch's rows; or a
+            metric of `metrics` does; names what was found.
         """
         name = f"{type(self).__name__}.{method}"
         check_takes(name, getattr(self, method), "model", "inputs", "key")
-        found, examples = getattr(self, method)(model, inputs, key), {}
+        with sharing() as shared:
+            found, examples = getattr(self, method)(model, inputs, key), {}
         if isinstance(found, tuple) and [isinstance(x, Mapping) for x in found] == [True, True]:
             found, examples = found
         num_rows = num_rows_of(inputs)
         for output, x in examples.items():
             if jnp.shape(x)[:1] != (num_rows,):
                 raise ConfigError(
-                    f"{name} returns the per-example output {output!r} as {_kind(x)}; wanted is an "
-                    f"array with the {num_rows} rows of the batch first. A mean over rows is a "
+                    f"{name} returns the per-example output {output!r} as {kind_of(x)}; wanted is "
+                    f"an array with the {num_rows} rows of the batch first. A mean over rows is a "
                     "metric."
                 )
-        return _checked_scalars(name, found), dict(examples)
+        scalars = checked_scalars(name, found)
+        added = values_of(type(self).__name__, self.metrics, shared, inputs, scalars)
+        return scalars | added, dict(examples)
 
     def decode(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
@@ -216,44 +235,6 @@ class Task(abc.ABC):
                     f"{sorted(inputs)}.{did_you_mean(name, inputs)} Rename it in the input "
                     "pipeline, or use a pipeline made for this task."
                 )
-
-
-_WANTED = (
-    'wanted is a pair (value, weight) of scalars for each name, "loss" among them: return '
-    '{"loss": (loss, weight)}, where the weight is what the loss is a mean over, such as '
-    'jnp.sum(inputs["weights"]) or the number of rows'
-)
-
-
-def _checked_scalars(name: str, found: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    if not isinstance(found, Mapping) or "loss" not in found:
-        names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else _kind(found)
-        raise ConfigError(f"{name} returns {names}; {_WANTED}.")
-    for metric, pair in found.items():
-        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        if not is_pair or not all(map(_is_scalar, pair)):
-            raise ConfigError(
-                f"{name} returns {_kind(pair)} as {metric!r}; {_WANTED}. What is to be written for "
-                f"each row is a per-example output: return (metrics, {{{metric!r}: ...}})."
-            )
-    if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
-        raise ConfigError(
-            f"{name} returns {_kind(found['loss'][0])} as the loss, which has no gradient; wanted "
-            "is a float. Counts can be other metrics."
-        )
-    return dict(found)
-
-
-def _is_scalar(found: Any) -> bool:
-    return isinstance(found, int | float) or getattr(found, "shape", None) == ()
-
-
-def _kind(found: Any) -> str:
-    if isinstance(found, tuple | list):
-        return f"a {type(found).__name__} of ({', '.join(map(_kind, found))})"
-    if hasattr(found, "dtype") and hasattr(found, "shape"):
-        return f"{found.dtype}{list(found.shape)}"
-    return "None" if found is None else f"a {type(found).__name__}"
 
 
 def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:

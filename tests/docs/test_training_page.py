@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import fiddle as fdl
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -28,7 +29,8 @@ from praxis_lite.layers import QuantizationRule, quantized
 PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMES = {
-    "fdl": fdl, "jnp": jnp, "optax": optax, "optimizers": optimizers, "schedules": schedules,
+    "fdl": fdl, "jax": jax, "jnp": jnp, "optax": optax,
+    "optimizers": optimizers, "schedules": schedules,
     "AuxiliaryOptimizer": AuxiliaryOptimizer, "BestCheckpoints": BestCheckpoints,
     "CheckpointLoadingRules": CheckpointLoadingRules, "DynamicLossScale": DynamicLossScale,
     "EarlyStopping": EarlyStopping, "QuantizationRule": QuantizationRule,

@@ -24,6 +24,7 @@ from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.job_checks import (
     check_averages,
     check_decoder,
+    check_metric_names,
     check_num_batches,
     check_parts,
     check_tokens,
@@ -134,6 +135,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
             check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))
     if mode == "train":
+        check_metric_names(partitioner, job.datasets[TRAIN])
         check_watched_metrics(partitioner, job.datasets, job.run)
     return partitioner
 

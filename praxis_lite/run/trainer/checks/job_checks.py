@@ -269,6 +269,23 @@ def check_watched_metrics(
         )
 
 
+# Names of a line of metrics.jsonl or eval_metrics.jsonl besides the task's and the learner's.
+_OTHER_NAMES = {
+    "step", "dataset", "step_time", "input_time", "is_loss_spike", "num_batches_left_out",
+}
+
+
+def check_metric_names(partitioner: Partitioner, train: InputPipeline) -> None:
+    """Raises ConfigError if a metric of the task would write over another number of its line."""
+    outputs = partitioner.trace("train", train.element_spec()).out_info[1]
+    others = {*outputs["learner"], *_OTHER_NAMES, f"{partitioner.task.weight_unit}_per_second"}
+    if taken := sorted(others & outputs["metrics"].keys()):
+        raise ConfigError(
+            f"{type(partitioner.task).__name__} reports a metric called {taken[0]!r}, but lines of "
+            "metrics.jsonl have another number of that name. Give the metric another name."
+        )
+
+
 def flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each value of nested mappings with its name: `corpus.sha256`."""
     for name, value in fingerprint.items():
