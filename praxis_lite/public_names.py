@@ -29,6 +29,7 @@ PACKAGES = (
     "praxis_lite.inputs.numpy_data",
     "praxis_lite.inputs.tf_data",
     "praxis_lite.inputs.tokenizers",
+    "praxis_lite.run",
     "praxis_lite.tasks.image_classification",
     "praxis_lite.tasks.language_model",
     "praxis_lite.tasks.loss",

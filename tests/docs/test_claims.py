@@ -30,8 +30,8 @@ FLAGS = {flag for action in PARSER._actions for flag in action.option_strings}
 MODULES = {path.stem for path in LIBRARY.rglob("*.py")} | {
     path.parent.name for path in LIBRARY.rglob("__init__.py")
 }
-# Of pip, pytest, tensorboard, XLA and of modules with command lines of their own.
-OTHERS_FLAGS = {"--no-deps", "--wheel-dir", "--dist", "--logdir"}
+# Of pip, pytest, tensorboard, XLA, of modules with command lines of their own, and of an example.
+OTHERS_FLAGS = {"--largest", "--no-deps", "--wheel-dir", "--dist", "--logdir"}
 
 
 def lines_below(folder):
@@ -60,7 +60,7 @@ def test_every_flag_that_a_page_names_exists(page):
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[page])) - OTHERS_FLAGS
     own = {flag for flag in named if not flag.startswith("--xla_")}
     texts = [text for path in LIBRARY.rglob("*.py") if "add_argument" in (text := path.read_text())]
-    texts += [(ROOT / "Makefile").read_text()]
+    texts += [path.read_text() for path in (ROOT / "Makefile", ROOT / "tests/support/api_page.py")]
     for folder in ("benchmarks", "tests/faults"):
         texts += [path.read_text() for path in (ROOT / folder).glob("*.py")]
     unknown = {flag for flag in own - FLAGS if not any(f'"{flag}"' in text for text in texts)}

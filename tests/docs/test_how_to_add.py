@@ -18,6 +18,7 @@ from praxis_lite.core import JobMesh, Leaf, Learner, Partitioner, rule_shardings
 from praxis_lite.layers import Linear
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
+from tests.support.job_runs import succeed
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")
 BLOCKS = {
@@ -134,3 +135,13 @@ def test_the_rule_splits_where_it_divides_and_says_where_not():
     splits = rule_shardings(leaves, [(".*", 'last_dim("data")')], mesh)
     assert splits["a"].spec == (None, "data") and splits["b"].spec == (None, None)
     assert "7 does not divide by 4" in str(splits["b"])
+
+
+def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folder):
+    monkeypatch.chdir(folder)
+    (line,) = re.findall(r"^    python main.py (--packages=your_package .*)$", PAGE, re.MULTILINE)
+    line = line.replace("lm.PyDocs", "nnx_guide.DotReluDot").split()
+    done = succeed(*line)
+    total, *largest = done.out.splitlines()[-3:]
+    assert total == "2,097,152 weights in 2 arrays"
+    assert all("1,048,576  mdl_vars/params/" in text for text in largest) and len(largest) == 2

@@ -47,7 +47,7 @@ class Mode(abc.ABC):
                 options.add_argument("--repeats", metavar="N", type=int, default=7)
 
             def run(self, command, *, repeats):
-                from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
+                from praxis_lite.run import experiment_of, job_on_mesh
 
                 launched = experiment_of(command)
                 with job_on_mesh(command, launched, "load") as job:
