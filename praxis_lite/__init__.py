@@ -4,11 +4,12 @@ The names below are loaded on first use, so that `import praxis_lite` and the er
 command cost no import of jax.
 """
 
-from praxis_lite import former_names
+from praxis_lite import checkout, former_names
 from praxis_lite.public_names import public_names
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = public_names(__name__)
 
+checkout.install()
 former_names.install()

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from praxis_lite import checkout
+
 ROOT = Path(__file__).parents[1]
 
 # By folder: a part imports what stands on a line above its own, and what is in itself.
 ORDERS = {
     # The floors: core, the library, run, tools; and the programs, which are above them all.
     "praxis_lite": (
-        {"former_names"},
+        {"checkout", "former_names"},
         {"public_names"},
         {"core"},
         {"files", "layers", "models", "optimizers", "schedules"},
@@ -90,11 +92,12 @@ ORDERS = {
 RUN_IMPORTS_TOOLS = {
     "praxis_lite/run/trainer/trainer.py": "praxis_lite.tools.",
 }
-# Within praxis_lite through links, at the top as they are: looked at once, there.
-LINKED = ("tasks", "experiments")
+# At the top of a checkout, and no packages of the library by these names.
+FOREIGN = {*checkout.NAMES, "benchmarks", "tests"}
+# What is linked is looked at once, at the top.
 LIBRARY = sorted(
     path for path in (ROOT / "praxis_lite").rglob("*.py")
-    if path.relative_to(ROOT).parts[1] not in LINKED
+    if path.relative_to(ROOT).parts[1] not in checkout.NAMES
 )
 
 
@@ -128,7 +131,7 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", checkout.NAMES)
 def test_tasks_and_experiments_are_packages_of_the_library_by_that_name_alone(name):
     assert (ROOT / "praxis_lite" / name).readlink() == Path("..") / name
     assert importlib.import_module(f"praxis_lite.{name}").__file__.startswith(str(ROOT))
@@ -153,7 +156,7 @@ def test_the_library_imports_only_what_comes_before():
                 part = "main"
             assert part in rank, f"say in ORDERS where {folder}/{part} stands"
             for name in imports(path):
-                assert name.split(".")[0] not in {*LINKED, "benchmarks", "tests"}, (path, name)
+                assert name.split(".")[0] not in FOREIGN, (path, name)
                 if name.startswith(RUN_IMPORTS_TOOLS.get(name_of(path), "no exception")):
                     continue
                 if name.startswith(f"{package}."):
@@ -190,7 +193,7 @@ def test_the_package_itself_imports_nothing_at_run_time():
     tree = ast.parse((ROOT / "praxis_lite" / "__init__.py").read_text())
     imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in imported for alias in node.names}
-    assert names == {"former_names", "public_names"}
+    assert names == {"checkout", "former_names", "public_names"}
 
 
 @pytest.mark.parametrize(
@@ -206,14 +209,14 @@ def test_sharding_knows_jax_numpy_and_errors_only(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "tasks").rglob("*.py")), ids=name_of)
 def test_tasks_know_the_library_and_not_the_experiments(path):
     for name in imports(path):
-        assert name.split(".")[0] not in {*LINKED, "benchmarks", "tests"}, name
+        assert name.split(".")[0] not in FOREIGN, name
         assert not name.startswith("praxis_lite.experiments."), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.py")), ids=name_of)
 def test_experiments_know_tasks_and_the_library(path):
     for name in imports(path):
-        assert name.split(".")[0] not in {*LINKED, "benchmarks", "tests"}, name
+        assert name.split(".")[0] not in FOREIGN, name
 
 
 DEVICE_QUESTIONS = {

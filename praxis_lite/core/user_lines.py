@@ -13,12 +13,10 @@ from praxis_lite.core.errors import shown
 
 _PACKAGE = Path(__file__).parents[1]
 # Experiments in a checkout belong to its owner.
-_EXPERIMENTS = tuple(
-    f"{folder / 'experiments'}{os.sep}" for folder in (_PACKAGE, _PACKAGE.parent)
-)
-# The library, what lies beside it in its checkout, and what is installed.
+_EXPERIMENTS = f"{_PACKAGE / 'experiments'}{os.sep}"
+# The library, the program beside it in its checkout, and what is installed.
 _NOT_OF_THE_USER = (
-    *(f"{_PACKAGE.parent / name}{os.sep}" for name in (_PACKAGE.name, "tasks")),
+    f"{_PACKAGE}{os.sep}",
     f"{_PACKAGE.parent / 'main.py'}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )

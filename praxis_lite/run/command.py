@@ -53,7 +53,7 @@ def run(
         output_may_be_lost(goes_on=goes_on), EndsBySignal(),
         speaking_before_aborts(say_that_memory_ended), ending_together(),
     ):
-        _put_users_packages_first()
+        _find_users_packages()
         _run(command, traceback_txt, wraps)
 
 
@@ -104,19 +104,14 @@ def _run(
         sys.exit(found.status)
 
 
-def _put_users_packages_first() -> None:
-    """Puts the current directory at the end of sys.path, and behind it the library's checkout.
+def _find_users_packages() -> None:
+    """Puts the current directory at the end of sys.path.
 
-    So the user's packages are found without an installation, and their `tasks` before the folder of
-    that name beside main.py. It is at the end, because `python main.py` in a folder with a
-    random.py must not import that file.
+    So the user's packages are found without an installation. It is at the end, because
+    `python main.py` in a folder with a random.py must not import that file.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    package = Path(__file__).resolve().parents[1]
-    if (package / "tasks").is_symlink():  # Else it is installed.
-        beside = [one for one in sys.path if Path(one).resolve() == package.parent]
-        sys.path[:] = [one for one in sys.path if one not in beside] + beside[-1:]
 
 
 class Parser(argparse.ArgumentParser):

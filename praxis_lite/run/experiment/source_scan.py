@@ -82,20 +82,13 @@ def _roots(top: str) -> list[Path]:
     try:
         # Of a top name only: for a dotted one find_spec imports the parents.
         spec = importlib.util.find_spec(top)
-    except ValueError:  # Already imported, and has no spec: `__main__`.
+    except (ValueError, ImportError):  # Imported without a spec: `__main__`; or refused.
         return []
     if spec is None:
         return []
     if spec.submodule_search_locations is not None:
-        folders = [Path(folder) for folder in spec.submodule_search_locations]
-        return [folder for folder in folders if not _is_the_librarys(top, folder)]
+        return [Path(folder) for folder in spec.submodule_search_locations]
     return [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
-
-
-def _is_the_librarys(top: str, folder: Path) -> bool:
-    # A checkout shows the folders of praxis_lite.tasks and .experiments at its top, too.
-    within = Path(__file__).parents[2] / top
-    return within.is_symlink() and within.resolve() == folder.resolve()
 
 
 def _module_files(module: str) -> Iterator[Path]:
