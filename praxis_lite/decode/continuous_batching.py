@@ -178,7 +178,7 @@ class ContinuousBatching:
         return state, jax.device_get(report)
 
     def _run(self, program: Program, mdl_vars: PyTree, *args: Any) -> Any:
-        """Returns what a compiled program returns; before its first run, checks that it fits."""
+        """Returns the outputs of a compiled program; before its first run, checks that it fits."""
         if program not in self._fitting:
             self._fitting.add(program)
             leaves = jax.tree.leaves(mdl_vars)

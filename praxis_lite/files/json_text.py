@@ -27,6 +27,17 @@ def parse_json(text: str) -> Any:
         raise ValueError("brackets within brackets, too deep") from None
 
 
+def is_nested(value: Any, most: int) -> bool:
+    """Returns True if lists and objects lie within each other more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner for one in level if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return any(isinstance(one, dict | list) for one in level)
+
+
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
     """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

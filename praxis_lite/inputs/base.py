@@ -4,12 +4,14 @@ import abc
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.inputs.mixing.shuffle import examples_at
 
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
     import jax
@@ -127,22 +129,85 @@ class IndexedPipeline(InputPipeline):
         return (self.rows(index, rows) for index in indices)
 
 
+class NumberedPipeline(IndexedPipeline):
+    """A pipeline of numbered examples: a batch is those that stand at its places of the order.
+
+    Attributes:
+        seed: of the order.
+        shuffle: True for endless batches in an order redrawn every epoch; False for one pass.
+    """
+
+    seed: int
+    shuffle: bool
+
+    @property
+    @abc.abstractmethod
+    def num_examples(self) -> int:
+        """The examples of a pass."""
+
+    def check(self) -> None:
+        super().check()
+        self.require_at_least(0, "seed")
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self.shuffle else -(-self.num_examples // self.batch_size)
+
+    def numbers(self, index: int, rows: slice) -> np.ndarray:
+        """Returns int64: the examples of these rows of a batch; fewer at the end of a pass."""
+        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
+        return examples_at(self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle)
+
+
+class ReplayedPipeline(InputPipeline):
+    """A pipeline that gives its batches only in order: all before a batch are made again for it."""
+
+    replays = True
+
+    @abc.abstractmethod
+    def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
+        """Yields these rows of batch `start`, `start + 1`, ..."""
+
+    def batches(
+        self, start: int = 0, *, rows: slice | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        self.check()
+        if start:
+            _log.info(
+                "reading the %d batches before the next one again (%s)", start, type(self).__name__
+            )
+        return self.batches_from(start, self.whole_or(rows))
+
+
 def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
     """Raises ConfigError if a class has different numbers in two pipelines, given by their paths.
 
     Names that only one of them has are no error: a split may lack classes.
     """
+    clashes = class_clashes({path: one.classes() for path, one in pipelines.items()})
+    for label, name, (path, number), (other, expected) in clashes:
+        raise ConfigError(
+            f"The {label!r} of {path} counts the class {shown(repr(name))} as {number}, that of "
+            f"{other} as {expected}. Say the classes once, and give them to both "
+            "(ImageFiles.classes), or save both with the same ClassLabel."
+        )
+
+
+def class_clashes(
+    classes: Mapping[str, Mapping[str, Sequence[str]]],
+) -> Iterator[tuple[str, str, tuple[str, int], tuple[str, int]]]:
+    """Yields (label, class, (dataset, number), (other dataset, other number)) of unequal numbers.
+
+    Args:
+        classes: by dataset and label, the names of the classes in the order of their numbers.
+    """
     first: dict[tuple[str, str], tuple[str, int]] = {}
-    for path, pipeline in pipelines.items():
-        for label, names in pipeline.classes().items():
+    for dataset, labels in classes.items():
+        for label, names in labels.items():
             for number, name in enumerate(names):
-                other, expected = first.setdefault((label, name), (path, number))
-                if number != expected:
-                    raise ConfigError(
-                        f"The {label!r} of {path} counts the class {shown(repr(name))} as "
-                        f"{number}, that of {other} as {expected}. Say the classes once, and give "
-                        "them to both (ImageFiles.classes), or save both with the same ClassLabel."
-                    )
+                expected = first.setdefault((label, name), (dataset, number))
+                if number != expected[1]:
+                    yield label, name, (dataset, number), expected
 
 
 def difference(
@@ -168,6 +233,20 @@ def spec_of(**leaves: tuple[tuple[int, ...], Any]) -> "dict[str, jax.ShapeDtypeS
     import jax
 
     return {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()}
+
+
+def spec_of_rows(leaves: Mapping[str, Any], batch_size: int) -> "dict[str, jax.ShapeDtypeStruct]":
+    """Returns the spec of batches of so many rows like those of `leaves`, arrays or structs."""
+    return spec_of(**{
+        name: ((batch_size, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
+    })
+
+
+def zero_rows(leaves: Mapping[str, Any], num_rows: int) -> dict[str, np.ndarray]:
+    """Returns rows of zeros like those of `leaves`, arrays or structs."""
+    return {
+        name: np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
+    }
 
 
 def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
@@ -201,3 +280,6 @@ def function_name(function: Any) -> str:
     """Returns the full name of a function, or of the function that a functools.partial calls."""
     found = described(function)
     return found["function"] if isinstance(found, dict) else str(found)
+
+
+_log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.base import (
-    InputPipeline,
+    ReplayedPipeline,
     described,
     difference,
     digest_of,
     function_name,
-    spec_of,
+    spec_of_rows,
 )
 from praxis_lite.inputs.leaves import filled, narrow, narrow_dtype, with_weights
 from praxis_lite.inputs.tf.tensorflow_import import tensorflow
@@ -34,7 +34,7 @@ _SECONDS_BETWEEN_COUNTS = 10.0
 _NUM_COMPARED = 2  # Batches: the first with a full shuffle buffer, and the order after it.
 
 
-class FromDataset(InputPipeline):
+class FromDataset(ReplayedPipeline):
     """Batches of a tf.data.Dataset that a function of yours makes, from dicts of tensors.
 
     The function is called whenever batches are asked for, after `tf.random.set_seed(seed)`, which
@@ -60,8 +60,6 @@ class FromDataset(InputPipeline):
         num_batches: of one pass. None: as many as the dataset has; if it cannot tell (TFRecord
             files, filters), they are counted, which reads it once at each launch.
     """
-
-    replays = True
 
     def __init__(
         self,
@@ -98,7 +96,6 @@ class FromDataset(InputPipeline):
         return -(-num_elements // self.batch_size)
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        rows = (self.batch_size,)
         leaves = {}
         for name, (shape, dtype) in self._element.items():
             narrow("FromDataset", name, np.empty(0, dtype))
@@ -110,20 +107,9 @@ class FromDataset(InputPipeline):
                     "it with tf.ensure_shape."
                 )
             leaves[name] = np.empty((0, *own), narrow_dtype(np.dtype(dtype)))
-        return spec_of(**{
-            name: (rows + leaf.shape[1:], leaf.dtype)
-            for name, leaf in with_weights(leaves).items()
-        })
+        return spec_of_rows(with_weights(leaves), self.batch_size)
 
-    def batches(
-        self, start: int = 0, *, rows: slice | None = None
-    ) -> Iterator[dict[str, np.ndarray]]:
-        self.check()
-        if start:
-            _log.info("reading the %d batches before the next one again (FromDataset)", start)
-        return self._from(start, self.whole_or(rows))
-
-    def _from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
+    def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         dataset = self._made()
         if not self.is_batched:
             dataset = dataset.batch(self.batch_size)
@@ -177,7 +163,7 @@ class FromDataset(InputPipeline):
     def _examined(self) -> tuple[str | None, str]:
         """Why batches may differ between runs, by the graph and by trying, and a hash of two."""
         first, again = (
-            list(itertools.islice(self._from(0, self.whole_or(None)), _NUM_COMPARED))
+            list(itertools.islice(self.batches_from(0, self.whole_or(None)), _NUM_COMPARED))
             for _ in range(2)
         )
         differences = (difference(*pair) for pair in zip(first, again, strict=True))

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
+from praxis_lite.inputs.base import (
+    IndexedPipeline,
+    NumberedPipeline,
+    lm_spec,
+    spec_of_rows,
+    zero_rows,
+)
 from praxis_lite.inputs.leaves import narrow, with_weights
-from praxis_lite.inputs.mixing.shuffle import examples_at, random_bits
+from praxis_lite.inputs.mixing.shuffle import random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -116,7 +122,7 @@ class TextWindows(IndexedPipeline):
 
 
 @dataclasses.dataclass(eq=False)
-class InMemory(IndexedPipeline):
+class InMemory(NumberedPipeline):
     """Rows of arrays that share their first dimension.
 
     Without a `weights` array, ones are added: a weight per label, or per row without `labels`.
@@ -135,7 +141,6 @@ class InMemory(IndexedPipeline):
 
     def check(self) -> None:
         super().check()
-        self.require_at_least(0, "seed")
         _ = self.leaves
 
     @functools.cached_property
@@ -166,24 +171,13 @@ class InMemory(IndexedPipeline):
     def num_examples(self) -> int:
         return len(self.leaves["weights"])
 
-    @property
-    def num_batches(self) -> int | None:
-        return None if self.shuffle else -(-self.num_examples // self.batch_size)
-
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        return spec_of(**{
-            name: ((self.batch_size, *leaf.shape[1:]), leaf.dtype)
-            for name, leaf in self.leaves.items()
-        })
+        return spec_of_rows(self.leaves, self.batch_size)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        chosen = examples_at(
-            self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle
-        )
-        batch = {}
+        chosen = self.numbers(index, rows)
+        batch = zero_rows(self.leaves, rows.stop - rows.start)
         for name, leaf in self.leaves.items():
-            batch[name] = np.zeros((count, *leaf.shape[1:]), leaf.dtype)
             batch[name][: len(chosen)] = leaf[chosen]
         return batch
 

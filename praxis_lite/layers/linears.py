@@ -90,8 +90,7 @@ class Bias(BaseLayer):
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        b = self.b[...].reshape((1,) * (inputs.ndim - 1) + self.b.shape)
-        outputs = inputs + broadcast_as(b, inputs)
+        outputs = inputs + broadcast_as(self.b[...], inputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 
@@ -268,8 +267,7 @@ class Einsum(BaseLayer):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = jnp.einsum(self.equation, inputs, self.w[...].astype(inputs.dtype))
         if self.b is not None:
-            lead = (1,) * (outputs.ndim - len(self.bias_shape))
-            outputs += broadcast_as(self.b[...].reshape(lead + self.bias_shape), outputs)
+            outputs += broadcast_as(self.b[...].reshape(self.bias_shape), outputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 

@@ -1,4 +1,4 @@
-"""WHAT is run and WHEN: experiments, their configs, jobs, checkpoints and the loops.
+"""The run: experiments and their configs (WHAT), jobs, checkpoints and the loops (WHEN).
 
 Never imports `praxis_lite.tools`. What a mode or a hook of your own needs is public here; what an
 experiment needs, in `praxis_lite`.

@@ -175,7 +175,7 @@ def test_a_resume_says_that_it_reads_again():
     records = []
     handler = logging.Handler()
     handler.emit = records.append
-    log = logging.getLogger("praxis_lite.inputs.from_dataset")
+    log = logging.getLogger("praxis_lite.inputs.base")
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""What is a model? Init and apply over nested dicts of arrays; modules of NNX are seen so here.
+"""Models: init and apply over nested dicts of arrays; a module of NNX as such a pair.
 
 Never sees a device, a task or what the model computes.
 """

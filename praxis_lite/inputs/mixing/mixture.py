@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
-from praxis_lite.inputs.base import IndexedPipeline, require_same_classes
+from praxis_lite.inputs.base import IndexedPipeline, require_same_classes, spec_of_rows, zero_rows
 from praxis_lite.inputs.mixing import shares
 
 if TYPE_CHECKING:
@@ -177,13 +177,8 @@ class Mixture(IndexedPipeline):
         return -(-self._end // self.batch_size)
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        import jax
-
-        spec = next(iter(self.sources.values())).element_spec()
-        return {
-            name: jax.ShapeDtypeStruct((self.batch_size, *leaf.shape[1:]), leaf.dtype)
-            for name, leaf in spec.items()
-        }
+        first = next(iter(self.sources.values()))
+        return spec_of_rows(first.element_spec(), self.batch_size)
 
     def largest_id(self) -> int:
         """Returns the largest id of the sources that know theirs, or 0."""
@@ -196,8 +191,7 @@ class Mixture(IndexedPipeline):
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        spec = self.element_spec()
-        batch = {name: np.zeros((count, *s.shape[1:]), s.dtype) for name, s in spec.items()}
+        batch = zero_rows(self.element_spec(), count)
         if self.stop == "first" and self._end is not None:
             count = max(0, min(count, self._end - first))
         drawn, before = self.sources_of(first, count), self._schedule.counts_before(first)

@@ -19,7 +19,7 @@ from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_fi
 
 Example = Mapping[str, Any]
 # Examples that one process reads at a time when all are read.
-EXAMPLES_PER_PART = 8_192
+_EXAMPLES_PER_PART = 8_192
 
 
 class Part(NamedTuple):
@@ -28,6 +28,22 @@ class Part(NamedTuple):
     start: int
     stop: int
     name: str
+
+
+def ranges_of_parts(num_examples: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of the parts of so many examples."""
+    for start in range(0, num_examples, _EXAMPLES_PER_PART):
+        yield start, min(start + _EXAMPLES_PER_PART, num_examples)
+
+
+def settings_alone(one: Any, *others: str) -> dict[str, Any]:
+    """Returns the state of a dataclass for a worker process, which opens and maps files anew.
+
+    Args:
+      others: attributes that are sent besides the fields, if they are set.
+    """
+    names = {*(field.name for field in dataclasses.fields(one)), *others}
+    return {name: value for name, value in vars(one).items() if name in names}
 
 
 class Source(abc.ABC):
@@ -219,8 +235,7 @@ class FileSource(Source):
     def parts(self) -> list[Part]:
         found = []
         for one, first in zip(self.indexes, self.first_numbers.tolist(), strict=False):
-            for start in range(0, one.num_examples, EXAMPLES_PER_PART):
-                stop = min(start + EXAMPLES_PER_PART, one.num_examples)
+            for start, stop in ranges_of_parts(one.num_examples):
                 # A digest of a large file need not notice what its time of change does.
                 changed = f"{one.digest[:12]}.{one.state[1]:x}"
                 name = f"{os.path.basename(one.path)}.{changed}.{start}"
@@ -242,9 +257,8 @@ class FileSource(Source):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process opens the files anew; the paths it is told, for they are agreed on.
-        names = {one.name for one in dataclasses.fields(self)} | {"paths"}
-        return {name: value for name, value in vars(self).items() if name in names}
+        # A worker process is told the paths, for they are agreed on.
+        return settings_alone(self, "paths")
 
 
 _log = logging.getLogger(__name__)

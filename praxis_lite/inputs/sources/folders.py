@@ -12,8 +12,9 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
 from praxis_lite.core.optional_packages import require_package
-from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
+from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
 from praxis_lite.inputs.sources.faults import BadExample
+from praxis_lite.inputs.sources.file_index import unreadable
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.sources.files.texts import decoded
@@ -85,10 +86,7 @@ class _FilePerExample(Source):
                 found = os.fstat(file.fileno())
                 data = file.read()
         except OSError as error:
-            raise ConfigError(
-                f"The file {one.path} cannot be read: {error.strerror}. Put it back, or leave it "
-                "out of files."
-            ) from None
+            raise unreadable(one.path, error) from None
         if (found.st_size, found.st_mtime_ns) != (one.size, one.mtime_ns):
             raise ConfigError(
                 f"{one.path} has changed since it was listed: it had {one.size:,} bytes, and has "
@@ -109,12 +107,12 @@ class _FilePerExample(Source):
 
     def parts(self) -> list[Part]:
         found = []
-        for start in range(0, len(self), EXAMPLES_PER_PART):
-            some = self.listed[start : start + EXAMPLES_PER_PART]
+        for start, stop in ranges_of_parts(len(self)):
+            some = self.listed[start:stop]
             # Times, too: a text may be mended without another size.
             text = repr([(self.name_of(one.path), one.size, one.mtime_ns) for one in some])
             name = f"files.{xxhash.xxh3_64_hexdigest(text.encode())}.{start}"
-            found.append(Part(start, start + len(some), name))
+            found.append(Part(start, stop, name))
         return found
 
     def cache_folder(self) -> str:
@@ -128,8 +126,7 @@ class _FilePerExample(Source):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        names = {one.name for one in dataclasses.fields(self)} | {"listed"}
-        return {name: value for name, value in vars(self).items() if name in names}
+        return settings_alone(self, "listed")
 
 
 class TextFiles(_FilePerExample):

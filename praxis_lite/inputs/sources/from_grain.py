@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,12 @@ from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.inputs.base import (
     IndexedPipeline,
     InputPipeline,
+    ReplayedPipeline,
     described,
     digest_of,
     function_name,
-    spec_of,
+    spec_of_rows,
+    zero_rows,
 )
 from praxis_lite.inputs.leaves import stacked
 
@@ -51,10 +52,7 @@ class _OfGrain(InputPipeline):
         return made
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        batch = self._first_batch
-        return spec_of(**{
-            name: ((self.batch_size, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()
-        })
+        return spec_of_rows(self._first_batch, self.batch_size)
 
     @functools.cached_property
     def _first_batch(self) -> dict[str, np.ndarray]:
@@ -135,13 +133,10 @@ class FromGrain(_OfGrain, IndexedPipeline):
         elements = [self._element(place) for place in range(first, stop)]
         if elements:
             return self._batch(elements, rows.stop - rows.start)
-        return {
-            name: np.zeros((rows.stop - rows.start, *leaf.shape[1:]), leaf.dtype)
-            for name, leaf in self._first_batch.items()
-        }
+        return zero_rows(self._first_batch, rows.stop - rows.start)
 
 
-class FromGrainIter(_OfGrain):
+class FromGrainIter(_OfGrain, ReplayedPipeline):
     """Batches of a grain.IterDataset that a function of yours makes, from dicts of arrays.
 
     An IterDataset gives its elements only in order: batch k is found by reading on from the first.
@@ -155,7 +150,6 @@ class FromGrainIter(_OfGrain):
     """
 
     num_batches: int | None = None
-    replays = True
     _KIND = "IterDataset"
     _INSTEAD = "FromGrain takes a MapDataset; FromDataset takes a tf.data.Dataset."
 
@@ -177,15 +171,7 @@ class FromGrainIter(_OfGrain):
             raise ConfigError(f"FromGrainIter: {self._name} has no elements.")
         return self._batch(first, 1)
 
-    def batches(
-        self, start: int = 0, *, rows: slice | None = None
-    ) -> Iterator[dict[str, np.ndarray]]:
-        self.check()
-        if start:
-            _log.info("reading the %d batches before the next one again (FromGrainIter)", start)
-        return self._from(start, self.whole_or(rows))
-
-    def _from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
+    def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         elements = itertools.islice(iter(self.dataset), start * self.batch_size, None)
         end = self.num_batches
         wanted = itertools.count(start) if end is None else range(start, end)
@@ -200,6 +186,3 @@ class FromGrainIter(_OfGrain):
                     f"{wants}. Add .repeat(), or change num_batches."
                 )
             yield {name: x[rows] for name, x in self._batch(found, self.batch_size).items()}
-
-
-_log = logging.getLogger(__name__)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.inputs.base import IndexedPipeline, described, spec_of
+from praxis_lite.inputs.base import NumberedPipeline, described, spec_of_rows, zero_rows
 from praxis_lite.inputs.leaves import stacked
-from praxis_lite.inputs.mixing.shuffle import examples_at
-from praxis_lite.inputs.sources.base import Example, Part, Source
+from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
 from praxis_lite.inputs.sources.derived import code_of, derived, left_out
 from praxis_lite.inputs.sources.faults import BadExample, applied
 from praxis_lite.inputs.sources.file_index import Made
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False)
-class FromSource(IndexedPipeline):
+class FromSource(NumberedPipeline):
     """Batches of a source's examples, each a dict of arrays or numbers of the same shapes.
 
     Any example is found by its number, so a job resumes at its batch at once, and each host reads
@@ -52,7 +51,6 @@ class FromSource(IndexedPipeline):
 
     def check(self) -> None:
         super().check()
-        self.require_at_least(0, "seed")
         require(
             isinstance(self.source, Source), "FromSource.source", self.source,
             "a source of examples, such as NpyFiles('data/*.npz')",
@@ -128,27 +126,14 @@ class FromSource(IndexedPipeline):
         has_labels = self.transform is None or self._first.keys() & {"label", "labels", *found}
         return found if has_labels else {}
 
-    @property
-    def num_batches(self) -> int | None:
-        return None if self.shuffle else -(-self.num_examples // self.batch_size)
-
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        return spec_of(**{
-            name: ((self.batch_size, *leaf.shape[1:]), leaf.dtype)
-            for name, leaf in self._first.items()
-        })
+        return spec_of_rows(self._first, self.batch_size)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        places = examples_at(
-            self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle
-        ).tolist()
-        if not places:
-            return {
-                name: np.zeros((count, *leaf.shape[1:]), leaf.dtype)
-                for name, leaf in self._first.items()
-            }
-        elements = [self._example(place) for place in places]
+        count = rows.stop - rows.start
+        elements = [self._example(place) for place in self.numbers(index, rows).tolist()]
+        if not elements:
+            return zero_rows(self._first, count)
         return stacked("FromSource", type(self.source).__name__, elements, count)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -160,6 +145,4 @@ class FromSource(IndexedPipeline):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process reads what is kept anew.
-        names = {one.name for one in dataclasses.fields(self)}
-        return {name: value for name, value in vars(self).items() if name in names}
+        return settings_alone(self)

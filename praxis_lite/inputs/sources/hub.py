@@ -11,7 +11,7 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.core.optional_packages import optional_module
-from praxis_lite.inputs.sources.base import EXAMPLES_PER_PART, Example, Part, Source
+from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
 from praxis_lite.inputs.sources.files.saved_dataset import SavedDataset, saved_dataset
@@ -56,9 +56,8 @@ class _Prepared(Source):
 
     def parts(self) -> list[Part]:
         return [
-            Part(start, min(start + EXAMPLES_PER_PART, len(self)),
-                 f"{self.split or 'all'}.{self.version}.{start}".replace("/", "_"))
-            for start in range(0, len(self), EXAMPLES_PER_PART)
+            Part(start, stop, f"{self.split or 'all'}.{self.version}.{start}".replace("/", "_"))
+            for start, stop in ranges_of_parts(len(self))
         ]
 
     def cache_folder(self) -> str:
@@ -71,9 +70,7 @@ class _Prepared(Source):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process opens it anew.
-        names = {one.name for one in dataclasses.fields(self)}
-        return {name: value for name, value in vars(self).items() if name in names}
+        return settings_alone(self)
 
 
 class HuggingFaceDataset(_Prepared):

@@ -16,6 +16,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
 from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.files.json_text import is_nested
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
@@ -141,7 +142,7 @@ def parsed(line: bytes, where: str) -> Example:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
-    if text.count("[") + text.count("{") > MOST_NESTED and _is_nested(found, MOST_NESTED):
+    if text.count("[") + text.count("{") > MOST_NESTED and is_nested(found, MOST_NESTED):
         raise BadExample(
             "not_json", where, f"is nested more than {MOST_NESTED} deep", "Mend the line."
         )
@@ -151,18 +152,6 @@ def parsed(line: bytes, where: str) -> Example:
             'Write {"text": ...}, say.',
         )
     return found
-
-
-def _is_nested(value: Any, most: int) -> bool:
-    """Returns True if lists and objects lie in each other more than so many deep."""
-    level = [value]
-    for _ in range(most + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level
-                 if isinstance(one, dict | list)]
-        if not inner:
-            return False
-        level = [one for values in inner for one in values]
-    return True
 
 
 def _is_compressed(path: str) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -130,18 +129,9 @@ def writing_copy(folder: str, path: str, end: str) -> Iterator[str]:
     try:
         yield partial
         kept.write(folder, _name_of(path), {"state": state}, {}, {end: partial})
-        _remove_former(folder, name_beside(path))
     finally:
         with contextlib.suppress(OSError):
             os.unlink(partial)
-
-
-def _remove_former(folder: str, name: str) -> None:
-    """Removes copies of a file that lie there under names of earlier versions."""
-    former = re.compile(re.escape(name) + r"\.(array_record|[0-9a-f]{12}\.[0-9a-f]+\.arrow)")
-    for one in filter(former.fullmatch, os.listdir(folder)):
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, one))
 
 
 def _name_of(path: str) -> str:

@@ -124,11 +124,7 @@ class TextCorpus:
 
     @functools.cached_property
     def _splits(self) -> dict[str, list[tuple[str, bytes]]]:
-        percent = self.heldout_percent
-        require(
-            hasattr(percent, "__index__") and 0 <= percent <= 100, "TextCorpus.heldout_percent",
-            percent, "a whole number from 0 to 100",
-        )
+        require_percent("TextCorpus.heldout_percent", self.heldout_percent)
         splits: dict[str, list[tuple[str, bytes]]] = {split: [] for split in SPLITS}
         for name, text in self._read():
             held_out = _place(name) < self.heldout_percent
@@ -149,6 +145,12 @@ class TextCorpus:
             return language_reference()
         files = matching_files(self.files)
         return [document for path in files for document in read_documents(path)]
+
+
+def require_percent(setting: str, found: Any) -> None:
+    """Raises ConfigError unless a setting is a whole number of percent."""
+    is_right = hasattr(found, "__index__") and 0 <= found <= 100
+    require(is_right, setting, found, "a whole number from 0 to 100")
 
 
 def _paragraphs(text: bytes) -> list[bytes]:

@@ -5,19 +5,18 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.sources.base import Part, Source
+from praxis_lite.inputs.sources.base import Part, Source, settings_alone
 from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived, left_out
 from praxis_lite.inputs.sources.faults import BadExample, applied
 from praxis_lite.inputs.sources.file_index import Made
 from praxis_lite.inputs.text.conversations import Tokens
-from praxis_lite.inputs.text.corpus import SPLITS
+from praxis_lite.inputs.text.corpus import SPLITS, require_percent
 from praxis_lite.inputs.text.encoding import KEYS, encoded
 from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -72,11 +71,7 @@ class Documents:
             has_names, "Documents.key", self.key, f"None: {self.holds} has names of its own",
             "Give them by a transform.",
         )
-        percent = self.heldout_percent
-        require(
-            hasattr(percent, "__index__") and 0 <= percent <= 100, "Documents.heldout_percent",
-            percent, "a whole number from 0 to 100",
-        )
+        require_percent("Documents.heldout_percent", self.heldout_percent)
         require(
             isinstance(self.source, Source), "Documents.source", self.source,
             "a source of examples, such as JsonLines('data/*.jsonl')",
@@ -173,7 +168,11 @@ class Documents:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """int32[documents]: ids of each."""
-        return np.concatenate([np.empty(0, np.int32), *(p.arrays["lengths"] for p in self.parts)])
+        return self._of_all("lengths", np.int32)
+
+    def _of_all(self, name: str, dtype: type) -> np.ndarray:
+        """Returns an array of all parts together."""
+        return np.concatenate([np.empty(0, dtype), *(p.arrays[name] for p in self.parts)])
 
     @functools.cached_property
     def first_of_part(self) -> np.ndarray:
@@ -191,17 +190,15 @@ class Documents:
     def of_split(self, split: str) -> np.ndarray:
         """Returns int64[n]: the numbers of the documents of 'train' or 'heldout'."""
         require_choice("split", split, SPLITS)
-        places = [np.empty(0, np.uint8), *(p.arrays["places"] for p in self.parts)]
-        is_held_out = np.concatenate(places) < self.heldout_percent
+        is_held_out = self._of_all("places", np.uint8) < self.heldout_percent
         return np.flatnonzero(is_held_out == (split == "heldout"))
 
     def __getitem__(self, number: int) -> Tokens:
         """Returns the tokens of a document; its ids are a view of the file on disk."""
-        part = int(np.searchsorted(self.first_of_part, number, side="right")) - 1
-        within = number - int(self.first_of_part[part])
+        part, within = self._place_of(number)
         there = self.parts[part]
         if not self.ahead:
-            row = there.part.start + int(there.arrays["rows"][within])
+            row = self._row_of(number)
             found = self._of_example(self.source[row], row)
             if isinstance(found, str) or len(found.ids) != there.arrays["lengths"][within]:
                 raise ConfigError(
@@ -217,9 +214,7 @@ class Documents:
     @functools.cached_property
     def chosen_lengths(self) -> np.ndarray:
         """int32[documents]: of preferences, how many ids of each are those of the chosen answer."""
-        return np.concatenate(
-            [np.empty(0, np.int32), *(p.arrays["chosen_lengths"] for p in self.parts)]
-        )
+        return self._of_all("chosen_lengths", np.int32)
 
     def pair(self, number: int) -> Pair:
         """Returns the tokens of a preference."""
@@ -231,10 +226,17 @@ class Documents:
 
     def where(self, number: int) -> str:
         """Returns where a document stands in the source: "file:line"."""
+        return self.source.where(self._row_of(number))
+
+    def _place_of(self, number: int) -> tuple[int, int]:
+        """Returns the part of a document, and its number there."""
         part = int(np.searchsorted(self.first_of_part, number, side="right")) - 1
-        there = self.parts[part]
-        row = there.arrays["rows"][number - int(self.first_of_part[part])]
-        return self.source.where(there.part.start + int(row))
+        return part, number - int(self.first_of_part[part])
+
+    def _row_of(self, number: int) -> int:
+        """Returns the number of a document's example in the source."""
+        part, within = self._place_of(number)
+        return self.parts[part].part.start + int(self.parts[part].arrays["rows"][within])
 
     def largest_id(self) -> tuple[int, str]:
         """Returns the largest id of all documents, and where it is first: "file:line"."""
@@ -257,9 +259,4 @@ class Documents:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process maps the files anew.
-        names = {one.name for one in dataclasses.fields(self)}
-        return {name: value for name, value in vars(self).items() if name in names}
-
-
-_log = logging.getLogger(__name__)
+        return settings_alone(self)

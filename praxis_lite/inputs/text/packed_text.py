@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.base import IndexedPipeline, lm_spec, spec_of
-from praxis_lite.inputs.mixing.shuffle import epoch_order, examples_at
+from praxis_lite.inputs.base import NumberedPipeline, lm_spec, spec_of
+from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.documents import Documents
@@ -32,7 +32,7 @@ TOO_LONG = ("split", "refuse", "drop", "cut")
 
 
 @dataclasses.dataclass(eq=False)
-class PackedText(IndexedPipeline):
+class PackedText(NumberedPipeline):
     """Rows for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`: [B, T].
 
     `segment_ids` count the documents of a row from 1, and are 0 where there is none; attention
@@ -72,7 +72,6 @@ class PackedText(IndexedPipeline):
     def check(self) -> None:
         super().check()
         self.require_at_least(1, "seq_len", "window")
-        self.require_at_least(0, "seed")
         require_choice("PackedText.split", self.split, SPLITS)
         require_choice("PackedText.too_long", self.too_long, TOO_LONG)
         require(
@@ -150,8 +149,8 @@ class PackedText(IndexedPipeline):
         )
 
     @property
-    def num_batches(self) -> int | None:
-        return None if self.shuffle else -(-self.table.num_rows // self.batch_size)
+    def num_examples(self) -> int:
+        return self.table.num_rows
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         shape = (self.batch_size, self.seq_len)
@@ -159,15 +158,12 @@ class PackedText(IndexedPipeline):
         return {**lm_spec(*shape), **segments}
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        chosen = examples_at(
-            self.table.num_rows, first, count, seed=self.seed, shuffle=self.shuffle
-        )
+        count = rows.stop - rows.start
         names = ("ids", "labels", "segment_ids", "segment_pos")
         batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
         batch["weights"] = np.zeros((count, self.seq_len), np.float32)
         positions = np.arange(self.seq_len, dtype=np.int32)
-        for row, number in enumerate(chosen):
+        for row, number in enumerate(self.numbers(index, rows)):
             begin, stop = self.table.starts[number : number + 2].tolist()
             ids, labels, segment_ids, segment_pos, weights = (
                 batch[name][row] for name in (*names, "weights")

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.base import IndexedPipeline, spec_of
-from praxis_lite.inputs.mixing.shuffle import examples_at
-from praxis_lite.inputs.sources.base import Source
+from praxis_lite.inputs.base import NumberedPipeline, spec_of
+from praxis_lite.inputs.sources.base import Source, settings_alone
 from praxis_lite.inputs.sources.json_lines import JsonLines
 from praxis_lite.inputs.text.about_python import about_python
 from praxis_lite.inputs.text.corpus import SPLITS
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False)
-class PreferenceData(IndexedPipeline):
+class PreferenceData(NumberedPipeline):
     """Pairs for `DpoTask`: `ids`, `labels`, `answers` [B, 2, T], `weights` [B]; chosen first.
 
     Examples are pairs as TRL reads them: {"prompt", "chosen", "rejected"}, each a text or a list
@@ -64,7 +63,7 @@ class PreferenceData(IndexedPipeline):
     def check(self) -> None:
         super().check()
         self.require_at_least(1, "seq_len")
-        self.require_at_least(0, "seed", "heldout_percent")
+        self.require_at_least(0, "heldout_percent")
         require_choice("PreferenceData.split", self.split, SPLITS)
         require(
             isinstance(self.files, str | Source | None), "PreferenceData.files", self.files,
@@ -124,8 +123,8 @@ class PreferenceData(IndexedPipeline):
         return self.documents.largest_id()[1]
 
     @property
-    def num_batches(self) -> int | None:
-        return None if self.shuffle else -(-len(self._numbers) // self.batch_size)
+    def num_examples(self) -> int:
+        return len(self._numbers)
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         shape = (self.batch_size, 2, self.seq_len)
@@ -135,16 +134,13 @@ class PreferenceData(IndexedPipeline):
         )
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        first, count = index * self.batch_size + rows.start, rows.stop - rows.start
-        chosen = examples_at(
-            len(self._numbers), first, count, seed=self.seed, shuffle=self.shuffle
-        )
+        count = rows.stop - rows.start
         shape = (count, 2, self.seq_len)
         batch = {
             "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
             "answers": np.zeros(shape, np.float32), "weights": np.zeros(count, np.float32),
         }
-        for row, number in enumerate(chosen):
+        for row, number in enumerate(self.numbers(index, rows)):
             batch["weights"][row] = 1.0
             pair = self.documents.pair(self._numbers[number])
             for side, (ids, is_answer) in enumerate(pair):
@@ -164,6 +160,4 @@ class PreferenceData(IndexedPipeline):
         return {**settings, "sha256": digest.hexdigest()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process maps the files anew.
-        names = {one.name for one in dataclasses.fields(self)}
-        return {name: value for name, value in vars(self).items() if name in names}
+        return settings_alone(self)

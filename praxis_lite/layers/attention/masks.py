@@ -119,20 +119,9 @@ def causal_mask(length: int) -> jax.Array:
     return _additive(index_T[:, None] < index_T[None, :])[None, None]
 
 
-def segment_mask(segment_ids: jax.Array, source_segment_ids: jax.Array | None = None) -> jax.Array:
-    """Returns float [B, 1, T, S] to add to logits: large negative between different segments.
-
-    Args:
-      segment_ids: int [B, T].
-      source_segment_ids: int [B, S]; None: the same.
-    """
-    source = segment_ids if source_segment_ids is None else source_segment_ids
-    return _additive(segment_ids[:, :, None] != source[:, None, :])[:, None]
-
-
-def causal_segment_mask(segment_ids: jax.Array) -> jax.Array:
-    """Returns float [B, 1, T, T]: tokens see earlier tokens of their own segment."""
-    return jnp.minimum(segment_mask(segment_ids), causal_mask(segment_ids.shape[1]))
+def segment_mask(segment_ids: jax.Array) -> jax.Array:
+    """Returns float [B, 1, T, T] to add to logits: large negative between different segments."""
+    return _additive(segment_ids[:, :, None] != segment_ids[:, None, :])[:, None]
 
 
 def convert_paddings_to_mask(paddings: jax.Array) -> jax.Array:

@@ -108,8 +108,7 @@ class AttentionProjection(BaseLayer):
         else:
             outputs = jnp.einsum("...d,dnk->...nk", inputs, w)
         if self.b is not None:
-            lead = (1,) * (outputs.ndim - self.b.ndim)
-            outputs += broadcast_as(self.b[...].reshape(lead + self.b.shape), outputs)
+            outputs += broadcast_as(self.b[...], outputs)
         return constrain(outputs, self.activation_split_dims_mapping)
 
 
@@ -141,7 +140,7 @@ class OneHeadedAttentionProjection(BaseLayer):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = jnp.einsum("bsd,dk->bsk", inputs, self.w[...].astype(inputs.dtype))
         if self.b is not None:
-            outputs += broadcast_as(self.b[...][None, None], outputs)
+            outputs += broadcast_as(self.b[...], outputs)
         return constrain(outputs[:, :, None, :], self.activation_split_dims_mapping)
 
 
@@ -201,4 +200,4 @@ class PerDimScale(BaseLayer):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         # 1 / softplus(0), with Pax's digits.
         scale = 1.442695041 / np.sqrt(self.dim) * jax.nn.softplus(self.per_dim_scale[...])
-        return inputs * broadcast_as(scale.reshape((1,) * (inputs.ndim - 1) + (-1,)), inputs)
+        return inputs * broadcast_as(scale, inputs)

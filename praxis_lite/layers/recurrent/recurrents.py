@@ -52,7 +52,7 @@ class CausalConv(BaseLayer):
         length, taps = x_BTNK.shape[1], self.num_taps
         x = jnp.concatenate([window.astype(x_BTNK.dtype), x_BTNK], axis=1)
         w = self.w[...][:, None, None]
-        outputs = broadcast_as(self.b[...][None, None], x_BTNK)
+        outputs = broadcast_as(self.b[...], x_BTNK)
         for j in range(taps):
             first = taps - 1 - j
             past = x[:, first : first + length]

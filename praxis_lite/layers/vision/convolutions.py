@@ -141,7 +141,7 @@ class Conv2D(BaseLayer):
             feature_group_count=num_groups,
         )
         if self.b is not None:
-            outputs += broadcast_as(self.b[...].reshape(1, 1, 1, -1), outputs)
+            outputs += broadcast_as(self.b[...], outputs)
         return outputs
 
 
@@ -230,5 +230,5 @@ class DepthwiseConv1D(BaseLayer):
             feature_group_count=self.filter_shape[1],
         )
         if self.b is not None:
-            outputs += broadcast_as(self.b[...].reshape(1, 1, -1), outputs)
+            outputs += broadcast_as(self.b[...], outputs)
         return constrain(outputs, self.activation_split_dims_mapping)

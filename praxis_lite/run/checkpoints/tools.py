@@ -1,4 +1,4 @@
-"""`python -m praxis_lite.run.checkpoints`: reports on a directory of steps, and on one step."""
+"""`python -m praxis_lite.run.checkpoints`: reports on a directory of steps, or on a step."""
 
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ from praxis_lite.run.checkpoints.files.zarr_checks import np_dtype
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.text_table import table_lines
 
 Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.
 _SET_ASIDE = {
@@ -177,12 +178,7 @@ def description(step_dir: Path) -> list[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the rows as lines, their columns aligned, without a terminal's control characters."""
-    rows = [[printable(x) for x in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return table_lines([[printable(x) for x in row] for row in rows])
 
 
 def listing(steps: Sequence[ListedStep]) -> list[str]:

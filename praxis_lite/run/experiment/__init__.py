@@ -1,4 +1,4 @@
-"""WHAT is run: experiments, their reports of a run, and the names they are found by.
+"""Experiments (WHAT runs), their reports of a run, and the names by which they are found.
 
 Holds configs, and never sees an array. Public names are those of `praxis_lite` itself.
 """

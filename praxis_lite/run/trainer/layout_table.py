@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.run.text_table import table_lines
 
 # From here on an array is worth a warning: a smaller one costs less than the reader's attention.
 LARGE_BYTES = 1 << 20
@@ -35,14 +36,7 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
             decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
         shape, spec = shape_text(leaf.shape), split_text(leaf.spec)
         rows.append((leaf.path, shape, padded, str(leaf.dtype), spec, size, share, decided_by))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in (5, 6) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = table_lines(rows, right=(5, 6))
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join([*lines, *(f"({number}) {text}" for text, number in numbers.items())])
 

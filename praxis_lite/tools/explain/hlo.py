@@ -25,6 +25,7 @@ from praxis_lite.tools.explain.hlo_text import (
     executed,
     op_name_of,
     parse,
+    root_of,
     trip_count,
 )
 
@@ -136,7 +137,7 @@ def _scattered(site: Site) -> str | None:
     """Returns the result of a TPU's reduce-scatter: a fusion of an all-reduce and its slices."""
     if not site.fused or site.instruction.opcode != "all-reduce":
         return None
-    root = next(one for one in site.computation.values() if one.is_root)
+    root = root_of(site.computation)
     results = [site.computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
     return root.shape if all(one.opcode == "dynamic-slice" for one in results) else None
 

@@ -156,7 +156,7 @@ class Site(NamedTuple):
 def executed(program: Program) -> Iterator[Site]:
     """Yields every instruction that a run reaches, through loops, branches, calls and fusions."""
     entry = program.computations[program.entry]
-    return _walk(program, Site(_root(entry), entry, 1, False, False, (), False))
+    return _walk(program, Site(root_of(entry), entry, 1, False, False, (), False))
 
 
 def _walk(program: Program, like: Site) -> Iterator[Site]:
@@ -165,7 +165,7 @@ def _walk(program: Program, like: Site) -> Iterator[Site]:
         site = like._replace(instruction=one)
         yield site
         for key, changes in _calls(program, site):
-            for callee in _callees(one, key):
+            for callee in callees(one, key):
                 inside = {"scope": (*site.scope, one.name, callee), **changes}
                 computation = program.computations[callee]
                 yield from _walk(program, site._replace(computation=computation, **inside))
@@ -194,7 +194,8 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
     return []
 
 
-def _callees(instruction: Instruction, key: str) -> list[str]:
+def callees(instruction: Instruction, key: str) -> list[str]:
+    """Returns the computations that an attribute of an instruction names."""
     found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
     return re.findall(r"[\w.\-]+", found.group(1)) if found else []
 
@@ -209,10 +210,10 @@ def trip_count(program: Program, computation: _Computation, loop: Instruction) -
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known.group(1))
     # A TPU's text does not say. Read `for (i = initial; i < limit; i += step)` from the program.
-    condition = program.computations[_callees(loop, "condition")[0]]
-    body = program.computations[_callees(loop, "body")[0]]
+    condition = program.computations[callees(loop, "condition")[0]]
+    body = program.computations[callees(loop, "body")[0]]
     compared = _comparison(program, condition, lambda _: _STATE)
-    state, stepped = computation.get(loop.operands[0]), _root(body)
+    state, stepped = computation.get(loop.operands[0]), root_of(body)
     if compared is None or state is None or {state.opcode, stepped.opcode} != {"tuple"}:
         return None
 
@@ -240,14 +241,15 @@ def trip_count(program: Program, computation: _Computation, loop: Instruction) -
     return max(0, -(-distance // by)) if stops.get(direction) else None
 
 
-def _root(computation: _Computation) -> Instruction:
+def root_of(computation: _Computation) -> Instruction:
+    """Returns the instruction that a computation returns."""
     return next(one for one in computation.values() if one.is_root)
 
 
 def _comparison(
     program: Program, computation: _Computation, argument: Callable[[int], _Affine | None]
 ) -> tuple[_Affine, _Affine, str] | None:
-    root = _root(computation)
+    root = root_of(computation)
 
     def operand(index: int) -> _Affine | None:
         return _scalar(program, computation, root.operands[index], argument)
@@ -260,9 +262,7 @@ def _comparison(
 
 
 def _scalar(
-    program: Program,
-    computation: _Computation,
-    name: str,
+    program: Program, computation: _Computation, name: str,
     argument: Callable[[int], _Affine | None],
 ) -> _Affine | None:
     one = computation[name]
@@ -291,9 +291,9 @@ def _scalar(
         return (left[0] if right[0] is None else right[0]), left[1] + right[1]
     if one.opcode in ("fusion", "call"):
         callee = _called(program, one)
-        return _scalar(program, callee, _root(callee).name, operand)
+        return _scalar(program, callee, root_of(callee).name, operand)
     return None
 
 
 def _called(program: Program, one: Instruction) -> _Computation:
-    return program.computations[(_callees(one, "calls") or _callees(one, "to_apply"))[0]]
+    return program.computations[(callees(one, "calls") or callees(one, "to_apply"))[0]]

@@ -67,7 +67,7 @@ def export_job(
     adapters: str | None = None,
     note: Note = lambda line: None,
 ) -> None:
-    """Exports one checkpoint of a job in Hugging Face format.
+    """Exports a checkpoint of a job in the format of Hugging Face.
 
     Args:
       job_log_dir: of a job that began with a model of Hugging Face.

@@ -12,7 +12,13 @@ from collections.abc import Mapping
 
 from praxis_lite.layers.attention.fused import SHARE_OF_BLOCKS
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.hlo_text import Instruction, Program, arrays_of
+from praxis_lite.tools.explain.hlo_text import (
+    Instruction,
+    Program,
+    arrays_of,
+    callees,
+    root_of,
+)
 from praxis_lite.tools.plan.chips import Chip
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -102,7 +108,7 @@ def is_matmul(one: Instruction, program: Program) -> bool:
         return True
     return one.opcode == "fusion" and any(
         is_matmul(inner, program)
-        for name in called(one, "calls") for inner in program.computations[name].values()
+        for name in callees(one, "calls") for inner in program.computations[name].values()
     )
 
 
@@ -114,12 +120,17 @@ def _matmul(
     if flops:
         return flops, arrays_of(around[one.operands[0]].shape)[0].dtype
     if one.opcode in ("fusion", "call"):
-        for name in called(one, "calls") or called(one, "to_apply"):
+        for name in callees(one, "calls") or callees(one, "to_apply"):
             inside = program.computations[name]
             for inner in inside.values():
                 more, of = _matmul(inner, inside, program)
                 flops, dtype = flops + more, of if more else dtype
     return flops, dtype
+
+
+def bytes_of(shape: str) -> int:
+    """Returns the bytes of the arrays of a shape."""
+    return sum(array.bytes for array in arrays_of(shape))
 
 
 def _bytes_moved(
@@ -128,21 +139,18 @@ def _bytes_moved(
     """Returns the bytes that an instruction reads and writes; of a slice only the part taken."""
     if one.opcode in _FREE:
         return 0
-    result = sum(array.bytes for array in arrays_of(one.shape))
+    result = bytes_of(one.shape)
     if one.opcode in _SLICES:
         return 2 * result
     if one.opcode == "dynamic-update-slice":
-        return 2 * sum(array.bytes for array in arrays_of(around[one.operands[1]].shape))
-    reads = [
-        sum(array.bytes for array in arrays_of(around[name].shape))
-        for name in one.operands if name in around
-    ]
+        return 2 * bytes_of(around[one.operands[1]].shape)
+    reads = [bytes_of(around[name].shape) for name in one.operands if name in around]
     if one.opcode != "fusion":
         return result + sum(reads)
-    inside = program.computations[called(one, "calls")[0]]
-    root = next(inner for inner in inside.values() if inner.is_root)
+    inside = program.computations[callees(one, "calls")[0]]
+    root = root_of(inside)
     if root.opcode == "dynamic-update-slice":
-        result = sum(array.bytes for array in arrays_of(inside[root.operands[1]].shape))
+        result = bytes_of(inside[root.operands[1]].shape)
     parameters = {
         inner.name: int(inner.operands[0]) for inner in inside.values()
         if inner.opcode == "parameter"
@@ -154,8 +162,7 @@ def _bytes_moved(
             for inner in users
         ):
             reads[index] = sum(
-                array.bytes for inner in users if inner.opcode != "dynamic-update-slice"
-                for array in arrays_of(inner.shape)
+                bytes_of(inner.shape) for inner in users if inner.opcode != "dynamic-update-slice"
             )
     return result + sum(reads)
 
@@ -166,12 +173,6 @@ _FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
     "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done", "reshape",
 })
-
-
-def called(one: Instruction, key: str) -> list[str]:
-    """Returns the computations that an attribute of an instruction names."""
-    found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", one.attributes)
-    return re.findall(r"[\w.\-]+", found.group(1)) if found else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

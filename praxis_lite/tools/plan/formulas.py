@@ -110,40 +110,6 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
     )
 
 
-def least_tokens_per_device(chip: Chip, torus_dims: int = 1) -> float:
-    """Returns from how many tokens of a device on FSDP or data parallelism is bound by flops.
-
-    The scaling book's C / (W M): C flops per second, W bytes per second both ways of a torus dim, M
-    torus dims that carry the collectives. ("Training", 2,550 of a v5p and one dim.)
-    """
-    return chip.peak() / (2 * chip.link_bandwidth * torus_dims)
-
-
-def most_tensor_parallel(chip: Chip, hidden_dims: int, torus_dims: int = 1) -> float:
-    """Returns up to how many devices tensor parallelism of a feed-forward is bound by flops."""
-    return hidden_dims / least_tokens_per_device(chip, torus_dims)
-
-
-def least_tokens_per_device_of_both(
-    chip: Chip, hidden_dims: int, data_dims: int = 2, tensor_dims: int = 1
-) -> float:
-    """Returns the same of FSDP over `data_dims` torus dims with tensor parallelism over others.
-
-    (C / W)^2 / (Mx My F), where the devices are shared out as `best_fsdp` says.
-    """
-    return least_tokens_per_device(chip) ** 2 / (data_dims * tensor_dims * hidden_dims)
-
-
-def best_fsdp(
-    tokens: float, num_devices: int, hidden_dims: int, data_dims: int = 2, tensor_dims: int = 1
-) -> float:
-    """Returns over how many devices FSDP sends least, of all; tensor parallelism takes the rest.
-
-    sqrt((B / F) (Mx / My) N) of a batch of B tokens.
-    """
-    return math.sqrt(tokens / hidden_dims * data_dims / tensor_dims * num_devices)
-
-
 def _usual(efficiencies: Efficiencies) -> float:
     # Of the peak that a whole model's matmuls reach: the compiler's cycles are 0.75 of it.
     return 0.75 * efficiencies.cycles

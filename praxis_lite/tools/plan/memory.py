@@ -8,8 +8,14 @@ from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.run.trainer.layout_table import bytes_per_device
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.hlo_text import arrays_of, op_name_of, parse, trip_count
-from praxis_lite.tools.plan.costs import called
+from praxis_lite.tools.explain.hlo_text import (
+    arrays_of,
+    callees,
+    op_name_of,
+    parse,
+    root_of,
+    trip_count,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +95,8 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
         if loop.opcode != "while":
             continue
         trips = trip_count(program, entry, loop)
-        body = program.computations[called(loop, "body")[0]]
-        root = next(one for one in body.values() if one.is_root)
+        body = program.computations[callees(loop, "body")[0]]
+        root = root_of(body)
         if not trips or root.opcode != "tuple":
             continue
         # By most names in it: with several slices XLA drops the loop's own.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from praxis_lite.core.errors import format_bytes
+from praxis_lite.run.text_table import table_lines
 from praxis_lite.tools.plan.predict import StepPlan
 
 MOST_COLLECTIVES = 12
@@ -84,14 +85,7 @@ def collectives_text(plan: StepPlan) -> str:
         rows += [(f"  {one.layer}", "", *_sums([one])) for one in largest[:MOST_COLLECTIVES]]
         if left := largest[MOST_COLLECTIVES:]:
             rows.append((f"  {len(left)} more layers", "", *_sums(left)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(table_lines(rows, right=range(2, len(rows[0]))))
 
 
 def _sums(group: Sequence) -> tuple[str, str, str, str]:

@@ -25,6 +25,7 @@ from praxis_lite.tools.explain.hlo_text import (
     Program,
     Site,
     arrays_of,
+    callees,
     op_name_of,
     parse,
     trip_count,
@@ -34,7 +35,7 @@ from praxis_lite.tools.plan.costs import (
     FITTED,
     Efficiencies,
     Wire,
-    called,
+    bytes_of,
     compute_seconds,
     is_matmul,
     kernel_flops,
@@ -92,11 +93,11 @@ class _Walk:
             kind = one.opcode.removesuffix("-start")
             if one.opcode == "while":
                 trips = trip_count(self.program, computation, one) or 1
-                now += trips * self.run(called(one, "body")[0], count * trips)
+                now += trips * self.run(callees(one, "body")[0], count * trips)
             elif one.opcode == "conditional":
                 now += self.run(self.costliest(one), count)
             elif one.opcode == "call":
-                now += self.run(called(one, "to_apply")[0], count)
+                now += self.run(callees(one, "to_apply")[0], count)
             elif one.opcode == "async-start" and (held := self.wrapped(one)):
                 pending[one.name] = sent(*held)
             elif kind in hlo.KINDS or self.is_transfer(one):
@@ -124,13 +125,13 @@ class _Walk:
         return next(
             (
                 (inner, self.program.computations[name])
-                for name in called(one, "calls")
+                for name in callees(one, "calls")
                 for inner in self.program.computations[name].values() if inner.opcode in hlo.KINDS
             ), None,
         )
 
     def is_transfer(self, one: Instruction) -> bool:
-        """Returns True for a TPU's message to another slice, of which the text has two halves."""
+        """Returns True for a TPU's message to another slice, which the text has in two halves."""
         return one.opcode == "send" and "_xla_megascale_transfer_type" in one.attributes
 
     def computed(self, one: Instruction, around: Mapping, count: int) -> float:
@@ -149,7 +150,7 @@ class _Walk:
     def flops_of(self, one: Instruction, around: Mapping, count: int) -> int:
         """Returns the matmul flops of an instruction and its calls; adds them up."""
         if one.opcode == "fusion":
-            inside = self.program.computations[called(one, "calls")[0]]
+            inside = self.program.computations[callees(one, "calls")[0]]
             return sum(self.flops_of(inner, inside, count) for inner in inside.values())
         flops = hlo.matmul_flops(one, around)
         if not flops and "tpu_custom_call" in one.attributes:
@@ -167,7 +168,7 @@ class _Walk:
         if one.name not in self.fusions:
             self.fusions[one.name] = [
                 (chain.group(1) if chain else inner.name + one.name, inner, around)
-                for inner, around in self._inside(called(one, "calls")[0])
+                for inner, around in self._inside(callees(one, "calls")[0])
                 for chain in [re.search(r'chain_id="(\d+)"', inner.attributes)]
             ]
         return self.fusions[one.name]
@@ -178,7 +179,7 @@ class _Walk:
             if one.opcode in hlo.KINDS:
                 yield one, computation
             elif one.opcode in ("fusion", "call"):
-                for callee in called(one, "calls"):
+                for callee in callees(one, "calls"):
                     yield from self._inside(callee)
 
     def on_the_wire(
@@ -192,7 +193,7 @@ class _Walk:
         """
         kind = one.opcode.removesuffix("-start")
         shapes = [around[name].shape for name in one.operands if name in around]
-        operands = sum(array.bytes for shape in shapes for array in arrays_of(shape))
+        operands = sum(map(bytes_of, shapes))
         groups = device_groups(one.attributes, self.program)
         crosses = kind == "send" or self._crosses(groups)
         if kind == "send":
@@ -269,7 +270,7 @@ class _Walk:
         """Returns the branch of a conditional that takes longest."""
         branches: Sequence[str] = [
             name for key in ("branch_computations", "true_computation", "false_computation")
-            for name in called(one, key)
+            for name in callees(one, key)
         ]
         cost: Callable[[str], float] = lambda name: sum(  # noqa: E731
             compute_seconds(inner, self.program.computations[name], self.program, self.chip,

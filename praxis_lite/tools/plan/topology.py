@@ -35,7 +35,6 @@ class Topology:
       dims: of a slice's torus in chips; of GPUs (nodes, devices of a node); of "cpu:8" (8,).
       num_slices: slices, or nodes of GPUs.
       devices: to compile for; on "cpu" real ones.
-      is_attached: they are there.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Topology:
     dims: tuple[int, ...]
     num_slices: int
     devices: Sequence[jax.Device]
-    is_attached: bool = False
 
     @property
     def devices_per_slice(self) -> int:
@@ -125,7 +123,7 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
         slices = len({device.process_index for device in devices})
         dims = (count,)
     shape = "x".join(map(str, dims))
-    return Topology(f"{name}:{shape}", chip, dims, slices, devices, is_attached=True)
+    return Topology(f"{name}:{shape}", chip, dims, slices, devices)
 
 
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.run.text_table import table_lines
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -106,15 +108,7 @@ class Certificate:
              one.why if one.is_equal else f"DIFFERS at {_place(one)}")
             for one, number in self.rows()
         ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        right = (False, False, True, True, True, False)
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if is_right else cell.ljust(width)
-                for cell, width, is_right in zip(line, widths, right, strict=True)
-            ).rstrip()
-            for line in lines
-        )
+        return "\n".join(table_lines(lines, right=(2, 3, 4)))
 
     def summary(self) -> str:
         """Returns the last line: what was certified, or what differs first."""
@@ -195,7 +189,7 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """Returns a mesh in words: "data 4, mdl 2", or "one device" if nothing is split."""
+    """Returns a mesh in words, "data 4, mdl 2"; of a mesh that splits nothing a phrase for that."""
     split = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
     return ", ".join(split) or "one device"
 

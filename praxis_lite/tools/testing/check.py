@@ -1,6 +1,6 @@
 """The state of a check: its references, its computed runs, its comparisons."""
 
-import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -89,7 +89,6 @@ class Check:
         self._references: dict[Any, OnMesh] = {}
         self._on_meshes: dict[Shape, OnMesh] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
-        self._is_random: bool | None = None
         self.whole: Batch | None = None
 
     def prepare(self, own_shape: Shape) -> None:
@@ -105,7 +104,7 @@ class Check:
                 f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
                 f"else of {self.num_rows}."
             )
-        self.batches = [self.known(data.with_rows(one, self.num_rows)) for one in batches]
+        self.batches = [self.known(data.with_rows(one, slice(self.num_rows))) for one in batches]
         self.evaluated = {"": self.batches[0], **self._own_sizes()}
         if self.couplings:
             self.remark(
@@ -174,12 +173,10 @@ class Check:
             self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
         return self._on_meshes[shape]
 
-    @property
+    @functools.cached_property
     def is_random(self) -> bool:
         """True if a training step draws random numbers."""
-        if self._is_random is None:
-            self._is_random = self.plain_one.traced("train", self.batches[0]).draws
-        return self._is_random
+        return self.plain_one.traced("train", self.batches[0]).draws
 
     def trained_on_one(
         self, one: OnMesh, num_steps: int, *, nudged: bool = False
@@ -208,25 +205,21 @@ class Check:
         if self.whole is None:
             return []
         reference = self.reference_of(one)
-        runs = (
-            (reference, self.state), (one, self.state), (reference, self.nudged)
-        )
+        runs = ((reference, self.state), (one, self.state), (reference, self.nudged))
         wanted, found, moved = (
             on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
         )
-        what = f"all {num_rows_of(self.whole)} rows"
-        return [
-            dataclasses.replace(x, what=f"{x.what}, {what}")
-            for x in tolerances.by_kind(one.name, wanted, found, moved, 0)
-        ]
+        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        return tolerances.of(f"all {num_rows_of(self.whole)} rows", compared)
 
     def train_once(
         self, one: OnMesh, batch: Batch, *, nudged: bool = False
     ) -> tuple[Leaves, Leaves]:
         """Returns the report and the leaves of the state after a step that draws nothing."""
         state = self.nudged if nudged else self.state
-        settings = {"without_randomness": True} if self.is_random else {}
-        (report,), last, _ = one.train(state, [batch], self.seed, **settings)
+        (report,), last, _ = one.train(
+            state, [batch], self.seed, without_randomness=self.is_random
+        )
         return report, leaves_of(last)
 
     def compare_initial(self, one: OnMesh) -> list[Comparison]:

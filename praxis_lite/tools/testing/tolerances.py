@@ -1,7 +1,7 @@
 """How far two runs may differ: measured from what rounding alone does, never guessed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -29,6 +29,11 @@ def with_epsilon(one: Comparison) -> Comparison:
     why = "float64: 1e-6 of the leaf, which losses add to a sum of weights"
     times = 1e-6 / RELATIVE
     return dataclasses.replace(one, tolerance=times * one.tolerance, why=why)
+
+
+def of(what: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """Returns comparisons whose kinds are called "KIND, WHAT"."""
+    return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]
 
 
 def in_float64(

@@ -28,7 +28,6 @@ from praxis_lite.inputs import (
 )
 from praxis_lite.inputs.processes import compared
 from praxis_lite.inputs.sources import kept
-from praxis_lite.inputs.sources.file_index import name_beside
 from praxis_lite.inputs.sources.files.plain import partial_path
 
 VALUES = {"num_examples": 3, "words": ["a", "é"]}
@@ -306,18 +305,6 @@ def test_names_as_long_as_a_file_system_takes_them_and_of_any_bytes(tmp_path, ca
         for _ in range(2):
             assert rows_of(JsonLines(path)) == rows_of(JsonLines(path)) != []
             assert packed_of(path)
-
-
-def test_copies_of_earlier_versions_make_room(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
-    name = f"{tmp_path}/.praxis_lite/{name_beside(f'{tmp_path}/a.jsonl.gz')}"
-    os.mkdir(f"{tmp_path}/.praxis_lite")
-    gone = [f"{name}.array_record", f"{name}.0123456789ab.18eb327a7ef4.arrow"]
-    stay = [f"{name}.arrow", f"{name}.0123456789ab.18eb.npy", f"{name[:-1]}.array_record"]
-    for path in (*gone, *stay):
-        Path(path).write_text("")
-    rows_of(JsonLines(f"{tmp_path}/a.jsonl.gz"))
-    assert [os.path.exists(one) for one in (*gone, *stay)] == [False] * 2 + [True] * 3
 
 
 def test_much_that_is_damaged_is_told_in_a_few_lines(tmp_path, caplog):

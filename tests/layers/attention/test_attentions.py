@@ -148,7 +148,9 @@ def test_masks_are_pax():
     found = jax.device_get(jax.jit(lambda: {
         "causal": attention_masks.causal_mask(6),
         "segment": attention_masks.segment_mask(segment_ids),
-        "causal_segment": attention_masks.causal_segment_mask(segment_ids),
+        "causal_segment": jnp.minimum(
+            attention_masks.segment_mask(segment_ids), attention_masks.causal_mask(6)
+        ),
         "padding": attention_masks.convert_paddings_to_mask(arrays["in/paddings"]),
     })())
     for name, mask in found.items():

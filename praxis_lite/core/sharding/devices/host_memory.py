@@ -61,7 +61,7 @@ def check_program_fits(
     compiled: "jax.stages.Compiled", devices: "Collection[jax.Device]", program: str, advice: str,
     num_processes: int = 1,
 ) -> None:
-    """Checks that this host can hold what a program of simulated devices makes when it runs.
+    """Checks that this host has memory for the buffers of a program of simulated devices.
 
     Its arguments are there already. To be called after it is compiled, before it runs: the kernel
     grants more memory than there is, and kills the process when that is written to.

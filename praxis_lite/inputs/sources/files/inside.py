@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
+from praxis_lite.files.json_text import is_nested
 
 _LARGEST_JSON = 1 << 26  # Bytes.
 _DEEPEST = 100  # Of TFDS and Hugging Face, a feature within features has two or three.
@@ -43,18 +44,6 @@ def file_inside(folder: str | os.PathLike[str], name: object, named_by: str) -> 
     return path
 
 
-def _is_deep(found: Any) -> bool:
-    """Returns True if it is nested too deep for functions that call themselves."""
-    level = [found]
-    for _ in range(_DEEPEST):
-        level = [
-            one for node in level
-            for one in (node.values() if isinstance(node, dict) else node)
-            if isinstance(one, dict | list)
-        ]
-    return bool(level)
-
-
 def _is_name(name: object) -> bool:
     if not isinstance(name, str) or not name or "\0" in name:
         return False
@@ -78,7 +67,7 @@ def json_inside(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
                 found = json.loads(file.read(_LARGEST_JSON).decode())
             if not isinstance(found, dict):
                 why = f"it is a {type(found).__name__}"
-            elif _is_deep(found):
+            elif is_nested(found, _DEEPEST):
                 why = f"more than {_DEEPEST} brackets lie within each other"
             else:
                 return found

@@ -9,6 +9,7 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.core.optional_packages import require_package
+from praxis_lite.inputs.base import class_clashes
 from praxis_lite.inputs.sources.columnar import Batches, mapped, row_of, validate
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of
@@ -50,24 +51,14 @@ def saved_dataset(folder: Path, split: str | None) -> "SavedDataset":
         )
     for one in splits:
         file_inside(folder, f"{one}/{_STATE}", _SPLITS)
-    _require_same_classes({one: _classes(_features_of(folder / one)) for one in splits}, folder)
+    classes = {one: _classes(_features_of(folder / one)) for one in splits}
+    for label, name, (one, number), (other, expected) in class_clashes(classes):
+        raise ConfigError(
+            f"{folder}: {shown(repr(label))} counts the class {shown(repr(name))} as {number} in "
+            f"the split {one!r}, and as {expected} in {other!r}. Save both with the same "
+            "ClassLabel (dataset.cast_column)."
+        )
     return SavedDataset(folder / split)
-
-
-def _require_same_classes(
-    classes: Mapping[str, Mapping[str, tuple[str, ...]]], folder: Path
-) -> None:
-    first: dict[tuple[str, str], tuple[str, int]] = {}
-    for split, labels in classes.items():
-        for label, names in labels.items():
-            for number, name in enumerate(names):
-                other, expected = first.setdefault((label, name), (split, number))
-                if number != expected:
-                    raise ConfigError(
-                        f"{folder}: {shown(repr(label))} counts the class {shown(repr(name))} as "
-                        f"{number} in the split {split!r}, and as {expected} in {other!r}. Save "
-                        "both with the same ClassLabel (dataset.cast_column)."
-                    )
 
 
 class SavedDataset:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import parse_json
+from praxis_lite.files.json_text import is_nested, parse_json
 from praxis_lite.run.checkpoints.steps.manifest import read_small
 
 _MAX_DEPTH = 100
@@ -21,7 +21,7 @@ def loads(text: bytes, name: str) -> Any:
         found = parse_json(text.decode())
     except ValueError:
         raise ConfigError(f"{name} is no JSON, or has a key twice") from None
-    if _is_deeper(found, _MAX_DEPTH):
+    if is_nested(found, _MAX_DEPTH):
         raise ConfigError(f"{name} is nested too deeply")
     return found
 
@@ -48,10 +48,3 @@ def is_shape(found: Any) -> bool:
         and len(found) <= _MAX_RANK
         and all(type(dim) is int and 0 <= dim < 2**62 for dim in found)
     )
-
-
-def _is_deeper(found: Any, depth: int) -> bool:
-    if isinstance(found, dict | list):
-        below = found.values() if isinstance(found, dict) else found
-        return depth == 0 or any(_is_deeper(x, depth - 1) for x in below)
-    return False

@@ -63,7 +63,7 @@ def learn_hosts(timeout_seconds: float) -> None:
 
 
 def count_on_this_host() -> int:
-    """Returns how many processes of the job run here; of hosts with one name, on all of these."""
+    """Returns how many processes of the job run here; hosts with the same name count together."""
     return max(1, sum(host(process) == host(index()) for process in range(count())))
 
 

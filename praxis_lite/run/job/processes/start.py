@@ -216,7 +216,7 @@ def _speak_as_another(process: int) -> None:
 
 
 class PrefixedStream:
-    """A text stream, each line of which begins with a prefix."""
+    """A text stream that begins each line with a prefix."""
 
     def __init__(self, stream: TextIO, prefix: str):
         self._stream, self._prefix, self._is_new_line = stream, prefix, True

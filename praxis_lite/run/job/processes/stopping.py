@@ -54,7 +54,7 @@ class StopRequest(signals.SignalListener):
         )
 
     def step_ended(self) -> None:
-        """Notes that there is a state to save from now on. Called after every step."""
+        """Notes that the job has a state to save from now on. Called after every step."""
         if not self._has_stepped:
             with self._lock:
                 if self._leaves:

@@ -121,7 +121,7 @@ def compile_step(
 
 
 def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
-    """Compiles what makes a new state; as `compile_step`, also in what it raises."""
+    """Compiles the init of a new state; as `compile_step`, in its errors too."""
     host_memory.check_program_fits(
         partitioner.init.trace(key).lower().compile(), partitioner.mesh.local_devices,
         "Making a new state", f"{_SMALLER_STATE}.",

@@ -27,9 +27,9 @@ def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
     return [found[i % len(found)] for i in range(number)] if found else []
 
 
-def with_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> Batch:
-    """Returns the first rows of a batch."""
-    return {name: x[:num_rows] if x.ndim else x for name, x in batch.items()}
+def with_rows(batch: Mapping[str, np.ndarray], rows: slice) -> Batch:
+    """Returns some rows of a batch."""
+    return {name: x[rows] if x.ndim else x for name, x in batch.items()}
 
 
 def folded(batch: Mapping[str, np.ndarray], num_ids: Mapping[str, int]) -> tuple[Batch, str]:
@@ -53,7 +53,7 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
       ConfigError: the partitioners refuse the batches as they are.
     """
     for num_rows in (*(n for n in ROWS if n < batch_size), batch_size):
-        spec = structs(with_rows(batch, num_rows))
+        spec = structs(with_rows(batch, slice(num_rows)))
         try:
             for one in partitioners:
                 one.check_batch(spec)

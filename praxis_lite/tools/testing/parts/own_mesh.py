@@ -1,6 +1,5 @@
 """Comparisons on the experiment's own mesh alone: all parts of a job but training."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,7 @@ Batch = dict[str, np.ndarray]
 
 
 def check(check: Check, one: OnMesh) -> None:
-    """Adds the comparisons on a mesh to a check, the quick ones first."""
+    """Adds the comparisons on a mesh to a check, in the order of the time they take."""
     for what, compare in PARTS.items():
         if not check.makes(what):
             continue
@@ -63,7 +62,7 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         check.remark("Rows of filler: not checked, for batches have no weights.")
         return
     num_filler = max(1, len(batch["weights"]) // 2)
-    others = {name: x[::-1] if x.ndim else x for name, x in check.batches[-1].items()}
+    others = data.with_rows(check.batches[-1], slice(None, None, -1))
     same = rows.with_filler(batch, num_filler, batch)
     other = rows.with_filler(batch, num_filler, others)
     wanted, _ = check.train_once(reference, same)
@@ -73,12 +72,11 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             check.remark("Batch statistics see rows of filler: their contents are not exchanged.")
             continue
         found, _ = check.train_once(one, filled)
-        yield _named(
-            tolerances.by_kind(one.name, wanted, found, moved, 0), f"{kind} rows of filler"
-        )
+        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        yield tolerances.of(f"{kind} rows of filler", compared)
     if not check.couplings:
         one, plain = (one if reference is check.plain_one else check.plain_one), check.plain_one
-        fewer = data.with_rows(same, len(batch["weights"]) - num_filler)
+        fewer = data.with_rows(same, slice(len(batch["weights"]) - num_filler))
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
         wanted = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
         if wanted is not None:
@@ -123,7 +121,7 @@ def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         compared += tolerances.by_kind(one.name, right, state, moved_state, 0)
         if not check.couplings:
             compared = list(map(tolerances.with_epsilon, compared))
-        yield _named(compared, f"{number} micro-batches")
+        yield tolerances.of(f"{number} micro-batches", compared)
 
 
 def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
@@ -183,7 +181,7 @@ def variant(
     (moved,), _ = check.trained_on_one(reference, 1, nudged=True)
     (report,), _, _ = other.train(state, check.batches[:1], check.seed)
     found = stacked_like(wanted, report)
-    yield _named(tolerances.by_kind(one.name, wanted, found, moved, 0), what)
+    yield tolerances.of(what, tolerances.by_kind(one.name, wanted, found, moved, 0))
 
 
 PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
@@ -207,7 +205,3 @@ PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
     "as trained": as_trained,
     "resumed": resumed,
 }
-
-
-def _named(comparisons: list[Comparison], what: str) -> list[Comparison]:
-    return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]

@@ -95,8 +95,8 @@ class _AsChecked(InputPipeline):
     ) -> Iterator[dict[str, np.ndarray]]:
         wanted = self.whole_or(rows)
         for batch in self.pipeline.batches(start=start):
-            whole = self.check.known(with_rows(batch, self.batch_size))
-            yield {name: x[wanted] if x.ndim else x for name, x in whole.items()}
+            whole = self.check.known(with_rows(batch, slice(self.batch_size)))
+            yield with_rows(whole, wanted)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.pipeline.fingerprint()

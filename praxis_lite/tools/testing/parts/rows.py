@@ -1,6 +1,5 @@
 """What holds of rows: a row's numbers depend on no other row, nor on its place or its batch."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ def moved(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
 def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields the rows of a batch, `num_rows` at a time, and the rest."""
     for start in range(0, num_rows_of(batch), num_rows):
-        yield {name: x[start : start + num_rows] if x.ndim else x for name, x in batch.items()}
+        yield data.with_rows(batch, slice(start, start + num_rows))
 
 
 def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.ndarray]:
@@ -130,14 +129,14 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
     if "weights" not in batches[0] or num_rows < 2:
         return
     true = slice(0, num_rows - num_rows // 2)
-    reverse = {name: x[::-1] if x.ndim else x for name, x in batches[-1].items()}
+    reverse = data.with_rows(batches[-1], slice(None, None, -1))
     filled = with_filler(batches[0], num_rows - true.stop, reverse)
     wanted, nudged, found = (_rows(x, true) for x in (wanted, nudged, run(filled)))
     yield tolerances.in_float64(
         plain.name, "decoding, other rows of filler", wanted, found, nudged
     )
     what = "decoding, fewer rows"
-    fewer = check.tried(what, lambda: run(data.with_rows(filled, true.stop)))
+    fewer = check.tried(what, lambda: run(data.with_rows(filled, true)))
     if fewer is not None:
         yield tolerances.in_float64(plain.name, what, wanted, fewer, nudged)
 
@@ -177,10 +176,7 @@ def _compared(
     kinds = tolerances.by_kind(
         check.plain_one.name, sums(wanted), sums(found), sums(nudged), 0
     )
-    comparisons = [
-        tolerances.with_epsilon(dataclasses.replace(one, what=f"{one.what}, {what}"))
-        for one in kinds
-    ]
+    comparisons = list(map(tolerances.with_epsilon, tolerances.of(what, kinds)))
     examples = _examples(wanted)
     if examples:
         is_true = np.concatenate([is_true_row(one) for one in batches])

@@ -1,6 +1,5 @@
 """The same numbers however a model computes them: settings of models of others, switched."""
 
-import dataclasses
 from collections.abc import Iterator
 
 from praxis_lite.run.config.build import build
@@ -40,8 +39,9 @@ def _with_value(check: Check, setting: HowSetting, value: object) -> dict[str, L
     state, batch = restacked(check.state, other), check.batches[0]
     if state is None:
         return None
-    settings = {"without_randomness": True} if check.is_random else {}
-    (report,), _, _ = other.train(state, [batch], check.seed, **settings)
+    (report,), _, _ = other.train(
+        state, [batch], check.seed, without_randomness=check.is_random
+    )
     found = {"training": report, "evaluation": other.evaluate(state.mdl_vars, batch)}
     for name, prompts in _prompts(check).items():
         found[name] = other.decode(state.mdl_vars, prompts)
@@ -55,10 +55,7 @@ def _compared(
     wanted, _ = check.train_once(reference, batch)
     moved, _ = check.train_once(reference, batch, nudged=True)
     report = stacked_like(wanted, found["training"])
-    yield [
-        dataclasses.replace(x, what=f"{x.what}, {what}")
-        for x in tolerances.by_kind(one.name, wanted, report, moved, 0)
-    ]
+    yield tolerances.of(what, tolerances.by_kind(one.name, wanted, report, moved, 0))
     mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
     yield tolerances.in_float64(
         one.name, f"evaluation, {what}", reference.evaluate(mdl_vars, batch), found["evaluation"],

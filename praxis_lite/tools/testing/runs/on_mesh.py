@@ -77,19 +77,15 @@ class OnMesh:
             with jax.enable_x64(True):
                 placed, outputs = step(placed, batch, key)
             reports.append(report(jax.device_get(outputs)))
-        return reports, *self._cut(self.layout, placed)
+        return reports, *cut(self.layout, jax.device_get(placed))
 
     def evaluate(
         self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
     ) -> Leaves:
         """Returns the metrics and outputs of each true row of a batch, as `train` names them."""
-        layout = self.layout.select("mdl_vars")
-        settings = {"without_randomness": True} if without_randomness else {}
-        step = self._program("eval_examples", inputs, **settings)
-        key = self.partitioner.batch_key(seed, 0, 0)
-        with jax.enable_x64(True):
-            found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
-        metrics, examples, is_true = jax.device_get(found)
+        metrics, examples, is_true = self._of_vars(
+            "eval_examples", mdl_vars, inputs, seed, without_randomness
+        )
         return report({"metrics": metrics}) | {
             f"examples/{name}": x[np.asarray(is_true)] for name, x in examples.items()
         }
@@ -98,13 +94,15 @@ class OnMesh:
         self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
     ) -> Leaves:
         """Returns the arrays that the task decodes of a batch."""
-        layout = self.layout.select("mdl_vars")
-        settings = {"without_randomness": True} if without_randomness else {}
-        step = self._program("decode", inputs, **settings)
-        key = self.partitioner.batch_key(seed, 0, 0)
+        return leaves_of(self._of_vars("decode", mdl_vars, inputs, seed, without_randomness))
+
+    def _of_vars(
+        self, step: str, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
+    ) -> PyTree:
+        layout, key = self.layout.select("mdl_vars"), self.partitioner.batch_key(seed, 0, 0)
+        run = self._program(step, inputs, without_randomness=without_randomness)
         with jax.enable_x64(True):
-            found = step(self._placed(layout, mdl_vars), self.batch(inputs), key)
-        return leaves_of(jax.device_get(found))
+            return jax.device_get(run(self._placed(layout, mdl_vars), self.batch(inputs), key))
 
     def call(
         self, function: Callable[..., Any], mdl_vars: MdlVars, inputs: Batch
@@ -112,10 +110,11 @@ class OnMesh:
         """Returns `function(mdl_vars, inputs)` of unpadded arrays, run on the mesh in float64."""
         layout = self.layout.select("mdl_vars")
         batch, given = self.batch(inputs), self._placed(layout, mdl_vars)
-        run = self._compiled(
+        wide = in_float64(
             self.partitioner.with_mdl_vars(function), layout.abstract(self.mesh),
-            self._abstract_batch(inputs), out_shardings=self.partitioner.replicated,
+            self._abstract_batch(inputs),
         )
+        run = self._jitted(wide, self.partitioner.replicated)
         with jax.enable_x64(True):
             return leaves_of(jax.device_get(run(given, batch)))
 
@@ -165,11 +164,6 @@ class OnMesh:
             self._programs[key] = self._jitted(self.traced(step, inputs, **settings), out)
         return self._programs[key]
 
-    def _compiled(
-        self, function: Callable[..., Any], *args: Any, out_shardings: Any
-    ) -> Callable[..., Any]:
-        return self._jitted(in_float64(function, *args), out_shardings)
-
     def _jitted(self, function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
         return jax.jit(
             without_xla_errors(function), out_shardings=out_shardings,
@@ -189,9 +183,6 @@ class OnMesh:
 
         with jax.enable_x64(True):
             return jax.tree.map(place, tree, wide_structs(layout.abstract(self.mesh)))
-
-    def _cut(self, layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
-        return cut(layout, jax.device_get(tree))
 
 
 def _options(mesh: Mesh) -> dict[str, int] | None:
