@@ -34,7 +34,7 @@ ORDERS = {
         {"partitioner"},
     ),
     "praxis_lite/run": (
-        {"config"},
+        {"config", "text_table"},
         {"job"},
         {"checkpoints", "generation"},
         {"experiment"},

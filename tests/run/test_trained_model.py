@@ -10,7 +10,7 @@ import praxis_lite
 from praxis_lite import ConfigError, MeshConfig
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
-from praxis_lite.run.checkpoints.steps.manifest import read_manifest
+from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, loaded, succeed
 
@@ -54,7 +54,7 @@ def files_of(job):
 
 def test_it_has_the_checkpoints_weights_at_their_true_shapes(job, model, model_on_eight):
     step_dir = job.checkpoints / "7"
-    stored = stored_arrays(step_dir, read_manifest(step_dir))
+    stored = stored_arrays(step_dir, manifest_of(step_dir))
     wanted = {p.removeprefix("mdl_vars/"): x for p, x in stored.items() if p.startswith("mdl_vars")}
     assert model.step == model_on_eight.step == 7
     assert dict(model.partitioner.mesh.shape) == {"replica": 1, "data": 1, "mdl": 1}

@@ -1,6 +1,6 @@
 """Stored arrays read into the shards of a mesh: each process reads what its devices hold."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
@@ -30,23 +30,26 @@ def read_arrays(
       ConfigError: an array cannot be decoded, or does not fit into the host's memory.
     """
     found = {}
-    for batch in _batches(leaves):
+    sizes = {
+        path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()
+    }
+    for batch in in_groups(sizes, _MOST_BYTES_AT_ONCE):
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), batch)
             found |= dict(zip(batch, read, strict=True))
     return found
 
 
-def _batches(leaves: Mapping[str, LeafLayout]) -> Iterator[Sequence[str]]:
-    batch, num_bytes = [], 0
-    for path, leaf in leaves.items():
-        size = prod(leaf.padded_shape) * leaf.dtype.itemsize
-        if batch and num_bytes + size > _MOST_BYTES_AT_ONCE:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(path)
-        num_bytes += size
-    yield batch
+def in_groups(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Yields the names in order, in groups of at most this size, or of a single name."""
+    group, total = [], 0
+    for name, size in sizes.items():
+        if group and total + size > most:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    yield group
 
 
 def _read(array: StoredArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, few, printable
+from praxis_lite.core.errors import ConfigError, few, format_bytes, printable
 from praxis_lite.run.checkpoints.files.stored_arrays import (
     StoredArray,
     check_leaves,
@@ -157,7 +157,7 @@ def description(step_dir: Path) -> list[str]:
     leaves = manifest["leaves"]
     pairs = {
         "step": f"{manifest['step']}, saved {_when(listed.saved)}",
-        "size": f"{_size(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
+        "size": f"{format_bytes(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
                 f"{share:.1%} of it",
         "mesh": _pairs(manifest["mesh"]),
         "versions": _pairs(manifest["versions"]),
@@ -185,16 +185,11 @@ def listing(steps: Sequence[ListedStep]) -> list[str]:
     """Returns `list_steps` as lines."""
     return table([
         ("step", "size", "saved", "state", "metrics"),
-        *((x.name, _size(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics)) for x in steps),
+        *(
+            (x.name, format_bytes(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics))
+            for x in steps
+        ),
     ])
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def _when(seconds: float) -> str:

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import BestCheckpoints, ConfigError
 from praxis_lite.core import MeshConfig, Partitioner, StateLayout, TrainState, make_mesh
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.manifest import read_manifest
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.checkpoints.steps.step_dirs import commit
+from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.config.overrides import apply_overrides
 from tests.support.job_runs import CHECKOUT, home
 
@@ -207,7 +207,7 @@ def test_another_model_is_refused_naming_the_leaves(
 
 def test_a_stored_dtype_other_than_the_models_is_refused(saved_folder, mesh_of, tmp_path):
     folder = shutil.copytree(saved_folder, tmp_path / "copy")
-    manifest = read_manifest(folder / "13")
+    manifest = manifest_of(folder / "13")
     manifest["leaves"][SOFTMAX]["dtype"] = "bfloat16"
     commit(folder / "13", manifest)
     partitioner = partitioner_on(mesh_of(1, 4, 2))

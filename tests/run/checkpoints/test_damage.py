@@ -13,8 +13,8 @@ from praxis_lite import ConfigError
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
-from praxis_lite.run.checkpoints.steps.manifest import read_manifest
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.checkpoints.tools import manifest_of
 from tests.run.checkpoints.test_checkpoints import SMALL, small_state
 
 WEIGHTS = "mdl_vars/manifest.ocdbt"
@@ -95,7 +95,7 @@ def link_the_step(seven):
 
 
 def other_step_number(seven):
-    manifest = read_manifest(seven)
+    manifest = manifest_of(seven)
     manifest["step"] = 17
     step_dirs.commit(seven, manifest)
 
@@ -261,7 +261,7 @@ def test_checkpoints_of_the_old_format_are_refused(folder):
 
 
 def test_a_manifest_of_another_format_is_refused_not_set_aside(folder):
-    manifest = read_manifest(folder / "7")
+    manifest = manifest_of(folder / "7")
     manifest["format"] = 3
     step_dirs.commit(folder / "7", manifest)
     wrong = pytest.raises(ConfigError, match="7/manifest.json has the format 3; .* reads 2. Use")

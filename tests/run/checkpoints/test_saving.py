@@ -29,8 +29,9 @@ from praxis_lite.run.checkpoints.background_save import FailedSave
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.save_checks import check_names
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
-from praxis_lite.run.checkpoints.steps.manifest import digest_of_config, read_manifest
+from praxis_lite.run.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.job.job_dir import JobDir
 from tests.run.checkpoints.test_checkpoints import SMALL, small_state
 from tests.run.checkpoints.test_damage import mesh
@@ -118,7 +119,7 @@ def test_the_manifest_says_what_a_step_is_made_of(tmp_path):
         tmp_path, saving=SaveSettings(best=best), config_json=config
     ) as checkpoints:
         save(checkpoints, 3, metrics={"heldout/loss": np.float32(0.5)})
-    manifest = read_manifest(tmp_path / "3")
+    manifest = manifest_of(tmp_path / "3")
     assert manifest["leaves"]["mdl_vars/params/w"] == {
         "shape": [7, 5], "padded_shape": [8, 6], "dtype": "float32", "spec": ["data", "mdl"]
     }

@@ -17,7 +17,8 @@ from praxis_lite import ConfigError
 from praxis_lite.run.checkpoints.__main__ import main
 from praxis_lite.run.checkpoints.digest import digest_of, leaf_digests
 from praxis_lite.run.checkpoints.files import stored_arrays, zstd_frames
-from praxis_lite.run.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON, read_manifest
+from praxis_lite.run.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
+from praxis_lite.run.checkpoints.tools import manifest_of
 from tests.run.checkpoints.hostile_steps import commit
 from tests.run.checkpoints.saved_steps import MESHES, SPECS, save_steps, true_state
 
@@ -81,7 +82,7 @@ def flip_a_bit(step_dir):
 def test_values_are_the_true_ones_and_padding_is_zero_on_every_mesh(on_meshes):
     wanted = by_path(true_state())
     for shape, step_dir in on_meshes.items():
-        manifest = read_manifest(step_dir)
+        manifest = manifest_of(step_dir)
         arrays = stored_arrays.stored_arrays(step_dir, manifest)
         found = {path: array.read() for path, array in arrays.items()}
         assert found.keys() == wanted.keys()
@@ -120,7 +121,7 @@ def test_padding_that_is_not_zero_is_found(tmp_path, capsys):
     save_steps(tmp_path, {4: true_state()}, padding=1)
     assert digest_of(tmp_path / "4") == digest_of(step_dir)
     code, out, err = run(capsys, "verify", tmp_path)
-    padded = [path for path, leaf in read_manifest(step_dir)["leaves"].items()
+    padded = [path for path, leaf in manifest_of(step_dir)["leaves"].items()
               if leaf["shape"] != leaf["padded_shape"]]
     assert code == 1 and err == "" and len(padded) >= 3
     assert out.splitlines() == ["step 3: good"] + [
@@ -303,7 +304,7 @@ def test_progress_is_told_on_a_terminal_only(job, capsys, monkeypatch):
 def test_what_would_steer_a_terminal_is_shown_instead(job, tmp_path, capsys):
     """And a manifest that names what no array can be is an answer of its own."""
     copy = copied(job[0], tmp_path)
-    manifest = read_manifest(copy / "9")
+    manifest = manifest_of(copy / "9")
     manifest["versions"]["jax"] = "\x1b[2J"
     manifest["leaves"]["opt_states/flags"]["spec"] = ["\x1b]0;owned\x07"]
     commit(copy / "9", manifest)

@@ -129,7 +129,7 @@ def stored_arrays(
 
     Args:
       step_dir: a step, verified (`step_files.verify`): its files are those of the manifest.
-      manifest: of `manifest.read_manifest`.
+      manifest: the step's.
       origin: the words in which it is refused; by default those for a step that is to be used.
 
     Raises:

@@ -105,21 +105,6 @@ def commit_text(step: int, manifest: bytes) -> str:
     return json.dumps({"step": step, "manifest_xxh3_128": digest}) + "\n"
 
 
-def read_manifest(step_dir: Path) -> dict[str, Any]:
-    """Returns a step's manifest; its types are checked, its digest is not (`step_files.verify`).
-
-    Raises:
-      ConfigError: it cannot be read, or is not of this format.
-    """
-    path = step_dir / MANIFEST_JSON
-    try:
-        return parse_manifest(read_small(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} {error}.") from None
-
-
 def read_small(path: Path) -> bytes:
     """Returns a JSON file's bytes.
 

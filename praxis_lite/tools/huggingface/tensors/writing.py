@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.run.checkpoints.sharded_reading import in_groups
 from praxis_lite.tools.huggingface.tensors.tensor_files import INDEX, SINGLE
 from praxis_lite.tools.huggingface.weights import Part, as_tensor, tensor_shape
 
@@ -46,7 +47,11 @@ def write_tensors(
     of_tensor: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
         of_tensor[part.tensor].append(part)
-    files = list(_files(of_tensor, dtypes, max_file_bytes))
+    sizes = {
+        name: dtypes[name].itemsize * math.prod(tensor_shape(own))
+        for name, own in of_tensor.items()
+    }
+    files = list(in_groups(sizes, max_file_bytes))
     pieces = Pieces(arrays, mesh)
     weight_map, total = {}, 0
     for number, names in enumerate(files, 1):
@@ -79,21 +84,6 @@ def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(path)) from error
-
-
-def _files(
-    of_tensor: Mapping[str, Sequence[Part]], dtypes: Mapping[str, np.dtype], max_bytes: int
-) -> Iterator[list[str]]:
-    """Yields the names of the tensors of each file."""
-    names, size = [], 0
-    for name, parts in of_tensor.items():
-        num_bytes = dtypes[name].itemsize * math.prod(tensor_shape(parts))
-        if names and size + num_bytes > max_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += num_bytes
-    yield names
 
 
 class Pieces:
