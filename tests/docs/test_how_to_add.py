@@ -14,7 +14,14 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, inputs
-from praxis_lite.core import JobMesh, Leaf, Learner, Partitioner, rule_shardings
+from praxis_lite.core import (
+    JobMesh,
+    Leaf,
+    Learner,
+    Partitioner,
+    rule_shardings,
+    share_outputs,
+)
 from praxis_lite.layers import Linear
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
@@ -135,6 +142,40 @@ def test_the_rule_splits_where_it_divides_and_says_where_not():
     splits = rule_shardings(leaves, [(".*", 'last_dim("data")')], mesh)
     assert splits["a"].spec == (None, "data") and splits["b"].spec == (None, None)
     assert "7 does not divide by 4" in str(splits["b"])
+
+
+def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
+    def loss(model, batch, key):
+        logits = jax.nn.one_hot(batch["ids"], 3) * model(batch["x"])[:, None, :]
+        share_outputs({"logits": logits})
+        return jnp.mean(jnp.square(logits))
+
+    def model(rngs):
+        return Linear(4, 3, rngs=rngs)
+
+    own = {"entropy": module("metrics").entropy, "long": module("metrics").accuracy_of_long_rows}
+    splits = {"map_2d": (("replica", "data"), None)}
+    task = LossTask(model, loss, Learner(module("optimizers").signed_mean, learning_rate=0.5),
+                    inputs_split_mapping=splits, metrics=own)
+    random = np.random.default_rng(0)
+    weights = np.ones((5, 9), np.float32)
+    weights[1, 3:] = 0
+    batch = {"ids": random.integers(0, 3, (5, 9)), "labels": random.integers(0, 3, (5, 9)),
+             "x": random.normal(size=(5, 4)).astype(np.float32), "weights": weights}
+    partitioner = Partitioner(task, mesh_of(1, 4, 2))
+    state = partitioner.init(partitioner.key(0))
+    w = partitioner.layout.unpad(state).mdl_vars["params"]
+    scores = batch["x"] @ np.asarray(w["w"])
+    logits = np.eye(3)[batch["ids"]] * scores[:, None, :]
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    is_right = logits.argmax(-1) == batch["labels"]
+    inputs = partitioner.global_batch(batch)
+    _, outputs = partitioner.train_step(state, inputs, partitioner.key(0))
+    found = {name: outputs["metrics"][name] for name in own}
+    entropy = np.average(-(probs * np.log(probs)).sum(-1), weights=weights)
+    np.testing.assert_allclose(found["entropy"], (entropy, weights.sum()), rtol=1e-5)
+    long = np.delete(is_right, 1, axis=0)
+    np.testing.assert_allclose(found["long"], (long.mean(), long.size), rtol=1e-5)
 
 
 def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folder):
