@@ -23,6 +23,7 @@ from praxis_lite.tools.modes.plan import Plan
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import StateLayout
     from praxis_lite.run.checkpoints.init.initial_state import InitialState
+    from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
 
 
 def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
@@ -31,8 +32,20 @@ def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
     return FromHuggingFace(directory, layout)
 
 
+def _from_checkpoints(
+    rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
+) -> "InitialState":
+    from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
+    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
+
+    return FromCheckpoints(rules, layout, forms=[NnxCheckpoint])
+
+
 MODES: Mapping[str, Mode] = {
-    "train": Train({"init_from_huggingface": _from_huggingface}),
+    "train": Train({
+        "init_from_checkpoint_rules": _from_checkpoints,
+        "init_from_huggingface": _from_huggingface,
+    }),
     "eval": Evaluate(),
     "decode": Decode(),
     "explain": Explain(),

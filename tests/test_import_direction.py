@@ -43,8 +43,8 @@ ORDERS = {
         {"modes"},
     ),
     "praxis_lite/tools": (
-        {"begin_job", "explain", "interpreter", "nnx"},
-        {"huggingface", "non_finite", "pax", "plan"},
+        {"begin_job", "explain", "foreign_checkpoints", "interpreter"},
+        {"huggingface", "nnx", "non_finite", "pax", "plan"},
         {"testing"},
         {"modes"},
     ),

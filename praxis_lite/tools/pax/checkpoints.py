@@ -18,13 +18,13 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.core.sharding.devices.host_memory import available_bytes
-from praxis_lite.run.checkpoints.files.foreign_arrays import foreign_arrays
 from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.files.step_names import regular_files
 from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray
 from praxis_lite.run.checkpoints.files.untrusted_json import is_shape, read_object
 from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
 _PREFIX = "mdl_vars."

@@ -23,7 +23,7 @@ _ML_DTYPES = (
     "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int4",
 )
 # What Zarr calls them, by the name that NumPy has.
-_ZARR_NAMES = {
+ZARR_NAMES = {
     **{name: np.dtype(name).newbyteorder("<").str for name in _NUMPY},
     **{name: name for name in _ML_DTYPES if hasattr(ml_dtypes, name)},
 }
@@ -43,28 +43,10 @@ def check_leaf(path: str, leaf: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path} has the shape {str(shape)[:80]}, padded {str(padded)[:80]}")
     if len(shape) != len(padded) or any(p < s for s, p in zip(shape, padded, strict=True)):
         raise ConfigError(f"{path} has the shape {shape}, padded to a smaller one, {padded}")
-    if dtype not in _ZARR_NAMES:
-        raise ConfigError(f"{path} has the dtype {dtype[:80]!r}; known are {list(_ZARR_NAMES)}")
+    if dtype not in ZARR_NAMES:
+        raise ConfigError(f"{path} has the dtype {dtype[:80]!r}; known are {list(ZARR_NAMES)}")
     if math.prod(padded) * np_dtype(dtype).itemsize >= 2**62:
         raise ConfigError(f"{path} has the padded shape {padded}, which no computer can hold")
-
-
-def stored_leaf(name: str, text: bytes) -> dict[str, Any]:
-    """Returns the entry of a manifest that an array's own metadata amounts to: nothing is padded.
-
-    Args:
-      text: of its `.zarray`.
-
-    Raises:
-      ConfigError: its shape or its dtype is not one that is read.
-    """
-    zarray = loads(text, f"{name}/.zarray")
-    zarray = zarray if isinstance(zarray, dict) else {}
-    shape, dtype = zarray.get("shape"), zarray.get("dtype")
-    found = [own for own, theirs in _ZARR_NAMES.items() if theirs == dtype]
-    if not is_shape(shape) or not found:
-        raise ConfigError(f"{name} has the shape {shape!a:.80} and the dtype {dtype!a:.80}")
-    return {"shape": shape, "padded_shape": shape, "dtype": found[0]}
 
 
 def check_arrays(
@@ -118,7 +100,7 @@ def _check_zarray(
     ):
         raise ConfigError(f"{name} has the compressor {compressor!a:.80}; zstd is read")
     wanted = {
-        "zarr_format": 2, "shape": padded, "dtype": _ZARR_NAMES[leaf["dtype"]], "order": "C",
+        "zarr_format": 2, "shape": padded, "dtype": ZARR_NAMES[leaf["dtype"]], "order": "C",
         "filters": None, "fill_value": None, "dimension_separator": ".",
     }
     for key in zarray.keys() | wanted.keys():

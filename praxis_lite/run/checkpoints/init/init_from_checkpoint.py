@@ -12,15 +12,21 @@ from praxis_lite.run.checkpoints.init.init_plan import InitPlan
 from praxis_lite.run.checkpoints.init.initial_state import Note
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.run.checkpoints.init.planning import plan_init
-from praxis_lite.run.checkpoints.init.sources import opened
+from praxis_lite.run.checkpoints.init.sources import Forms, opened
 from praxis_lite.run.job.job_dir import JobDir
 
 
 class FromCheckpoints:
-    """The initial state of `run.init_from_checkpoint_rules`."""
+    """The initial state of `run.init_from_checkpoint_rules`.
 
-    def __init__(self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout):
-        self.plan = plan_init(layout, rules)
+    Args:
+      forms: of checkpoints that other libraries wrote, which rules may name.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout, forms: Forms = ()
+    ):
+        self.plan, self._forms = plan_init(layout, rules, forms), forms
 
     @property
     def paths(self) -> Collection[str]:
@@ -42,10 +48,10 @@ class FromCheckpoints:
         for line in self.plan.summary():
             note(line)
         note("initialising the state. See init_from_checkpoint.txt.")
-        return _loaded(self.plan, mesh)
+        return _loaded(self.plan, mesh, self._forms)
 
 
-def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
+def _loaded(plan: InitPlan, mesh: Mesh, forms: Forms) -> dict[str, jax.Array]:
     wanted, arrays = {leaf.path: leaf for leaf in plan.layout.leaves()}, {}
 
     def as_stored(path: str) -> LeafLayout:
@@ -58,7 +64,7 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
             path: source.path for path, source in plan.sources.items()
             if source[:2] == (directory, step)
         }
-        with opened(directory) as saved:
+        with opened(directory, forms) as saved:
             while left:
                 # One array may be what several start from: each time it is read for one of them.
                 targets = {source: path for path, source in left.items()}

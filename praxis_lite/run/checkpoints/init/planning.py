@@ -10,16 +10,19 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, few
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.run.checkpoints.init.init_plan import InitPlan, Source, name_of, place
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
-from praxis_lite.run.checkpoints.init.sources import SETTING, located, opened
+from praxis_lite.run.checkpoints.init.sources import SETTING, Forms, located, opened
 from praxis_lite.run.config.paths import join
 
 
-def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) -> InitPlan:
+def plan_init(
+    layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules], forms: Forms = ()
+) -> InitPlan:
     """Returns the plan that the rules give; reads the checkpoints' manifests, no array.
 
     Args:
       layout: of the TrainState to start with.
       rules: by directory, or by any name; in the order in which they are asked.
+      forms: of checkpoints that other libraries wrote, which rules may name.
 
     Raises:
       ConfigError: there is no checkpoint; a pattern matches nothing; what a rule names is not in
@@ -28,7 +31,7 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
     sources: dict[str, Source] = {}
     step = None
     for key, one in rules.items():
-        planner = _Planner(key, one, layout, sources)
+        planner = _Planner(key, one, layout, sources, forms)
         planner.mdl_vars()
         planner.opt_states()
         planner.partial_opt_states()
@@ -47,14 +50,15 @@ class _Planner:
         rules: CheckpointLoadingRules,
         layout: StateLayout,
         sources: dict[str, Source],
+        forms: Forms,
     ):
         self.key, self.rules, self.sources = key, rules, sources
         self.wanted = {leaf.path: leaf for leaf in layout.leaves()}
         self.errors: list[str] = []
         # The weights that this checkpoint gives, by path under params, and what they are there.
         self.weights: dict[str, str] = {}
-        self.directory, step = located(key, rules)
-        with opened(self.directory) as saved:
+        self.directory, step = located(key, rules, forms)
+        with opened(self.directory, forms) as saved:
             self.saved = saved.leaves(step)
             named = saved.best_step() if step == "best" else step
             self.step = saved.latest_step() if named is None else named

@@ -1,13 +1,17 @@
 """Where the checkpoints lie that a new job takes arrays from, and how they are opened."""
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
+
+import jax
+from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
-from praxis_lite.run.checkpoints.init.nnx_checkpoints import NnxCheckpoint, is_nnx_checkpoint
 from praxis_lite.run.checkpoints.steps.manifest import MANIFEST_JSON
 from praxis_lite.run.checkpoints.steps.step_dirs import numbered_steps, set_aside
 from praxis_lite.run.config.paths import join
@@ -16,7 +20,38 @@ from praxis_lite.run.job.job_dir import local_directory
 SETTING = "run.init_from_checkpoint_rules"
 
 
-def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Literal["best"] | None]:
+class ForeignCheckpoint(Protocol):
+    """A folder with arrays that another library wrote, asked as the checkpoints of a job are."""
+
+    def __init__(self, directory: Path): ...
+
+    @staticmethod
+    def is_at(directory: Path) -> bool:
+        """Returns True if a folder is such a checkpoint; it may be damaged."""
+        ...
+
+    def leaves(self, step: object = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes by path, "mdl_vars/params/..."; reads no array."""
+        ...
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step, or None if there are no steps."""
+        ...
+
+    def restore_leaves(
+        self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: int | None = None
+    ) -> dict[str, jax.Array]:
+        """Returns arrays in their shards, of the shapes and dtypes that `leaves()` says."""
+        ...
+
+
+# The forms that a folder is looked at for, besides that of a job.
+Forms = Sequence[type[ForeignCheckpoint]]
+
+
+def located(
+    key: str, rules: CheckpointLoadingRules, forms: Forms
+) -> tuple[Path, int | Literal["best"] | None]:
     """Returns the directory of all steps, and which of them is meant.
 
     Args:
@@ -26,7 +61,7 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
       ConfigError: there is no checkpoint.
     """
     given = local_directory(rules.directory or key)
-    if is_nnx_checkpoint(given):
+    if any(form.is_at(given) for form in forms):
         return given, rules.step
     directory, step = given, rules.step
     if (given / "checkpoints").is_dir():
@@ -43,8 +78,11 @@ def located(key: str, rules: CheckpointLoadingRules) -> tuple[Path, int | Litera
     return directory, step
 
 
-def opened(directory: Path) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
-    """Returns the checkpoints of a job, or a checkpoint of Flax's users, to be read."""
-    if is_nnx_checkpoint(directory):
-        return contextlib.nullcontext(NnxCheckpoint(directory))
+def opened(
+    directory: Path, forms: Forms
+) -> contextlib.AbstractContextManager[Checkpoints | ForeignCheckpoint]:
+    """Returns the checkpoints of a job, or a checkpoint of one of the forms, to be read."""
+    for form in forms:
+        if form.is_at(directory):
+            return contextlib.nullcontext(form(directory))
     return Checkpoints(directory)

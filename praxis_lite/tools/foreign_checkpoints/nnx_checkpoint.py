@@ -12,24 +12,19 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
-from praxis_lite.run.checkpoints.files.foreign_arrays import foreign_arrays
 from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays
 from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 
 _ADVICE = "It is not as Orbax's StandardCheckpointer writes it, or damaged: save it again."
 # Which of the two a variable is, the model knows, and the files do not.
 COLLECTIONS = ("params", "non_trainable")
 
 
-def is_nnx_checkpoint(directory: Path) -> bool:
-    """Returns True if a folder is itself a database, as StandardCheckpointer makes it."""
-    return (directory / DATABASE).is_file()
-
-
 class NnxCheckpoint:
-    """The arrays of a folder, to be asked as `Checkpoints` are; it has no steps.
+    """The arrays of a folder, a `ForeignCheckpoint` for the rules of a new job; it has no steps.
 
     Nothing in it is trusted: see `foreign_arrays`. Orbax's JSON files are not read.
 
@@ -42,7 +37,7 @@ class NnxCheckpoint:
 
     def __init__(self, directory: Path):
         self.directory = local_directory(directory)
-        if not is_nnx_checkpoint(self.directory):
+        if not self.is_at(self.directory):
             raise ConfigError(
                 f"{self.directory} has no {DATABASE}, so it is no checkpoint of Orbax's "
                 "StandardCheckpointer. Name the folder that was given to its save()."
@@ -51,6 +46,11 @@ class NnxCheckpoint:
         with origin.refusing():
             found = foreign_arrays(self.directory, origin)
         self.arrays = {path.removesuffix("/value"): array for path, array in found.items()} | found
+
+    @staticmethod
+    def is_at(directory: Path) -> bool:
+        """Returns True if a folder is itself a database, as StandardCheckpointer makes it."""
+        return (directory / DATABASE).is_file()
 
     def leaves(self, step: object = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes by path, each array as of both collections; reads none."""

@@ -6,6 +6,7 @@ of its shape is not noticed.
 """
 
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.open_folder import OpenFolder
@@ -19,11 +20,12 @@ from praxis_lite.run.checkpoints.files.ocdbt import (
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.files.step_names import regular_files
 from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray
+from praxis_lite.run.checkpoints.files.untrusted_json import is_shape, loads
 from praxis_lite.run.checkpoints.files.zarr_checks import (
+    ZARR_NAMES,
     check_arrays,
     check_leaf,
     np_dtype,
-    stored_leaf,
 )
 
 
@@ -48,7 +50,7 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     for key, value in values.items():
         name, _, file = key.rpartition("/")
         if file == ".zarray":
-            leaves[name] = stored_leaf(name, value.read(folder, 2**16))
+            leaves[name] = _stored_leaf(name, value.read(folder, 2**16))
     check_arrays(folder, leaves, values)
     for name, leaf in leaves.items():
         path, shape = name.removeprefix(prefix).replace(".", "/"), tuple(leaf["shape"])
@@ -58,3 +60,21 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
             path, shape, shape, np_dtype(leaf["dtype"]), kvstore, context, origin, opened
         )
     return arrays
+
+
+def _stored_leaf(name: str, text: bytes) -> dict[str, Any]:
+    """Returns the entry of a manifest that an array's own metadata amounts to: nothing is padded.
+
+    Args:
+      text: of its `.zarray`.
+
+    Raises:
+      ConfigError: its shape or its dtype is not one that is read.
+    """
+    zarray = loads(text, f"{name}/.zarray")
+    zarray = zarray if isinstance(zarray, dict) else {}
+    shape, dtype = zarray.get("shape"), zarray.get("dtype")
+    dtypes = [ours for ours, theirs in ZARR_NAMES.items() if theirs == dtype]
+    if not is_shape(shape) or not dtypes:
+        raise ConfigError(f"{name} has the shape {shape!a:.80} and the dtype {dtype!a:.80}")
+    return {"shape": shape, "padded_shape": shape, "dtype": dtypes[0]}

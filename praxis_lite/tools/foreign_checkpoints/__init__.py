@@ -1,0 +1,4 @@
+"""Checkpoints that other libraries wrote with Orbax: their arrays, and none of their JSON trusted.
+
+A job begins with those of Flax's users by `run.init_from_checkpoint_rules`.
+"""
