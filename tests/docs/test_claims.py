@@ -16,7 +16,7 @@ from praxis_lite.core.sharding import mesh
 from praxis_lite.run.experiment import experiment
 from praxis_lite.run.modes.options import parser_of
 from praxis_lite.run.trainer.metrics import progress
-from tests.test_import_direction import ORDERS, imports
+from tests.test_import_direction import ORDERS
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "praxis_lite"
@@ -128,6 +128,13 @@ def test_every_file_that_the_architecture_names_exists():
     assert not {name for name in named if not any((one / name).exists() for one in places)}
 
 
+@pytest.mark.parametrize("page", [name for name in PAGES if name != "coming_from_pax.md"])
+def test_every_file_of_ours_that_a_page_names_exists(page):
+    folders = "praxis_lite|tests|tasks|experiments|examples|benchmarks|docs"
+    named = set(re.findall(rf"`((?:{folders})/[\w./]*)`", PAGES[page]))
+    assert not {name for name in named if not (ROOT / name).exists()}
+
+
 def test_the_import_order_is_the_one_that_a_test_holds():
     block = ARCHITECTURE.split("### Import order")[1].split("```")[1]
     drawn = {
@@ -141,17 +148,3 @@ def test_the_import_order_is_the_one_that_a_test_holds():
         for line in ORDERS["praxis_lite/layers"]
     ]
     assert drawn["praxis_lite/layers"] == [line for line in of_layers if line]
-
-
-def test_the_reading_order_names_files_of_which_none_needs_a_later_one():
-    section = PAGES["README.md"].split("## Reading order")[1].split("\n## ")[0]
-    files = re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)
-    assert int(section.split()[0]) == len(files) == len(set(files)) <= 20
-    found = sum((LIBRARY / name).read_text(encoding="utf-8").count("\n") for name in files)
-    said = number(section, r"about ([\d,]+) lines")
-    assert abs(said - found) < 0.1 * found, f"README.md: the {len(files)} files have {found} lines"
-    modules = [f"praxis_lite.{name.removesuffix('.py').replace('/', '.')}" for name in files]
-    for place, name in enumerate(files):
-        later = set(modules[place + 1 :])
-        needed = {one for one in imports(LIBRARY / name) if {one, one.rpartition(".")[0]} & later}
-        assert not needed, f"{name} imports {needed}"
