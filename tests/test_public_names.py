@@ -13,7 +13,8 @@ from tests.support import api_page
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(
-    path for folder in ("experiments", "tasks", "examples") for path in (ROOT / folder).glob("*.py")
+    path for folder in ("experiments", "tasks", "examples")
+    for path in (ROOT / folder).glob("[!_]*.py")
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # They are for whoever changes the library, and name its files.
