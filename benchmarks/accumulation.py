@@ -9,11 +9,12 @@ import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 simulate_devices(8)
@@ -27,7 +28,6 @@ from benchmarks.step_overhead import Step, figures  # noqa: E402
 from praxis_lite.core import (  # noqa: E402
     Learner,  # noqa: E402
     Partitioner,
-    ShardMapPartitioner,
 )
 from praxis_lite.experiments.lm import BATCH_OVER_DATA  # noqa: E402
 from praxis_lite.layers import rotary_lm, set_sharding_params  # noqa: E402
@@ -42,14 +42,14 @@ LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
     "weights and slots": {"preset": "fsdp+tensor"},
-    "nothing, by hand": {"preset": "megatron", "partitioner": ShardMapPartitioner},
-    "weights and slots, by hand": {"preset": "fsdp+tensor", "partitioner": ShardMapPartitioner},
+    "nothing, by hand": {"preset": "megatron", "gradients": ExplicitCollectives()},
+    "weights and slots, by hand": {"preset": "fsdp+tensor", "gradients": ExplicitCollectives()},
 }
 
 
 def partitioner_of(
     num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = (),
-    partitioner: Callable[..., Partitioner] = Partitioner,
+    gradients: ExplicitCollectives | None = None,
 ) -> Partitioner:
     """Returns the steps of a small language model."""
     lm = rotary_lm(
@@ -62,7 +62,8 @@ def partitioner_of(
     )
     model = fdl.build(set_sharding_params(lm, preset))
     task = LanguageModelTask(model, learner, inputs_split_mapping=BATCH_OVER_DATA)
-    return partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
+    return Partitioner(task, mesh, gradients=gradients)
 
 
 def random_batch() -> dict[str, np.ndarray]:

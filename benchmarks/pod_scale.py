@@ -24,7 +24,8 @@ import numpy as np
 import optax
 from jax.experimental import topologies
 
-from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
+from praxis_lite.collectives import ExplicitCollectives
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
@@ -125,7 +126,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     settings = {"compiler_options": {"tpu": compiler_options}}
     if options.by_hand:
         axes = tuple(options.by_hand.split(","))
-        return ShardMapPartitioner(task, mesh, data_axes=axes, **settings)
+        return Partitioner(task, mesh, gradients=ExplicitCollectives(axes), **settings)
     return Partitioner(task, mesh, **settings)
 
 
@@ -176,7 +177,7 @@ def main() -> None:
     parser.add_argument("--attention", default="blocked", help="atten_kernel")
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
     parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
-    parser.add_argument("--by-hand", default="", help="data_axes of ShardMapPartitioner")
+    parser.add_argument("--by-hand", default="", help="data_axes of ExplicitCollectives")
     parser.add_argument("--compiler-option", action="append", default=[],
                         help="name=value, beside those of the preset")
     parser.add_argument("--top", type=int, default=0, help="costliest operations to show")

@@ -8,7 +8,8 @@ import optax
 from flax import linen as nn
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.core import Learner, ShardMapPartitioner, WeightSharding
+from praxis_lite.collectives import ExplicitCollectives
+from praxis_lite.core import Learner, Partitioner, WeightSharding
 from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
 from praxis_lite.experiments.vision import Digits
 from praxis_lite.inputs import InMemory
@@ -70,7 +71,7 @@ class NotebookDp(Experiment):
         return fdl.Config(RunConfig, num_train_steps=16)
 
     def partitioner(self):
-        return fdl.Partial(ShardMapPartitioner)
+        return fdl.Partial(Partitioner, gradients=fdl.Config(ExplicitCollectives))
 
 
 @register
@@ -116,4 +117,5 @@ class PyDocs(LayersPyDocs):
     """lm.PyDocs, four-way fully sharded by hand and two-way tensor parallel by the compiler."""
 
     def partitioner(self):
-        return fdl.Partial(ShardMapPartitioner, data_axes=("replica", "data"))
+        collectives = fdl.Config(ExplicitCollectives, data_axes=("replica", "data"))
+        return fdl.Partial(Partitioner, gradients=collectives)

@@ -47,6 +47,7 @@ MODULES = {
 # Single names that are not where their module went: the module of then, the name, its module today.
 _METRICS = "praxis_lite.run.trainer.metrics"
 NAMES = {
+    ("praxis_lite.core", "ShardMapPartitioner"): "praxis_lite.collectives",
     ("praxis_lite.models", "Model"): "praxis_lite.core",
     ("praxis_lite.models", "NnxModel"): "praxis_lite.core",
     ("praxis_lite.trainer.metrics", "JsonLinesWriter"): f"{_METRICS}.json_lines",
@@ -122,6 +123,8 @@ class _Former(importlib.abc.InspectLoader):
             elif ".core." in today:  # A package of the core shows its names in the core alone.
                 homes += ["praxis_lite.core"]
             for home in homes:
+                loaded = importlib.import_module(home)
+                home = NAMES.get((home, name), home)
                 loaded = importlib.import_module(home)
                 if name in getattr(loaded, "__all__", vars(loaded)):
                     warn(f"{module.__name__}.{name}", f"{home}.{name}")

@@ -19,7 +19,7 @@ ORDERS = {
         {"checkout", "former_names"},
         {"public_names"},
         {"core"},
-        {"files", "layers", "models", "optimizers", "schedules"},
+        {"collectives", "files", "layers", "models", "optimizers", "schedules"},
         {"inputs"},
         {"decode"},
         {"run"},

@@ -32,9 +32,9 @@ STAND_FOR = {
     "every way to say how weights are split":
         "core/sharding/test_five_ways.py::test_each_way_has_the_same_losses",
     "the partitioner by shard_map":
-        "core/partitioner/test_shard_map_partitioner.py::test_the_notebooks_losses_and_accuracies",
+        "collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies",
     "gradients by shard_map": (
-        "core/partitioner/test_shard_map_layers.py"
+        "collectives/test_shard_map_layers.py"
         "::test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows"
     ),
     "an experiment's gradients": (
@@ -74,7 +74,7 @@ def test_every_layer_decoder_optimizer_and_partitioner_is_in_a_quick_test():
         if path != Path(__file__) and not path.is_relative_to(TESTS / "faults")
     )
     words = set(re.findall(r"\w+", text))
-    partitioners = {"Partitioner", "ShardMapPartitioner"}
+    partitioners = {"Partitioner", "ExplicitCollectives"}
     shown = {*layers.__all__, *decode.__all__, *optimizers.__all__, *partitioners}
     # Every DotProductAttention has one, and is compared with Pax's; an optimizer has its state.
     of_others = {"PerDimScale"} | {name for name in optimizers.__all__ if name.endswith("State")}

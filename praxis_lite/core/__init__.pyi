@@ -16,10 +16,8 @@ from praxis_lite.core.metrics import weights_of as weights_of
 from praxis_lite.core.models.model import Model as Model
 from praxis_lite.core.models.nnx_model import NnxModel as NnxModel
 from praxis_lite.core.optional_packages import require_package as require_package
+from praxis_lite.core.partitioner.gradient_strategy import Gradients as Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner as Partitioner
-from praxis_lite.core.partitioner.shard_map_partitioner import (
-    ShardMapPartitioner as ShardMapPartitioner,
-)
 from praxis_lite.core.partitioner.train_state import StateLayout as StateLayout
 from praxis_lite.core.partitioner.train_state import TrainState as TrainState
 from praxis_lite.core.sharding.inputs import InputsSplitMapping as InputsSplitMapping

@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 
 from praxis_lite import core, decode, inputs, layers, main, models, optimizers, schedules
+from praxis_lite.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core import make_mesh, sharding, task
 from praxis_lite.core.learner import learner, optimizer_groups, regularization
-from praxis_lite.core.partitioner import partitioner, shard_map_partitioner, steps, train_state
-from praxis_lite.core.sharding import gather, rules, weight_sharding
+from praxis_lite.core.partitioner import partitioner, steps, train_state
 from praxis_lite.core.sharding import inputs as sharding_inputs
+from praxis_lite.core.sharding import rules, weight_sharding
 from praxis_lite.inputs import numpy_data
 from praxis_lite.layers import base_layer as weights
 from praxis_lite.layers.activations import ACTIVATIONS
@@ -39,7 +40,7 @@ PLACES = (
     checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
     evaluation, image_classification, sequence_to_sequence, pax_job, optimizers,
     optimizer_groups, schedules, regularization, loading_rules, steps, sharding_inputs,
-    shard_map_partitioner, gather, rules, weight_sharding, trained_model, metrics, models,
+    explicit_collectives, mapped_weights, rules, weight_sharding, trained_model, metrics, models,
     numpy_data, loss,
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.models.axis_rules import flax_axis_rules
 from praxis_lite.core.models.layer_paths import naming_the_layer
-from praxis_lite.core.partitioner import accumulation, arguments, steps
+from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiler_options import init_options, step_options
+from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
 from praxis_lite.core.partitioner.narrow_scans import narrow_scans
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
@@ -44,13 +46,15 @@ class Partitioner:
     Args:
       task: the single-device view.
       mesh: with Auto axes.
-      value_and_grad: how a train step's gradients are made and summed; as `accumulation`'s.
-      evaluate: a pure eval step; as `steps.eval_step`.
+      gradients: how gradients and metrics are made, such as by ExplicitCollectives of
+        `praxis_lite.collectives`; None: XLA splits what one device would do.
       compiler_options: as of `MeshConfig`.
+      value_and_grad, evaluate: former arguments: fields of `Gradients`.
 
     Attributes:
       layout: StateLayout of the TrainState.
       learner: the task's, bound to the weights.
+      gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
       compiler_options: that the steps are compiled with on this mesh; None: there are none.
@@ -63,16 +67,25 @@ class Partitioner:
 
     def __init__(
         self, task: Task, mesh: Mesh, *,
-        value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
-        evaluate: Callable[..., Any] = steps.eval_step,
+        gradients: GradientStrategy | None = None,
         compiler_options: CompilerOptions | None = None,
+        value_and_grad: Callable[..., Any] | None = None,
+        evaluate: Callable[..., Any] | None = None,
     ):
+        if value_and_grad or evaluate:
+            warnings.warn(
+                "Partitioner(value_and_grad=..., evaluate=...) is Partitioner(gradients=Gradients("
+                "value_and_grad, evaluate)) now; the former arguments go with the next minor "
+                "version.", DeprecationWarning, stacklevel=2,
+            )
+            given = {"value_and_grad": value_and_grad, "evaluate": evaluate}
+            gradients = Gradients(**{name: x for name, x in given.items() if x})
         self.task, self.mesh = task, mesh
-        self._value_and_grad, self._evaluate = value_and_grad, evaluate
         self._num_ids = dict(task.num_ids())
         with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
+        self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
         self._arguments = arguments.StepArguments(task, self.layout, mesh)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         state_shardings = self.layout.shardings(mesh)
@@ -154,6 +167,9 @@ class Partitioner:
         check_inputs_split_mapping(
             element_spec, self.task.inputs_split_mapping, self.mesh.axis_names
         )
+        if step != "decode":
+            number = self.task.learner.gradient_accumulation_steps if step == "train" else 1
+            self.gradients.check_rows(element_spec, number)
 
     def lower(self, step: str, element_spec: PyTree) -> jax.stages.Lowered:
         """Returns a step, named as in `trace`, lowered for batches of `element_spec`."""
@@ -268,7 +284,7 @@ class Partitioner:
             state = self.layout.unpad(state)
             state, outputs = steps.train_step(
                 self.task, state, self._inputs(batch, "train_step"), key,
-                learner=self.learner, value_and_grad=self._value_and_grad,
+                learner=self.learner, value_and_grad=self.gradients.value_and_grad,
             )
             return self.layout.pad(state), outputs
 
@@ -287,7 +303,7 @@ class Partitioner:
         with self._tracing():
             inputs = self._inputs(batch, "eval_step")
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            metrics, examples = self._evaluate(self.task, mdl_vars, inputs, key)
+            metrics, examples = self.gradients.evaluate(self.task, mdl_vars, inputs, key)
             return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
 
     def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):

@@ -43,7 +43,8 @@ def _for_configs(package: str, names: Collection[str]) -> frozenset[str]:
 PUBLIC = {
     package: _for_configs(package, homes_of(package))
     for package in (
-        "praxis_lite", "praxis_lite.core", "praxis_lite.decode", "praxis_lite.inputs",
+        "praxis_lite", "praxis_lite.collectives", "praxis_lite.core", "praxis_lite.decode",
+        "praxis_lite.inputs",
         "praxis_lite.inputs.numpy_data", "praxis_lite.inputs.tf_data", *_FUNCTIONS_OF,
     )
 }

@@ -44,6 +44,7 @@ _PACKAGES = {
 }
 # Classes and functions that have another public name than they had, in a file of any format.
 _RENAMED = {
+    "praxis_lite.core:ShardMapPartitioner": "praxis_lite.collectives:ShardMapPartitioner",
     "praxis_lite.experiments.lm:rotary_lm": "praxis_lite.layers:rotary_lm",
     "praxis_lite.experiments.huggingface:write_questions":
         "praxis_lite.experiments.huggingface:questions",

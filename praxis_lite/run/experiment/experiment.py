@@ -115,7 +115,7 @@ class Experiment:
             raise ConfigError(
                 f"{self._name()}.partitioner() returns {type(partitioner).__name__}, wanted an "
                 "fdl.Partial, for the task and the mesh are given later: return "
-                "fdl.Partial(ShardMapPartitioner, ...)."
+                "fdl.Partial(Partitioner, gradients=...)."
             )
         config = fdl.Config(
             Job,

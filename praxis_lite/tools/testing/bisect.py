@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.partitioner.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.tools.testing.certificate import Comparison, FirstDifference, split_axes
 from praxis_lite.tools.testing.check import Check
@@ -106,7 +105,7 @@ def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
         check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
         return ""
     # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.
-    by_hand = isinstance(mesh.partitioner, ShardMapPartitioner)
+    by_hand = mesh.partitioner.gradients.num_parts is not None
     skipped = (*_NO_LAYERS, GRADIENT_OF) if by_hand else _NO_LAYERS
     there: dict[str, list[np.ndarray]] = {}
     for key, x in found.items():

@@ -1,7 +1,6 @@
 """The state of a check: its references, its computed runs, its comparisons."""
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +11,6 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.inputs.base import TRAIN
@@ -148,16 +146,15 @@ class Check:
     def reference_of(self, one: OnMesh) -> OnMesh:
         """Returns the single device that a mesh is held against.
 
-        Of a ShardMapPartitioner it works on the rows of each device in turn.
+        Of ExplicitCollectives it works on the rows of each device in turn.
         """
-        if not isinstance(one.partitioner, ShardMapPartitioner):
-            return self.plain_one
-        axes = one.partitioner.data_axes
-        return self._reference(math.prod(one.mesh.shape[axis] for axis in axes))
+        return self._reference(one.partitioner.gradients.num_parts)
 
     def _reference(self, num_parts: int | None) -> OnMesh:
         if num_parts not in self._references:
-            build_one = Partitioner if num_parts is None else devices_in_turn(num_parts)
+            build_one = Partitioner
+            if num_parts is not None:
+                build_one = functools.partial(Partitioner, gradients=devices_in_turn(num_parts))
             shape = (1,) * len(self._axis_names)
             self._references[num_parts] = self.on_mesh(shape, build_one)
         return self._references[num_parts]

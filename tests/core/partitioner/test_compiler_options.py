@@ -4,14 +4,15 @@ import jax
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.core import Partitioner, ShardMapPartitioner
+from praxis_lite.core import Partitioner
 from praxis_lite.main import main
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
 
 TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
 
 
-@pytest.mark.parametrize("kind", [Partitioner, ShardMapPartitioner])
+@pytest.mark.parametrize("kind", [Partitioner, explicit_partitioner])
 def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
     # By its dumps XLA shows that it was told of the folder.
     options = {"cpu": {"xla_dump_to": str(tmp_path)}, "tpu": {"xla_tpu_of_the_future": 1}}

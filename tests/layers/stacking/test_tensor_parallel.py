@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, DotProductAttention, TransformerFeedForward
 from praxis_lite.layers.base_layer import variables
 from praxis_lite.layers.whole_model.adapters import lora
@@ -22,6 +22,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.testing.asserts.layers import assert_near
 from tests.layers.whole_model import preset_runs
+from tests.support.explicit_partitioner import explicit_partitioner
 
 DIMS, PER_HEAD = 16, 4
 SPLITS = {
@@ -194,10 +195,10 @@ def losses_of_one_device():
 
 @pytest.mark.parametrize(("kind", "word", "policy"), [
     (Partitioner, "fsdp+ring", "save_nothing"),
-    (ShardMapPartitioner, "fsdp+ring", "save_out_proj"),
+    (explicit_partitioner, "fsdp+ring", "save_out_proj"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         (Partitioner, "fsdp+mlp_ring", "save_out_proj"),
-        (ShardMapPartitioner, "fsdp+mlp_ring", "save_everything"),
+        (explicit_partitioner, "fsdp+mlp_ring", "save_everything"),
     ]),
 ])
 def test_steps_of_both_partitioners_are_those_of_one_device(kind, word, policy):

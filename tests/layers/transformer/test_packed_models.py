@@ -11,12 +11,13 @@ import optax
 import pytest
 
 from praxis_lite import layers
-from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.layers.attention import kernels
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers.whole_model import preset_runs
 from tests.support import packed_rows
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import zero_padded
 from tests.support.marks import slow_but
 from tests.support.packed_rows import NatsAndGradients, nats_and_gradients
@@ -206,8 +207,8 @@ def steps(kind, lm, preset, mesh, batch, packing) -> list[tuple[float, np.ndarra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "word", "num_stages"), [
-    (Partitioner, "length", 1), (Partitioner, "length", 2), (ShardMapPartitioner, "length", 1),
-    (ShardMapPartitioner, "gather", 1), (ShardMapPartitioner, "ring", 1),
+    (Partitioner, "length", 1), (Partitioner, "length", 2), (explicit_partitioner, "length", 1),
+    (explicit_partitioner, "gather", 1), (explicit_partitioner, "ring", 1),
 ])
 def test_a_training_step_leaves_other_documents_embeddings_as_they_are(kind, word, num_stages):
     lm, names = lm_of(position_emb_tpl=None), ("replica", "data", "mdl")

@@ -120,9 +120,10 @@ OF_ACTING_PACKAGES = {
         BestCheckpoints CheckpointLoadingRules EarlyStopping Experiment Job MeshConfig RunConfig
         Task
     """,
+    "praxis_lite.collectives": "ExplicitCollectives ShardMapPartitioner",
     "praxis_lite.core": """
-        AuxiliaryOptimizer DynamicLossScale Fsdp GradientLimits Learner LogicalPartitioning
-        MeshConfig MeshRules Model NnxModel Partitioner Replicate ShardDim ShardMapPartitioner
+        AuxiliaryOptimizer DynamicLossScale Fsdp GradientLimits Gradients Learner
+        LogicalPartitioning MeshConfig MeshRules Model NnxModel Partitioner Replicate ShardDim
         StateLayout Task TrainState VariationalNoise WeightSharding WeightSpec constrain
     """,
     "praxis_lite.decode": "BeamSearch Decoder Greedy Sample pax_outputs",

@@ -16,7 +16,6 @@ from praxis_lite.core import (
     MeshConfig,
     NnxModel,
     Partitioner,
-    ShardMapPartitioner,
     make_mesh,
 )
 from praxis_lite.inputs import InMemory
@@ -24,6 +23,7 @@ from praxis_lite.models import FunctionModel
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.evaluation import Evaluator
 from praxis_lite.tasks.loss import LossTask
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.job_runs import home, succeed
 
 ROWS, DIMS = 7, 5
@@ -36,7 +36,7 @@ IS_TRUE = BATCH["weights"] > 0
 MESHES = {
     "one device": (Partitioner, (1, 1, 1)),
     "compiler": (Partitioner, (1, 2, 2)),
-    "by hand": (ShardMapPartitioner, (1, 4, 1)),
+    "by hand": (explicit_partitioner, (1, 4, 1)),
 }
 
 

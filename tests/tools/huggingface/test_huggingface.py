@@ -13,13 +13,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from praxis_lite import ConfigError
-from praxis_lite.core import Learner, MeshConfig, Partitioner, ShardMapPartitioner, make_mesh
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.run.checkpoints.init.initial_state import completed
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.family import family_of
 from praxis_lite.tools.huggingface.fields.decoder_settings import LayerKind
 from praxis_lite.tools.huggingface.fields.rotary import rotary
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.goldens import GOLDENS, golden_arrays
 from tests.support.marks import slow_but
 
@@ -139,7 +140,7 @@ def test_gradients_have_the_norms_of_torch(case, tmp_path):
 @pytest.mark.slow
 def test_it_trains_by_hand_as_by_the_compiler():
     wanted = golden("llama")["train_losses"]
-    losses, _ = trained("llama", (1, 3, 2), ADAMW, 1e-3, 10, ShardMapPartitioner)
+    losses, _ = trained("llama", (1, 3, 2), ADAMW, 1e-3, 10, explicit_partitioner)
     np.testing.assert_allclose(losses, wanted, atol=1e-4)
 
 

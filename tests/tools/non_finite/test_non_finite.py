@@ -19,7 +19,6 @@ from praxis_lite.core import (
     MeshConfig,
     NnxModel,
     Partitioner,
-    ShardMapPartitioner,
     make_mesh,
 )
 from praxis_lite.layers import BaseLayer, FeedForward, Repeat
@@ -28,6 +27,7 @@ from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.non_finite.reports import MAX_REPORTS, NonFiniteReports
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.float16 import HALF, needs_float16
 from tests.support.job_runs import home, lines_of, succeed
 from tests.support.line_jobs import LINE
@@ -160,7 +160,7 @@ BENCHES = [
     pytest.param({}, id="one device"),
     pytest.param({"shape": (1, 4, 2)}, id="mesh"),
     pytest.param(
-        {"shape": (1, 4, 2), "partitioner": ShardMapPartitioner}, id="shard_map",
+        {"shape": (1, 4, 2), "partitioner": explicit_partitioner}, id="shard_map",
         marks=pytest.mark.slow,
     ),
     pytest.param({"num_micro_batches": 2}, id="accumulated", marks=pytest.mark.slow),

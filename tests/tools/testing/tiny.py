@@ -12,7 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 from praxis_lite import Experiment, MeshConfig, RunConfig, Task
-from praxis_lite.core import Learner, ShardMapPartitioner
+from praxis_lite.collectives import ExplicitCollectives
+from praxis_lite.core import Learner, Partitioner
 from praxis_lite.decode import Greedy
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
@@ -191,7 +192,7 @@ class PointsByHand(Points):
     """The same with explicit collectives, in blocks that are gathered when they are read."""
 
     def partitioner(self):
-        return fdl.Partial(ShardMapPartitioner)
+        return fdl.Partial(Partitioner, gradients=fdl.Config(ExplicitCollectives))
 
 
 class Normed(BaseLayer):

@@ -8,7 +8,6 @@ import fiddle as fdl
 import numpy as np
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.shard_map_partitioner import ShardMapPartitioner
 from praxis_lite.run.config.build import build
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
@@ -96,15 +95,13 @@ def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     for number in (1, 2, 4):
         if number == own and not check.is_random:
             continue  # It was trained so.
-        by_hand = isinstance(one.partitioner, ShardMapPartitioner)
+        by_hand = one.partitioner.gradients.num_parts is not None
         if num_rows % number or (by_hand and check.couplings):
             check.remark(f"{number} micro-batches: not checked.")
             continue
         task = reporting(check.job.task, number)
         if check.couplings:
-            def in_turn(task: Any, mesh: Any, number: int = number) -> Partitioner:
-                return Partitioner(task, mesh, value_and_grad=micro_batches_in_turn(number))
-
+            in_turn = functools.partial(Partitioner, gradients=micro_batches_in_turn(number))
             reference = check.on_mesh(whole, in_turn, task)
         trained = check.tried(
             f"{number} micro-batches",

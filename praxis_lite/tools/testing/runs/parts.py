@@ -1,45 +1,39 @@
 """A single device's results of a batch part by part: a step in parts promises to equal them."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.partitioner import accumulation, steps
-from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task, WeightedScalars
 
 PyTree = Any
 
 
-def micro_batches_in_turn(num_parts: int) -> Callable[..., Any]:
-    """Returns a `value_and_grad` that takes rows r, r + N, r + 2 N, ... together, in turn.
+def micro_batches_in_turn(num_parts: int) -> Gradients:
+    """Returns a strategy that takes rows r, r + N, r + 2 N, ... together, in turn.
 
     Each part is a batch of its own; what comes of them is added by the weight of "loss".
     """
-    return functools.partial(_value_and_grad, num_parts=num_parts, is_strided=True)
+    return Gradients(functools.partial(_value_and_grad, num_parts=num_parts, is_strided=True))
 
 
-def devices_in_turn(num_parts: int) -> Callable[[Task, Any], Partitioner]:
-    """Returns a maker of partitioners for a single device that works on N devices' rows in turn.
+def devices_in_turn(num_parts: int) -> Gradients:
+    """Returns a strategy for a single device that works on N devices' rows in turn.
 
     Part d is the d-th block of rows, filled up with copies of the first row of weight 0; its key is
-    the step's, folded with d. It is what `ShardMapPartitioner` promises of N devices.
+    the step's, folded with d. It is what ExplicitCollectives promise of N devices.
     """
 
-    def build(task: Task, mesh: Any) -> Partitioner:
-        return Partitioner(
-            task, mesh,
-            value_and_grad=functools.partial(
-                _value_and_grad, num_parts=num_parts, is_strided=False
-            ),
-            evaluate=functools.partial(_evaluate, num_parts=num_parts),
-        )
-
-    return build
+    return Gradients(
+        functools.partial(_value_and_grad, num_parts=num_parts, is_strided=False),
+        functools.partial(_evaluate, num_parts=num_parts),
+    )
 
 
 def _value_and_grad(

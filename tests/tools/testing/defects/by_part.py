@@ -97,7 +97,7 @@ DEFECTS = [
     Defect(f"micro-batches: {how}", tiny.Points, _planted(how), (2, 1), MICRO) for how in HOW
 ]
 
-BY_HAND = "praxis_lite.core.partitioner.shard_map_partitioner"
+BY_HAND = "praxis_lite.collectives.explicit_collectives"
 
 
 def _first_device(x, axes):
@@ -188,7 +188,7 @@ def _gathered(change):
 
         return gather_of
 
-    return replaced("praxis_lite.core.sharding.gather:gather_of", new)
+    return replaced("praxis_lite.collectives.mapped_weights:gather_of", new)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -200,7 +200,7 @@ _times.defvjp(lambda x, factor: (x, None), lambda factor, _, g: (g * factor,))
 
 DEFECTS += [
     Defect("by hand: filler rows have weight", tiny.PointsByHand, after(
-        f"{BY_HAND}:ShardMapPartitioner._padded", _filler_counts), (5, 1)),
+        f"{BY_HAND}:_OnMesh._padded", _filler_counts), (5, 1)),
     Defect("by hand: keys depend on the device twice", tiny.PointsByHand, _folded(
         lambda key, axes: jax.random.fold_in(key, 1 + jax.lax.axis_index(axes))), (2, 1)),
     Defect("by hand: gathered weights have a gradient too large", tiny.PointsByHand, _gathered(

@@ -13,16 +13,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
+from praxis_lite.collectives.mapped_weights import gather_of
+from praxis_lite.collectives.per_device import on_each_device
 from praxis_lite.core import (
     DynamicLossScale,
     Learner,
     MeshConfig,
     Partitioner,
-    ShardMapPartitioner,
     make_mesh,
 )
-from praxis_lite.core.partitioner.per_device import on_each_device
-from praxis_lite.core.sharding.gather import gather_of
 from praxis_lite.experiments import explicit
 from praxis_lite.layers import Repeat
 from praxis_lite.layers.attention import fused as attention_fused
@@ -34,6 +33,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.explain import hlo
 from tests.support import lm_runs
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.goldens import golden, trimmed
 from tests.support.lm_runs import on_host, structs
 
@@ -171,7 +171,7 @@ def regression(params, inputs, key):
     return loss, {"draw": (draw, jnp.ones(()))}
 
 
-def regression_partitioner(partitioner=ShardMapPartitioner, num_micro_batches=2, **learner):
+def regression_partitioner(partitioner=explicit_partitioner, num_micro_batches=2, **learner):
     split = P("data")
     model = FunctionModel(init, specs={"w": split, "bias": None, "kept": split})
     task = LossTask(
@@ -238,7 +238,7 @@ def test_rows_that_fill_up_a_batch_reach_no_gradient():
     model = FunctionModel(lambda key: {"w": jnp.sin(jnp.arange(DIMS * 3.0)).reshape(DIMS, 3)})
     task = LossTask(model, loss, Learner(optax.sgd, 0.1, gradient_accumulation_steps=1))
     norms = []
-    for devices, partitioner in ((1, Partitioner), (4, Partitioner), (4, ShardMapPartitioner)):
+    for devices, partitioner in ((1, Partitioner), (4, Partitioner), (4, explicit_partitioner)):
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(devices,), axis_names=("data",)))
         compiled = partitioner(task, mesh)
         key = compiled.key(0)
@@ -272,7 +272,7 @@ def test_running_statistics_are_the_mean_of_the_devices():
 
     task = LossTask(Seen, loss, Learner(optax.sgd, 0.1, gradient_accumulation_steps=2))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4,), axis_names=("data",)))
-    partitioner = ShardMapPartitioner(task, mesh)
+    partitioner = explicit_partitioner(task, mesh)
     x, weights = RNG.normal(size=(7, 3)).astype(np.float32), np.ones(7, np.float32)
     key = partitioner.key(0)
     batch = partitioner.global_batch({"x": x, "weights": weights})
@@ -302,7 +302,7 @@ def lm_run():
         lm_runs.lm_of("uneven"), learner, inputs_split_mapping=like.inputs_split_mapping
     )
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
-    partitioner = ShardMapPartitioner(task, mesh)
+    partitioner = explicit_partitioner(task, mesh)
     batches = lm_runs.batches("uneven")
     traced = partitioner.lower("train", structs(batches[0]))
     compiled, key, losses = traced.compile(), partitioner.key(0), []
@@ -374,7 +374,7 @@ def test_gradients_of_micro_batches_are_summed_over_devices_once():
         return sum(c.bytes * c.count for c in hlo.collectives(compiled) if c.kind == "all-reduce")
 
     gradient = DIMS * 257 * 4
-    assert 0 < summed_bytes(ShardMapPartitioner) - gradient < 64
+    assert 0 < summed_bytes(explicit_partitioner) - gradient < 64
     assert 0 < summed_bytes(Partitioner) - 4 * gradient < 256
 
 
@@ -387,14 +387,14 @@ def refused(match, **settings):
     task = LossTask(model, regression, Learner(optax.sgd, 0.1))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh_shape, axis_names=("data", "mdl")))
     with pytest.raises(ConfigError, match=match):
-        ShardMapPartitioner(task, mesh, **settings)
+        explicit_partitioner(task, mesh, **settings)
 
 
 def test_data_axes_are_axes_of_the_mesh():
     refused(r"\('dat',\); .* \('data', 'mdl'\), each once. Did you mean data", data_axes=("dat",))
     refused("wanted is one axis or more", data_axes=())
     refused("each once", data_axes=("data", "data"))
-    refused(r"data_axes \('data',\) is 1; wanted is 2 or more.*Take Partitioner", mesh_shape=(1, 2))
+    refused(r"data_axes \('data',\) is 1; wanted is 2 or more.*gradients out", mesh_shape=(1, 2))
 
 
 def test_a_dim_is_split_by_hand_or_by_the_compiler():
@@ -408,9 +408,9 @@ def test_layers_of_a_stack_are_not_split_by_hand():
     model = lm_runs.lm_with({**lm_runs.SIZES["uneven"], "stacked_transformer_tpl": stack})
     task = LanguageModelTask(model, Learner(optax.sgd, 0.1))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 1)))
-    ShardMapPartitioner(task, mesh)
+    explicit_partitioner(task, mesh)
     with pytest.raises(ConfigError, match=r"transformer/blocks.*layers of a stack \(dim 0 of \(2"):
-        ShardMapPartitioner(task, mesh, data_axes=("replica", "data"))
+        explicit_partitioner(task, mesh, data_axes=("replica", "data"))
     # A foreign stack shows only when it reads one layer.
     gather = gather_of("blocks/w", (6, 5), P("data", None), ("data",), {"data": 2})
     with pytest.raises(ConfigError, match=r"blocks/w: dim 0 of \(6, 5\) is split over \('data',\)"):
@@ -438,7 +438,7 @@ def test_a_constraint_over_a_data_axis_is_named():
     task = LossTask(FunctionModel(init), loss, Learner(optax.sgd, 0.1))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
     with pytest.raises(ConfigError, match=r"constrains an activation over one of data_axes"):
-        ShardMapPartitioner(task, mesh).trace("train", structs(DATA))
+        explicit_partitioner(task, mesh).trace("train", structs(DATA))
 
 
 def looped_loss(params, inputs, key):
@@ -454,10 +454,10 @@ def test_a_loop_whose_carry_begins_alike_on_all_devices_is_refused_with_what_to_
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4,), axis_names=("data",)))
     spec = {"x": jax.ShapeDtypeStruct((8, DIMS), np.float32)}
     with pytest.raises(ConfigError) as refused:
-        ShardMapPartitioner(task, mesh).trace("train", spec)
+        explicit_partitioner(task, mesh).trace("train", spec)
     message = str(refused.value)
-    assert re.search(r"looped_loss \(test_shard_map_partitioner.py:\d+\)", message)
-    for words in ("total", "jnp.zeros_like(x)", "jax.lax.pcast", "or use Partitioner"):
+    assert re.search(r"looped_loss \(test_explicit_collectives.py:\d+\)", message)
+    for words in ("total", "jnp.zeros_like(x)", "jax.lax.pcast", "the Partitioner's gradients out"):
         assert words in message
     assert "\n" not in message
 
@@ -493,7 +493,7 @@ def test_a_loss_over_pairs_of_rows_of_all_devices_has_the_gradients_of_one_devic
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
     rows = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
     norms = []
-    for one in (Partitioner(task, mesh), ShardMapPartitioner(task, mesh)):
+    for one in (Partitioner(task, mesh), explicit_partitioner(task, mesh)):
         key = one.key(0)
         _, outputs = one.train_step(one.init(key), one.global_batch({"x": rows}), key)
         norms.append(float(outputs["learner"]["grad_norm"]))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.sharding.gather import MappedWeight
+from praxis_lite.collectives.mapped_weights import MappedWeight
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.task import WeightedScalars
 

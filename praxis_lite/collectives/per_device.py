@@ -67,9 +67,9 @@ def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
             raise
         raise ConfigError(
             f"The model constrains an activation over one of data_axes {data_axes}, along which "
-            "ShardMapPartitioner gives each device its own rows and nothing else. Leave the axis "
+            "ExplicitCollectives give each device its own rows and nothing else. Leave the axis "
             "out of jax.lax.with_sharding_constraint (praxis_lite.core.constrain does), or "
-            f"use Partitioner. JAX says: {error}"
+            f"leave the Partitioner's gradients out. JAX says: {error}"
         ) from error
 
 
@@ -87,5 +87,6 @@ def _of_loop(error: Exception, axes: Sequence[str]) -> str:
         f"along {axes} in another: {' '.join(found)} The carry of a scan or while_loop must differ "
         "from the start where it does at the end, and the branches of a cond must agree. Begin "
         "with a value made from what the loop reads, such as jnp.zeros_like(x) in place of "
-        f"jnp.zeros(shape), or with jax.lax.pcast(value, {axes}, to='varying'); or use Partitioner."
+        f"jnp.zeros(shape), or with jax.lax.pcast(value, {axes}, to='varying'); or leave the "
+        "Partitioner's gradients out."
     )

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.core import Partitioner, ShardMapPartitioner, make_mesh
+from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments import explicit
 from praxis_lite.inputs import InMemory
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.config.text import load_config
 from praxis_lite.run.job.job_dir import JobDir
+from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def jobs():
 
 def state_of(job):
     built = fdl.build(load_config(job.config_json.read_text()).config)
-    partitioner = ShardMapPartitioner(built.task, make_mesh(built.mesh))
+    partitioner = explicit_partitioner(built.task, make_mesh(built.mesh))
     with Checkpoints(job.checkpoints) as saved:
         return saved.restore(partitioner.layout, partitioner.mesh).state
 
@@ -75,7 +76,7 @@ def test_the_state_is_that_of_the_other_partitioner(jobs):
     """Which is what a checkpoint is restored by."""
     job = fdl.build(load_config(jobs[0].config_json.read_text()).config)
     mesh = make_mesh(job.mesh)
-    assert ShardMapPartitioner(job.task, mesh).layout == Partitioner(job.task, mesh).layout
+    assert explicit_partitioner(job.task, mesh).layout == Partitioner(job.task, mesh).layout
 
 
 def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(jobs, tmp_path):
@@ -85,7 +86,7 @@ def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(jobs, tmp_path):
     with by_the_compiler():
         done = succeed(*settings, steps(8), f"--job_log_dir={mixed.path}")
     assert "restored the checkpoint of step 7" in done.out
-    assert "ShardMapPartitioner" not in mixed.config_txt.read_text()
+    assert "ExplicitCollectives" not in mixed.config_txt.read_text()
     done = succeed(*settings, steps(9), f"--job_log_dir={mixed.path}")
     assert "restored the checkpoint of step 8" in done.out
     wanted, found = (lines_of(job.metrics_jsonl)[NUM_STEPS:] for job in (by_hand, mixed))

@@ -1,5 +1,6 @@
 """Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
-from praxis_lite.core.partitioner import accumulation, steps
-from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.per_device import on_each_device
-from praxis_lite.core.partitioner.sums_over_devices import (
+from praxis_lite.collectives.mapped_weights import MappedWeight, mapped_weight, sharded
+from praxis_lite.collectives.per_device import on_each_device
+from praxis_lite.collectives.sums_over_devices import (
     counting,
     mean_change,
     summed,
     weighted_means,
 )
-from praxis_lite.core.sharding.gather import MappedWeight, mapped_weight, sharded
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.partitioner import accumulation, steps
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
-from praxis_lite.core.sharding.mesh import CompilerOptions
 from praxis_lite.core.sharding.padding import pad_tree, unpad_tree
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.sharding.varying import varying_over
@@ -32,11 +34,12 @@ PyTree = Any
 WHOLE = PartitionSpec()
 
 
-class ShardMapPartitioner(Partitioner):
-    """A Partitioner with explicit collectives along some axes in train and eval steps.
+@dataclasses.dataclass(frozen=True)
+class ExplicitCollectives:
+    """Explicit collectives along some axes in train and eval steps: a Partitioner's `gradients`.
 
-    Same interface, same state: a checkpoint of the one restores in the other. Along `data_axes`
-    each device has its rows of a batch and runs the model on them as if it were alone:
+    The state is the same: a checkpoint made with it restores without it. Along `data_axes` each
+    device has its rows of a batch and runs the model on them as if it were alone:
 
     - a weight that is split over them (fully sharded data parallelism) is there as a block,
       gathered where the model reads it, and again in the backward pass where that computes a
@@ -45,7 +48,7 @@ class ShardMapPartitioner(Partitioner):
       after all micro-batches. The compiler alone sums gradients once per micro-batch.
 
     What splits over the mesh's other axes is left to the compiler (tensor parallelism). Init, the
-    learner's update, decoding and checkpoints are those of `Partitioner`.
+    learner's update, decoding and checkpoints are those of any `Partitioner`.
 
     Means over devices are weighted by the metrics' weights, so that losses and gradients are those
     of one device. What is not a sum over rows is another number, as with micro-batches: batch norm
@@ -55,41 +58,50 @@ class ShardMapPartitioner(Partitioner):
     Rows that do not divide are filled up with copies of the first, of which `weights` are 0. JAX
     tracks in the model what differs between devices (`check_vma`).
 
-    Args:
-      task, mesh: see Partitioner.
+    Attributes:
       data_axes: the axes that are taken out of the compiler's hands.
-
-    Raises:
-      ConfigError: an axis is not in the mesh, or all of them have one device while others have
-        more; a weight's dim is split over a data axis and another one; a stack's layers are split
-        over a data axis.
     """
 
+    data_axes: Sequence[str] = ("data",)
+
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> Gradients:
+        """Returns the functions that make gradients and metrics of a task on a mesh.
+
+        Raises:
+          ConfigError: an axis is not in the mesh, or all of them have one device while others have
+            more; a weight's dim is split over a data axis and another one; a stack's layers are
+            split over a data axis.
+        """
+        on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
+        return Gradients(
+            on_mesh.value_and_grad, on_mesh.evaluate, on_mesh.num_padding_rows, on_mesh.num_parts
+        )
+
+
+class _OnMesh:
     def __init__(
-        self, task: Task, mesh: Mesh, *, data_axes: Sequence[str] = ("data",),
-        compiler_options: CompilerOptions | None = None,
+        self, data_axes: tuple[str, ...], task: Task, mesh: Mesh, layout: StateLayout,
+        learner: BoundLearner,
     ):
-        self.data_axes = _checked_axes(data_axes, mesh)
+        self.data_axes, self.mesh = data_axes, mesh
         # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
-        self._num_parts = math.prod(mesh.shape[axis] for axis in self.data_axes)
+        self.num_parts = math.prod(mesh.shape[axis] for axis in data_axes)
         require(
-            self._num_parts > 1 or mesh.size == 1,
-            f"The number of devices along ShardMapPartitioner.data_axes {self.data_axes}",
-            self._num_parts, f"2 or more on the mesh {dict(mesh.shape)}, for XLA cannot compile it",
-            "Take Partitioner for it, or another mesh.",
+            self.num_parts > 1 or mesh.size == 1,
+            f"The number of devices along ExplicitCollectives.data_axes {data_axes}",
+            self.num_parts, f"2 or more on the mesh {dict(mesh.shape)}, for XLA cannot compile it",
+            "Leave the Partitioner's gradients out for it, or take another mesh.",
         )
-        super().__init__(
-            task, mesh, value_and_grad=self._value_and_grad_by_hand, evaluate=self._eval_by_hand,
-            compiler_options=compiler_options,
-        )
-        layout, groups = self._mdl_layout.select("params"), self.learner.groups
+        params, groups = layout.select("params"), learner.groups
         self._weights = jax.tree_util.tree_map_with_path(
-            self._mapped_weight, layout.shapes, layout.specs, groups.weight_specs
+            self._mapped_weight, params.shapes, params.specs, groups.weight_specs
         )
         self._trained, self._frozen = groups.split(self._weights)
         declared = task.weight_sharding
         self._on_each_device = functools.partial(
-            on_each_device, data_axes=self.data_axes,
+            on_each_device, data_axes=data_axes,
             axis_rules=declared.rules_in_use if declared else (),
         )
 
@@ -100,20 +112,13 @@ class ShardMapPartitioner(Partitioner):
         sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
         return mapped_weight(name, true.shape, num_layers, spec, self.data_axes, sizes)
 
-    def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
-        """As Partitioner's; also refuses rows that do not divide in a batch without `weights`."""
-        super().check_batch(element_spec, step)
-        if step != "decode":
-            num_micro_batches = self.task.learner.gradient_accumulation_steps
-            self._num_padding_rows(element_spec, num_micro_batches if step == "train" else 1)
-
-    def _num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
+    def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
         """Returns the rows that a batch lacks to divide over devices and micro-batches."""
-        num_rows, multiple = num_rows_of(inputs), self._num_parts * num_micro_batches
+        num_rows, multiple = num_rows_of(inputs), self.num_parts * num_micro_batches
         num_missing = -num_rows % multiple
         if num_missing and "weights" not in inputs:
             raise ConfigError(
-                f"A batch has {num_rows} rows, but {self._num_parts} devices along "
+                f"A batch has {num_rows} rows, but {self.num_parts} devices along "
                 f"{self.data_axes} with {num_micro_batches} micro-batches share a multiple of "
                 f"{multiple}, and it has no leaf 'weights' to mark rows of padding: it has "
                 f"{sorted(inputs)}. Make the batch size a multiple of {multiple}, or give each row "
@@ -122,7 +127,7 @@ class ShardMapPartitioner(Partitioner):
         return num_missing
 
     def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
-        num_missing = self._num_padding_rows(inputs, num_micro_batches)
+        num_missing = self.num_padding_rows(inputs, num_micro_batches)
         if not num_missing:
             return inputs
 
@@ -136,7 +141,7 @@ class ShardMapPartitioner(Partitioner):
         no_weights = [(0, num_missing)] + [(0, 0)] * (weights.ndim - 1)
         return jax.tree.map(filled_up, dict(inputs)) | {"weights": jnp.pad(weights, no_weights)}
 
-    def _value_and_grad_by_hand(
+    def value_and_grad(
         self,
         loss_fn: accumulation.LossFn,
         fixed: Mapping[str, Any],
@@ -154,7 +159,7 @@ class ShardMapPartitioner(Partitioner):
         # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
         # the loss: float16 does not hold much more.
         size = inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)
-        size = max(size, 1) / self._num_parts / num_micro_batches
+        size = max(size, 1) / self.num_parts / num_micro_batches
 
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
@@ -219,7 +224,7 @@ class ShardMapPartitioner(Partitioner):
         whole_specs = jax.tree.map(lambda weight: weight.spec, self._trained)
         return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
 
-    def _eval_by_hand(
+    def evaluate(
         self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
     ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
         def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
@@ -254,7 +259,7 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     require(
-        not unknown and axes and len(set(axes)) == len(axes), "ShardMapPartitioner.data_axes", axes,
+        not unknown and axes and len(set(axes)) == len(axes), "ExplicitCollectives.data_axes", axes,
         f"one axis or more of the mesh's {mesh.axis_names}, each once",
         did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
     )

@@ -1,0 +1,8 @@
+# Where each public name is defined; `__init__.py` loads it on first use.
+
+from praxis_lite.collectives.explicit_collectives import (
+    ExplicitCollectives as ExplicitCollectives,
+)
+from praxis_lite.collectives.shard_map_partitioner import (
+    ShardMapPartitioner as ShardMapPartitioner,
+)

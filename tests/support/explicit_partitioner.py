@@ -1,0 +1,8 @@
+"""A Partitioner whose gradients are summed by explicit collectives."""
+
+from praxis_lite.collectives import ExplicitCollectives
+from praxis_lite.core import Partitioner
+
+
+def explicit_partitioner(task, mesh, data_axes=("data",), **settings):
+    return Partitioner(task, mesh, gradients=ExplicitCollectives(data_axes), **settings)
