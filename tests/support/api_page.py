@@ -18,6 +18,7 @@ from praxis_lite import former_names
 from praxis_lite.public_names import PACKAGES, homes_of
 
 ROOT = Path(__file__).parents[2]
+_MEMBERS = types.FunctionType | classmethod | property | functools.cached_property
 PAGE, SNAPSHOT = ROOT / "docs/api.md", ROOT / "tests/public_names.txt"
 COMMANDS = (
     "praxis_lite.main", "praxis_lite.run.checkpoints", "praxis_lite.inputs",
@@ -54,20 +55,20 @@ def page() -> str:
 
 
 def snapshot() -> str:
-    """Returns a line for each public name: where it is imported from, and its parameters."""
+    """Returns a line for each public name and method: where it is imported from, its parameters."""
     return "".join(
         f"{package} {name}({', '.join(parameters(value))})\n"
-        for package in PACKAGES for name, value in public_values(package)
+        for package in PACKAGES for name, value in with_methods(package)
     )
 
 
 def lost() -> list[str]:
     """Returns what the snapshot has and the library has not, unless it is a former name."""
     actual = {(package, name): parameters(value)
-              for package in PACKAGES for name, value in public_values(package)}
+              for package in PACKAGES for name, value in with_methods(package)}
     missing = []
     for line in SNAPSHOT.read_text(encoding="utf-8").splitlines():
-        package, name, rest = re.fullmatch(r"(\S+) (\w+)\((.*)\)", line).groups()
+        package, name, rest = re.fullmatch(r"(\S+) ([\w.]+)\((.*)\)", line).groups()
         if (package, name) in former_names.NAMES or former_names.module_today(package):
             continue
         if (package, name) not in actual:
@@ -82,6 +83,17 @@ def public_values(package: str) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of a package's public names, in the order of the alphabet."""
     for name in sorted(homes_of(package), key=str.lower):
         yield name, getattr(importlib.import_module(package), name)
+
+
+def with_methods(package: str) -> Iterator[tuple[str, Any]]:
+    """Yields `public_values`, and after each class its methods and properties: `Class.method`."""
+    for name, value in public_values(package):
+        yield name, value
+        if isinstance(value, type) and not package.startswith("praxis_lite.experiments."):
+            for method, member in sorted(vars(value).items()):
+                is_public = method == "__call__" or not method.startswith("_")
+                if is_public and isinstance(member, _MEMBERS):
+                    yield f"{name}.{method}", getattr(value, method, member)
 
 
 def parameters(value: Any) -> list[str]:
@@ -128,7 +140,9 @@ def first_line(value: Any) -> str:
 
 
 def _signature(value: Any) -> inspect.Signature | None:
-    if not isinstance(value, type | types.FunctionType | functools.partial):
+    if not isinstance(
+        value, type | types.FunctionType | types.MethodType | functools.partial
+    ):
         return None
     try:
         return inspect.signature(value)
