@@ -1,4 +1,4 @@
-# Needs only make and Python 3.11, 3.12 or 3.13; each target sets up .venv by itself.
+# Needs only make and Python 3.11 to 3.14; each target sets up .venv by itself.
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
@@ -20,7 +20,9 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
+# The plain installation and what draws; and all that the tests need.
 INSTALLED := $(VENV)/.installed
+TESTING := $(VENV)/.installed_test
 
 .PHONY: help demo demo-multiprocess test test-all faults check-defects lint clean
 .DELETE_ON_ERROR:
@@ -43,19 +45,19 @@ demo: $(INSTALLED)
 demo-multiprocess: $(INSTALLED)
 	@$(VENV_PYTHON) benchmarks/demo_multiprocess.py
 
-test: $(INSTALLED)
+test: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-all: test
 	@$(VENV_PYTHON) -m pytest -m slow $(PYTEST_ARGS)
 
-faults: $(INSTALLED)
+faults: $(TESTING)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
 
-check-defects: $(INSTALLED)
+check-defects: $(TESTING)
 	@$(VENV_PYTHON) -m tests.tools.testing.defects --report docs/check_defects.md $(DEFECTS_ARGS)
 
-lint: $(INSTALLED)
+lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .
 
 clean:
@@ -65,15 +67,20 @@ clean:
 # The mark is made last: an installation that failed is begun again.
 $(INSTALLED): setup.py
 	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "There is no $(PYTHON). praxis_lite needs Python 3.11, 3.12 or 3.13; where it has"; \
+	  echo "There is no $(PYTHON). praxis_lite needs Python 3.11 to 3.14; where it has"; \
 	  echo "another name: make PYTHON=/path/to/python3.12 ..."; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
-	  echo "praxis_lite needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || { \
+	  echo "praxis_lite needs Python 3.11 to 3.14, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
 	  echo "Name another: make PYTHON=/path/to/python3.12 ..."; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments: its venv and ensurepip modules are missing."; \
 	  echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "Setting up $(VENV) (jax, flax, tensorflow, ...): takes some minutes, once."
 	@"$(PYTHON)" -m venv --clear $(VENV)
+	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots]'
+	@touch $@
+
+$(TESTING): $(INSTALLED)
+	@echo "Installing what the tests need: takes a minute or two, once."
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[test]'
 	@touch $@
