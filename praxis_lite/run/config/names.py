@@ -91,11 +91,14 @@ def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> A
 
 def names_in(beside: Sequence[str]) -> list[str]:
     """Returns the bare names of functions and classes that `named` knows."""
-    return sorted({
+    names = {
         name for place in (*beside, *SHORT) for name, one in vars(_loaded(place) or object).items()
         if callable(one) and not name.startswith("_")
         and (place in beside or is_allowed(place, name, ()) and is_shown(place, name))
-    })
+    }
+    # Of ours they are there when they are asked for.
+    ours = {name for place in SHORT for name in PUBLIC.get(place, ()) if not name.isupper()}
+    return sorted(names | ours)
 
 
 def name_of(value: Any) -> tuple[str, str] | None:

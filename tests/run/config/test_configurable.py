@@ -239,6 +239,9 @@ def test_a_name_in_other_letters_is_the_first_that_may_be_meant():
     from praxis_lite.run.config.callables import suggestion
 
     assert suggestion("adamW", None, None).startswith(" Did you mean adamw,")
+    # Names of ours are known before they are loaded.
+    assert suggestion("LayerNrm", None, None).startswith(" Did you mean LayerNorm,")
+    assert suggestion("JsonLine", None, None).startswith(" Did you mean JsonLines,")
 
 
 @pytest.mark.parametrize("source, name", [(JsonLines, "a.jsonl"), (JsonLines, "a.jsonl.gz"),
