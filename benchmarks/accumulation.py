@@ -107,7 +107,7 @@ def main() -> None:
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch())
     for layout, settings in LAYOUTS.items():
         for n in NUM_MICRO_BATCHES:
-            found = figures(partitioner_of(n, **settings).lower("train", spec).compile())
+            found = figures(partitioner_of(n, **settings).train_step.lower(spec).compile())
             one = found if n == 1 else one
             row = "".join(f"{found[x]:>20,.6g}{found[x] / one[x]:>8.3f}" for x in names)
             print(f"{layout:<28}{n:>14}{row}", flush=True)

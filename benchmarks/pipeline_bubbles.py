@@ -75,7 +75,7 @@ class Step:
         weights = np.ones((BATCH, TIME), np.float32)
         batch = {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
         spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        self.compiled = partitioner.lower("train", spec).compile()
+        self.compiled = partitioner.train_step.lower(spec).compile()
         self._partitioner, self._key = partitioner, partitioner.key(0)
         self._state = partitioner.init(self._key)
         self._batch = partitioner.global_batch(batch)

@@ -52,7 +52,7 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
         record: dict[str, Any] = {}
         try:
             partitioner = partitioner_of(run, topology(run).devices)
-            step = partitioner.lower("train", batch_of(run)).compile()
+            step = partitioner.train_step.lower(batch_of(run)).compile()
             record["peak"] = hlo.memory_per_device(step).peak
             program.write_bytes(gzip.compress(step.as_text().encode(), 3))
         except Exception as error:  # One run of many: the others go on.

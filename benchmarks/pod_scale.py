@@ -139,7 +139,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
     batch = {"ids": ids, "labels": ids, "weights": weights, "segment_ids": ids, "segment_pos": ids}
     chip = topology.partition(":")[0]
     start = time.monotonic()
-    compiled = partitioner.lower("train", batch).compile()
+    compiled = partitioner.train_step.lower(batch).compile()
     seconds, text = time.monotonic() - start, compiled.as_text()
     if options.dump:
         with open(options.dump, "w", encoding="utf-8") as file:

@@ -187,7 +187,7 @@ def uneven_against_even() -> dict[str, tuple[float, float]]:
         spec = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch(cfg.vocab_size)
         )
-        return library(cfg, mesh).lower("train", spec).compile()
+        return library(cfg, mesh).train_step.lower(spec).compile()
 
     next_even = plain_jax_lm.Config(252, 128, 510, num_heads=4, dims_per_head=32, num_layers=4)
     uneven, even = figures(compiled(UNEVEN)), figures(compiled(next_even))

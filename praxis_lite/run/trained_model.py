@@ -162,7 +162,7 @@ class TrainedModel:
         if not isinstance(data, str | InputPipeline):
             data, limit = _in_memory(data), None
         name, pipeline = self._pipeline("datasets", data)
-        check_reads(self.partitioner, "eval", checked_spec(pipeline, name), name)
+        check_reads(self.partitioner.eval_step, checked_spec(pipeline, name), name)
         if pipeline.num_batches is None and limit is None:
             raise ConfigError(
                 f"{name} has no end, so no evaluation on it would end. Load the job with "
@@ -194,7 +194,7 @@ class TrainedModel:
         """
         name, pipeline = self._pipeline("decode_datasets", data)
         partitioner = self._decoding(decoder, settings)
-        check_reads(partitioner, "decode", checked_spec(pipeline, name), name)
+        check_reads(partitioner.decode_step, checked_spec(pipeline, name), name)
         run = self.job.run
         mdl_vars = self._mdl_vars(run.decode_use_ema_states)
         seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)

@@ -55,7 +55,7 @@ def notebook(experiment):
 def notebook_run(name):
     partitioner = notebook({"dp": explicit.NotebookDp, "fsdp": explicit.NotebookFsdp}[name])
     inputs = explicit.random_rows()
-    compiled = partitioner.lower("train", structs(inputs)).compile()
+    compiled = partitioner.train_step.lower(structs(inputs)).compile()
     # The golden splits its key 42 in three, the first for the model, and that in two.
     key = jax.device_put(
         jax.random.split(jax.random.split(jax.random.key(42), 3)[0])[0], partitioner.replicated
@@ -304,7 +304,7 @@ def lm_run():
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
     partitioner = explicit_partitioner(task, mesh)
     batches = lm_runs.batches("uneven")
-    traced = partitioner.lower("train", structs(batches[0]))
+    traced = partitioner.train_step.lower(structs(batches[0]))
     compiled, key, losses = traced.compile(), partitioner.key(0), []
     state = partitioner.init(key)
     for one in batches:
@@ -370,7 +370,7 @@ def test_gradients_of_micro_batches_are_summed_over_devices_once():
         task = LossTask(FunctionModel(wide), loss, learner)
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(8,), axis_names=("data",)))
         spec = {"x": jax.ShapeDtypeStruct((32, DIMS), np.float32)}
-        compiled = partitioner(task, mesh).lower("train", spec).compile()
+        compiled = partitioner(task, mesh).train_step.lower(spec).compile()
         return sum(c.bytes * c.count for c in hlo.collectives(compiled) if c.kind == "all-reduce")
 
     gradient = DIMS * 257 * 4
@@ -425,8 +425,8 @@ def test_rows_that_do_not_divide_need_weights():
     with pytest.raises(ConfigError, match="11 rows, but 8 .* multiple of 16, .* leaf 'weights'"):
         partitioner.check_batch(spec)
     with pytest.raises(ConfigError, match="multiple of 8"):
-        partitioner.check_batch(spec, "eval")
-    partitioner.check_batch(spec, "decode")
+        partitioner.eval_step.check_batch(spec)
+    partitioner.decode_step.check_batch(spec)
     partitioner.check_batch({"x": jax.ShapeDtypeStruct((16, DIMS), np.float32)})
 
 
@@ -438,7 +438,7 @@ def test_a_constraint_over_a_data_axis_is_named():
     task = LossTask(FunctionModel(init), loss, Learner(optax.sgd, 0.1))
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4, 2), axis_names=("data", "mdl")))
     with pytest.raises(ConfigError, match=r"constrains an activation over one of data_axes"):
-        explicit_partitioner(task, mesh).trace("train", structs(DATA))
+        explicit_partitioner(task, mesh).train_step.trace(structs(DATA))
 
 
 def looped_loss(params, inputs, key):
@@ -454,7 +454,7 @@ def test_a_loop_whose_carry_begins_alike_on_all_devices_is_refused_with_what_to_
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(4,), axis_names=("data",)))
     spec = {"x": jax.ShapeDtypeStruct((8, DIMS), np.float32)}
     with pytest.raises(ConfigError) as refused:
-        explicit_partitioner(task, mesh).trace("train", spec)
+        explicit_partitioner(task, mesh).train_step.trace(spec)
     message = str(refused.value)
     assert re.search(r"looped_loss \(test_explicit_collectives.py:\d+\)", message)
     for words in ("total", "jnp.zeros_like(x)", "jax.lax.pcast", "the Partitioner's gradients out"):

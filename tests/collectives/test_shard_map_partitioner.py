@@ -17,7 +17,7 @@ def test_it_compiles_the_step_of_the_strategy_and_warns(mesh_of):
         former = ShardMapPartitioner(task, mesh, data_axes=("data",))
     spec = structs(lm_batches("uneven")[0])
     texts = [
-        one.lower("train", spec).as_text()
+        one.train_step.lower(spec).as_text()
         for one in (former, explicit_partitioner(task, mesh), Partitioner(task, mesh))
     ]
     assert texts[0] == texts[1] != texts[2]

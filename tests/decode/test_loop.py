@@ -195,7 +195,7 @@ def sharded(shape: tuple[int, ...], name: str):
     """Returns outputs and the program of the decode step on a mesh."""
     partitioner, mdl_vars = partitioner_and_vars(shape, OTHERS[name])
     spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
-    compiled = partitioner.lower("decode", spec).compile()
+    compiled = partitioner.decode_step.lower(spec).compile()
     outputs = compiled(mdl_vars, partitioner.global_batch(BATCH), partitioner.key(0))
     return jax.device_get(outputs), compiled.as_text()
 

@@ -135,7 +135,7 @@ def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
     assert (small.task.model.num_layers, small.datasets["train"].batch_size) == (2, 16)
     job = fdl.build(names["MyLmSpmd2B"]().config())
     made = partitioner.Partitioner(job.task, make_mesh(job.mesh))
-    made.trace("train", job.datasets["train"].element_spec())
+    made.train_step.trace(job.datasets["train"].element_spec())
     attention = 4 * 3072**2 + 128  # Queries, keys, values, the way out; a scale per dim of a head.
     feed_forward = 2 * 3072 * 12288 + 12288 + 3072
     a_layer = attention + feed_forward + 2 * 2 * 3072

@@ -51,4 +51,4 @@ def test_the_block_builds_and_its_step_traces(block):
     assert str(config) != before
     job = fdl.build(config)
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
-    partitioner.trace("train", job.datasets["train"].element_spec())
+    partitioner.train_step.trace(job.datasets["train"].element_spec())

@@ -235,6 +235,6 @@ def test_activations_find_the_rules_and_the_mesh(mesh_of):
     )
     partitioner = Partitioner(task, mesh_of(1, 4, 2))
     batch = {"x": jax.ShapeDtypeStruct((11, 7), jnp.float32)}
-    jaxpr = str(partitioner.trace("eval", batch).jaxpr)
+    jaxpr = str(partitioner.eval_step.trace(batch).jaxpr)
     assert seen[-1] == (rules, ("replica", "data", "mdl"))
     assert "P(('replica', 'data'), 'mdl')" in jaxpr and "P(None, 'mdl')" in jaxpr

@@ -115,7 +115,7 @@ def zero_padded(x, to):
 def trained(size, optimizer, shape):
     partitioner = partitioner_of(size, optimizer, shape)
     key, inputs = partitioner.key(0), batches(size)
-    compiled = partitioner.lower("train", structs(inputs[0])).compile()
+    compiled = partitioner.train_step.lower(structs(inputs[0])).compile()
     state = partitioner.init(key)
     initial = on_host(partitioner.layout, state)
     losses, grad_norms, num_left = [], [], 0
@@ -126,5 +126,5 @@ def trained(size, optimizer, shape):
         grad_norms.append(float(outputs["learner"]["grad_norm"]))
         num_left += sum(not x.is_deleted() for x in jax.tree.leaves(old))
         assert float(outputs["metrics"]["loss"][1]) == one["weights"].sum()
-    assert partitioner.train_step._cache_size() == 1
+    assert partitioner.train_step.num_compiled() == 1
     return Run(partitioner, initial, state, losses, grad_norms, compiled, num_left)

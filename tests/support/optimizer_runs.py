@@ -202,7 +202,7 @@ def trained(name):
         task_of(size, slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape))
     )
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(size)[0])
-    step = partitioner.lower("train", structs).compile()
+    step = partitioner.train_step.lower(structs).compile()
     padded = jax.tree.map(zero_padded, one_device(size)[0], partitioner.layout.padded_shapes)
     state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
     state = continued(partitioner, step, state, size, 0, SAVED_STEP)

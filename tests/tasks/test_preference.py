@@ -148,7 +148,7 @@ def test_a_model_without_a_reference_is_refused():
     )
     spec = PreferenceData(None, "train", 6, 600, shuffle=True).element_spec()
     with pytest.raises(ConfigError, match="neither adapters nor a frozen copy"):
-        partitioner.trace("train", spec)
+        partitioner.train_step.trace(spec)
 
 
 def test_packed_pairs_are_refused():

@@ -5,18 +5,16 @@ that is looked at when it has refused, so that a step with right arguments pays 
 for a deleted array, with which XLA ends the process where several devices wait for one another.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
 from praxis_lite.core.sharding.inputs import GlobalBatch, check_ids
-from praxis_lite.core.task import Task
 
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import StateLayout
@@ -24,80 +22,30 @@ if TYPE_CHECKING:
 PyTree = Any
 
 
-class CheckedStep:
-    """A compiled step that names a wrong argument, instead of an error of JAX.
+def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args: Any) -> Any:
+    """Returns `compiled(*args)`; a wrong argument is named, instead of an error of JAX.
 
     Args:
-      compiled: as `jax.jit` returns it; its attributes are this step's, such as `trace`.
-      check: called with a step's arguments; raises a ConfigError if one is wrong.
+      compiled: a step, as `jax.jit` returns it.
+      check: called with its arguments; raises a ConfigError if one is wrong.
     """
-
-    def __init__(self, compiled: Any, check: Callable[..., None]):
-        self._compiled, self._check = compiled, check
-
-    def __call__(self, *args: Any) -> Any:
-        if args and _is_deleted(args[0]):
-            self._check(*args)
-        try:
-            return self._compiled(*args)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, AttributeError, KeyError):
-            self._check(*args)
-            raise
-        except RuntimeError as error:
-            # A program that failed as it ran has taken its state: that is not what was wrong.
-            if "deleted" in str(error):
-                self._check(*args)
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+    if _is_deleted(args[0]):
+        check(*args)
+    try:
+        return compiled(*args)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError):
+        check(*args)
+        raise
+    except RuntimeError as error:
+        # A program that failed as it ran has taken its state: that is not what was wrong.
+        if "deleted" in str(error):
+            check(*args)
+        raise
 
 
-class StepArguments:
-    """The arguments that a task's steps take on a mesh.
-
-    Args:
-      layout: of the TrainState.
-    """
-
-    def __init__(self, task: Task, layout: "StateLayout", mesh: Mesh):
-        self._task, self._mesh = task, mesh
-        mdl_layout = layout.select("mdl_vars")
-        self._trees = {
-            "train_step": ("state", layout), "eval_step": ("mdl_vars", mdl_layout),
-            "decode_step": ("mdl_vars", mdl_layout),
-        }
-
-    def checked(self, call: str, compiled: Any) -> CheckedStep:
-        """Returns a compiled step that names its wrong arguments."""
-        return CheckedStep(compiled, functools.partial(self.check, call))
-
-    def check(
-        self, call: str, state: PyTree, batch: Any, key: Any, with_examples: bool = False
-    ) -> None:
-        """Raises a ConfigError that names the wrong argument of a step, if any.
-
-        Args:
-          call: "train_step", "eval_step" or "decode_step".
-          state, batch, key, with_examples: the step's arguments.
-        """
-        name, layout = self._trees[call]
-        may_be_none, call = call == "eval_step", "eval_examples" if with_examples else call
-        check_tree(layout, state, f"{call}: {name}", self._mesh)
-        check_batch(batch, f"{call}: batch", self._mesh)
-        check_key(key, f"{call}: key", may_be_none)
-
-    def check_inputs(self, call: str, inputs: PyTree) -> None:
-        """Raises a ConfigError if a batch lacks a leaf that the task reads in a step."""
-        of_decode = call == "decode_step"
-        required = self._task.required_decode_inputs if of_decode else self._task.required_inputs
-        if required:
-            self._task.check_inputs(inputs, required, call)
-
-
-def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Any = None) -> None:
+def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None = None) -> None:
     """Checks that a tree is as a layout describes it.
 
     Args:
@@ -135,7 +83,7 @@ def check_type(layout: "StateLayout", tree: PyTree, name: str) -> None:
         raise ConfigError(f"{name} is {_described(tree)}; {_wanted(layout.shapes, tree)}")
 
 
-def check_batch(batch: Any, name: str, mesh: Any = None) -> None:
+def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
     """Checks that a batch is a GlobalBatch; raises as `check_tree`."""
     if not isinstance(batch, GlobalBatch):
         raise ConfigError(
@@ -143,9 +91,8 @@ def check_batch(batch: Any, name: str, mesh: Any = None) -> None:
             "partitioner.global_batch(batch), of a dict of NumPy arrays."
         )
     for path, x in jax.tree.leaves_with_path(batch.inputs):
-        if mesh is not None:
-            leaf = jax.tree_util.keystr(path, simple=True, separator="/")
-            _check_devices(x, f"{name}: {leaf}", mesh, "partitioner.global_batch(batch)")
+        leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+        _check_devices(x, f"{name}: {leaf}", mesh, "partitioner.global_batch(batch)")
 
 
 def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
@@ -208,7 +155,7 @@ def check_key(key: Any, name: str, may_be_none: bool = False) -> None:
         )
 
 
-def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Any) -> None:
+def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
     wanted = f"{leaf.dtype.name} {leaf.padded_shape}"
     if not hasattr(actual, "shape") or not hasattr(actual, "dtype"):
         raise ConfigError(f"{name} is {_described(actual)}; wanted is an array, {wanted}.")
@@ -237,19 +184,19 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Any) -> None:
         _check_devices(actual, name, mesh, "what this Partitioner's own init or steps return")
 
 
-def _check_devices(x: Any, name: str, mesh: Any, instead: str) -> None:
-    devices = getattr(getattr(x, "sharding", None), "device_set", None)
-    own = set(mesh.devices.flat)
-    # Of one device alone JAX places it, if it is not said to stay there.
-    if devices is not None and getattr(x, "committed", False) and devices != own:
+def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
+    # Of one device alone JAX places an array, if it is not said to stay there.
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+        return
+    devices, own = x.sharding.device_set, set(mesh.devices.flat)
+    if devices != own:
         raise ConfigError(
             f"{name} lies on {len(devices)} devices that are not the {len(own)} of this "
             f"Partitioner's mesh {dict(mesh.shape)}. Give {instead}."
         )
-    other = getattr(getattr(x, "sharding", None), "mesh", None)
-    if other is not None and dict(other.shape) != dict(mesh.shape) and getattr(x, "committed", 0):
+    if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(
-            f"{name} lies on the mesh {dict(other.shape)}; this Partitioner's is "
+            f"{name} lies on the mesh {dict(x.sharding.mesh.shape)}; this Partitioner's is "
             f"{dict(mesh.shape)}. Give {instead}."
         )
 

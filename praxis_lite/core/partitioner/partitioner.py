@@ -1,47 +1,39 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from praxis_lite.core.errors import require_choice
-from praxis_lite.core.models.axis_rules import flax_axis_rules
-from praxis_lite.core.models.layer_paths import naming_the_layer
 from praxis_lite.core.partitioner import arguments, steps
+from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
 from praxis_lite.core.partitioner.compiler_options import init_options, step_options
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
-from praxis_lite.core.partitioner.narrow_scans import narrow_scans
+from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
-    abstract_global_batch,
-    check_inputs_split_mapping,
     global_batch,
     is_true_row,
     process_rows,
     replicated_key,
-    reshard_by_rank,
-    true_rows,
 )
 from praxis_lite.core.sharding.mesh import CompilerOptions
 from praxis_lite.core.sharding.padding import evenly
 from praxis_lite.core.task import Task, WeightedScalars
 
 PyTree = Any
-STEPS = ("train", "eval", "eval_examples", "decode")
 
 
 class Partitioner:
     """Compiles a task's steps for a mesh; any mesh, an unattached topology's included.
 
-    Every compiled step slices the padding off the state and the batch, reshards the inputs by
-    rank, runs the pure step, and (train) pads the new state.
+    Its steps are objects (`Step`): to be called, or traced and lowered for the shapes of a batch.
 
     Args:
       task: the single-device view.
@@ -57,8 +49,12 @@ class Partitioner:
       gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
       train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
-      compiler_options: that the steps are compiled with on this mesh; None: there are none.
+      eval_step: (mdl_vars, GlobalBatch, key) -> the metrics of a batch, on every device; without a
+        key, with a fixed key.
+      eval_examples: the same -> metrics, outputs [B, ...] by name, and bool [B]: False for rows of
+        filler.
       decode_step: (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch.
+      compiler_options: that the steps are compiled with on this mesh; None: there are none.
 
     Raises:
       ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
@@ -82,41 +78,74 @@ class Partitioner:
             gradients = Gradients(**{name: x for name, x in given.items() if x})
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
-        with self._tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
+        self.where = where = TaskOnMesh(task, mesh)
+        with where.tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
-        self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
-        self._arguments = arguments.StepArguments(task, self.layout, mesh)
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        state_shardings = self.layout.shardings(mesh)
-        mdl_shardings = state_shardings.mdl_vars
-        self.compiler_options = options = step_options(compiler_options, mesh)
-        # The batch's sharding is None, "as it comes": `global_batch` has placed it.
-        checked = self._arguments.checked
-        self.init = jax.jit(
-            self._init, out_shardings=state_shardings, compiler_options=init_options(mesh)
+        self.gradients = (gradients or Gradients()).on(
+            task, mesh, self._mdl_layout, self.learner
         )
-        self.train_step = checked("train_step", jax.jit(
-            without_xla_errors(self._train_step, also=narrow_scans),
-            in_shardings=(state_shardings, None, self.replicated),
-            out_shardings=(state_shardings, self.replicated),
-            donate_argnums=0, compiler_options=options,
-        ))
-        of_weights = {
-            "in_shardings": (mdl_shardings, None, self.replicated),
-            "out_shardings": self.replicated, "compiler_options": options,
-        }
-        self._eval = checked("eval_step", jax.jit(
-            without_xla_errors(self._eval_step, static_argnums=3), static_argnums=3, **of_weights
-        ))
-        self.decode_step = checked(
-            "decode_step", jax.jit(without_xla_errors(self._decode_step), **of_weights)
+        self.replicated = where.replicated
+        self.compiler_options = step_options(compiler_options, mesh)
+        self.init = jax.jit(
+            self._init, out_shardings=self.layout.shardings(mesh),
+            compiler_options=init_options(mesh),
         )
         self._eval_params = jax.jit(
-            self._eval_params_of_state,
-            static_argnames="use_ema",
-            out_shardings=mdl_shardings["params"],
+            self._eval_params_of_state, static_argnames="use_ema",
+            out_shardings=self._mdl_layout.shardings(mesh)["params"],
         )
+        self.train_step = self._train_step()
+        self.eval_step, self.eval_examples = self._eval_steps()
+        self.decode_step = self._decode_step()
+
+    def _train_step(self) -> TrainStep:
+        return TrainStep(
+            self.where, self.layout,
+            functools.partial(
+                steps.train_step, self.task, learner=self.learner,
+                value_and_grad=self.gradients.value_and_grad,
+            ),
+            required_inputs=self.task.required_inputs,
+            check_rows=functools.partial(
+                self.gradients.check_rows,
+                num_micro_batches=self.task.learner.gradient_accumulation_steps,
+            ),
+            compiler_options=self.compiler_options,
+        )
+
+    def _eval_steps(self) -> tuple[StepOfWeights, StepOfWeights]:
+        evaluate = functools.partial(self.gradients.evaluate, self.task)
+
+        def metrics(mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None) -> WeightedScalars:
+            return evaluate(mdl_vars, inputs, key)[0]
+
+        def with_examples(mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None) -> tuple:
+            return *evaluate(mdl_vars, inputs, key), is_true_row(inputs)
+
+        return tuple(
+            StepOfWeights(
+                name, "An evaluation step", self.where, self._mdl_layout, pure,
+                required_inputs=self.task.required_inputs, may_lack_key=True,
+                check_rows=functools.partial(self.gradients.check_rows, num_micro_batches=1),
+                compiler_options=self.compiler_options,
+            )
+            for name, pure in (("eval_step", metrics), ("eval_examples", with_examples))
+        )
+
+    def _decode_step(self) -> StepOfWeights:
+        return StepOfWeights(
+            "decode_step", "A decoding step", self.where, self._mdl_layout,
+            functools.partial(steps.decode_step, self.task),
+            required_inputs=self.task.required_decode_inputs, may_lack_key=False,
+            check_rows=lambda element_spec: None, compiler_options=self.compiler_options,
+        )
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The steps by their kinds: "train", "eval", "eval_examples" and "decode"."""
+        made = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
+        return {step.kind: step for step in made}
 
     def key(self, seed: int) -> jax.Array:
         """Returns the run's key, on every device."""
@@ -133,18 +162,6 @@ class Partitioner:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
         return replicated_key(key, self.mesh)
 
-    def eval_step(
-        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
-    ) -> WeightedScalars:
-        """Returns the metrics of a batch, on every device; without a key, with a fixed key."""
-        return self._eval(mdl_vars, batch, key, False)
-
-    def eval_examples(
-        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
-    ) -> tuple[WeightedScalars, dict[str, jax.Array], jax.Array]:
-        """Returns metrics, outputs [B, ...] by name, and bool [B]: False for rows of filler."""
-        return self._eval(mdl_vars, batch, key, True)
-
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
         """Returns a process's NumPy rows as global arrays; see `sharding.global_batch`.
 
@@ -160,52 +177,32 @@ class Partitioner:
         arguments.check_integers("process_rows", num_rows=num_rows)
         return process_rows(num_rows, self.mesh)
 
-    def check_batch(self, element_spec: PyTree, step: str = "train") -> None:
-        """Raises a ConfigError if a batch's leaves disagree on rows, or a rank has no mapping."""
-        arguments.check_spec(element_spec, "check_batch")
-        abstract_global_batch(element_spec, self.mesh)
-        check_inputs_split_mapping(
-            element_spec, self.task.inputs_split_mapping, self.mesh.axis_names
-        )
-        if step != "decode":
-            number = self.task.learner.gradient_accumulation_steps if step == "train" else 1
-            self.gradients.check_rows(element_spec, number)
+    def check_batch(self, element_spec: PyTree, step: str | None = None) -> None:
+        """Raises a ConfigError as `train_step.check_batch` does; `step` is a former argument."""
+        (self.train_step if step is None else self._step_named(step)).check_batch(element_spec)
+
+    # Former ways, which go with the next minor version.
 
     def lower(self, step: str, element_spec: PyTree) -> jax.stages.Lowered:
-        """Returns a step, named as in `trace`, lowered for batches of `element_spec`."""
-        return self.trace(step, element_spec).lower()
+        """Returns `train_step.lower(element_spec)`, or that of another step, and warns."""
+        return self._step_named(step).lower(element_spec)
 
     def trace(self, step: str, element_spec: PyTree) -> jax.stages.Traced:
-        """Returns a step traced for batches of `element_spec`; the first call finds it traced.
-
-        Args:
-          step: "train", "eval", "eval_examples" or "decode".
-
-        Raises:
-          ConfigError: what a layer or the task refuses only when it is called, such as an
-            activation's mapping.
-        """
-        require_choice("Partitioner: step", step, STEPS)
-        arguments.check_spec(element_spec, "trace")
-        batch = abstract_global_batch(element_spec, self.mesh)
-        state = self.layout.abstract(self.mesh)
-        # Placed as `key` places it: the compiled program is then the one that calls find cached.
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated)
-        if step == "train":
-            return self.train_step.trace(state, batch, key)
-        if step.startswith("eval"):
-            return self._eval.trace(state.mdl_vars, batch, key, step == "eval_examples")
-        return self.decode_step.trace(state.mdl_vars, batch, key)
+        """Returns `train_step.trace(element_spec)`, or that of another step, and warns."""
+        return self._step_named(step).trace(element_spec)
 
     def step_function(self, step: str) -> Callable[..., PyTree]:
-        """Returns a step, named as in `trace`, before it is compiled; of the same arguments."""
-        require_choice("Partitioner: step", step, STEPS)
-        if step == "train":
-            return self._train_step
-        if step == "decode":
-            return self._decode_step
-        return functools.partial(self._eval_step, with_examples=step == "eval_examples")
+        """Returns `train_step.function`, or that of another step, and warns."""
+        return self._step_named(step).function
+
+    def _step_named(self, step: str) -> Step:
+        require_choice("Partitioner: step", step, tuple(self.steps))
+        warnings.warn(
+            f"A step is an object now: take partitioner.{self.steps[step].name} and its trace, "
+            f"lower, function or check_batch in place of the name {step!r}. The former way goes "
+            "with the next minor version.", DeprecationWarning, stacklevel=3,
+        )
+        return self.steps[step]
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
         """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
@@ -241,74 +238,29 @@ class Partitioner:
         Raises:
           ConfigError: mdl_vars are not this Partitioner's.
         """
-
         lay_out = (lambda tree: tree) if has_splits else evenly
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             arguments.check_tree(self._mdl_layout, mdl_vars, "with_mdl_vars: mdl_vars")
-            with self._tracing():
+            with self.where.tracing():
                 args = tuple(
-                    self._inputs(x) if isinstance(x, GlobalBatch) else lay_out(x)
+                    self.where.inputs(x) if isinstance(x, GlobalBatch) else lay_out(x)
                     for x in args
                 )
                 return lay_out(function(self._mdl_layout.unpad(mdl_vars), *args))
 
         return without_xla_errors(on_the_mesh, static_argnums)
 
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        # The mesh is set while a step is traced, so that no caller has to and no call pays for it.
-        with (
-            naming_the_layer(),
-            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
-            flax_axis_rules(self.task.weight_sharding),
-        ):
-            yield
-
-    def _inputs(self, batch: GlobalBatch, call: str | None = None) -> PyTree:
-        axis_names = self.mesh.axis_names
-        inputs = true_rows(batch, axis_names)
-        if call is not None:
-            self._arguments.check_inputs(call, inputs)
-        return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
-
     def _init(self, key: jax.Array) -> TrainState:
         arguments.check_key(key, "init: key")
-        with self._tracing():
+        with self.where.tracing():
             state = steps.init_state(self.task, key, self.learner)
             return self.layout.pad(state)
 
-    def _train_step(self, state: TrainState, batch: GlobalBatch, key: jax.Array):
-        self._arguments.check("train_step", state, batch, key)
-        with self._tracing():
-            state = self.layout.unpad(state)
-            state, outputs = steps.train_step(
-                self.task, state, self._inputs(batch, "train_step"), key,
-                learner=self.learner, value_and_grad=self.gradients.value_and_grad,
-            )
-            return self.layout.pad(state), outputs
-
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
-        with self._tracing():
+        with self.where.tracing():
             layout = self._mdl_layout.select("params")
             opt_layout = self.layout.select("opt_states")
             opt_states = {name: opt_layout.select(name).unpad(x) for name, x in opt_states.items()}
             params = self.learner.eval_params(layout.unpad(params), opt_states, use_ema=use_ema)
             return layout.pad(params)
-
-    def _eval_step(
-        self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None, with_examples: bool
-    ) -> PyTree:
-        self._arguments.check("eval_step", mdl_vars, batch, key, with_examples)
-        with self._tracing():
-            inputs = self._inputs(batch, "eval_step")
-            mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            metrics, examples = self.gradients.evaluate(self.task, mdl_vars, inputs, key)
-            return (metrics, examples, is_true_row(inputs)) if with_examples else metrics
-
-    def _decode_step(self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array):
-        self._arguments.check("decode_step", mdl_vars, batch, key)
-        with self._tracing():
-            mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            inputs = self._inputs(batch, "decode_step")
-            return steps.decode_step(self.task, mdl_vars, inputs, key)

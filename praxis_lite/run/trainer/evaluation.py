@@ -56,7 +56,8 @@ class Evaluator:
         Raises:
           ConfigError: a batch has ids that the model has no row for.
         """
-        results = {}
+        results, partitioner = {}, self.partitioner
+        run = partitioner.eval_step if examples is None else partitioner.eval_examples
         for name, pipeline in self.pipelines.items():
             num_ids = num_ids_of(self.partitioner.task, pipeline.element_spec())
             mean, pending, records = WeightedMean(), None, []
@@ -70,14 +71,11 @@ class Evaluator:
                 where = f"datasets.{name}, batch {index}"
                 check_ids(inputs, num_ids, where, first_row=rows.start)
                 if index == 0:
-                    which = "eval" if examples is None else "eval_examples"
-                    compile_step(self.partitioner, which, pipeline, f"datasets.{name}")
+                    compile_step(run, pipeline, f"datasets.{name}")
                 batch = global_batch(inputs, self.partitioner.mesh, num_rows)
                 key = self.partitioner.batch_key(self.seed, step, index)
-                if examples is None:
-                    outputs = (self.partitioner.eval_step(mdl_vars, batch, key),)
-                else:
-                    outputs = self.partitioner.eval_examples(mdl_vars, batch, key)
+                outputs = run(mdl_vars, batch, key)
+                outputs = (outputs,) if examples is None else outputs
                 if pending is not None:
                     _add(mean, records, *jax.device_get(pending))
                 pending = outputs

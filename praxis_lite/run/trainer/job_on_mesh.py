@@ -2,13 +2,14 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.devices.host_memory import check_room_for_devices
 from praxis_lite.core.sharding.inputs import check_ids
@@ -33,6 +34,7 @@ from praxis_lite.run.trainer.checks.job_checks import (
     why_bytes,
 )
 from praxis_lite.run.trainer.checks.memory import check_batch_fits, check_fits, compile_step
+from praxis_lite.run.trainer.checks.step_of_data import step_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +113,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             check_num_batches(job.datasets, job.run)
         for name, pipeline in getattr(job, root).items():
             spec = specs[name]
-            step = "decode" if root == "decode_datasets" else "train" if name == TRAIN else "eval"
-            check_reads(partitioner, step, spec, f"{root}.{name}")
+            step = step_for(partitioner, root, name)
+            check_reads(step, spec, f"{root}.{name}")
             if mode != "explain" and isinstance(pipeline, IndexedPipeline):
                 # The first batch before anything compiles, the others before their steps.
                 rows = partitioner.process_rows(pipeline.batch_size)
@@ -120,7 +122,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 check_batch_fits(spec, share, f"{root}.{name}")
                 batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
                 first = next(batches)[1] if rows.start < rows.stop else {}
-                num_ids = job.task.num_ids() if step == "decode" else num_ids_of(job.task, spec)
+                is_decoded = root == "decode_datasets"
+                num_ids = job.task.num_ids() if is_decoded else num_ids_of(job.task, spec)
                 try:
                     check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
                 except ConfigError as error:
@@ -129,8 +132,10 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
                 check_tokens(job.task, pipeline, f"{root}.{name}")
             # A layer refuses some settings only when it is called, as here. The step stays traced.
             # Training evaluates, too.
-            if mode == step or (mode == "train" and step == "eval"):
-                partitioner.trace("eval_examples" if mode == "eval" else step, spec)
+            if mode in ("train", "decode"):
+                step.trace(spec)
+            elif mode == "eval" and name != TRAIN:
+                partitioner.eval_examples.trace(spec)
         if processes.count() > 1:
             fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
             check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))
@@ -158,37 +163,32 @@ def partitioner_on(
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 
 
-def check_reads(
-    partitioner: Partitioner, step: str, spec: Mapping[str, jax.ShapeDtypeStruct], name: str
-) -> None:
-    """Raises ConfigError if a batch lacks a leaf that the task reads, or the mesh cannot split it.
+def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:
+    """Raises ConfigError if a batch lacks a leaf that a step reads, or the mesh cannot split it.
 
-    The step is "train", "eval" or "decode", `spec` as `checked_spec` gives it.
+    Args:
+      spec: as `checked_spec` gives it.
+      name: of the dataset, for the message.
     """
-    task = partitioner.task
-    required = task.required_decode_inputs if step == "decode" else task.required_inputs
-    task.check_inputs(spec, required, name)
-    partitioner.check_batch(spec, step)
+    step.where.task.check_inputs(spec, step.required_inputs, name)
+    step.check_batch(spec)
 
 
-def compile_together(
-    partitioner: Partitioner, datasets: Mapping[str, InputPipeline], step: str
-) -> None:
+def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
     """Lets several processes compile, each at its pace, before they meet in a step.
 
     Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
     collective.
 
+    Args:
+      steps: each with a dataset and its name, "datasets.train".
+
     Raises:
       OutOfMemory: as `compile_step`, of all processes of this host together.
     """
     if processes.count() > 1:
-        root = "decode_datasets" if step == "decode" else "datasets"
-        for name, pipeline in datasets.items():
-            which = "train" if (name, step) == (TRAIN, "eval") else step
-            compile_step(
-                partitioner, which, pipeline, f"{root}.{name}", processes.count_on_this_host()
-            )
+        for step, pipeline, name in steps:
+            compile_step(step, pipeline, name, processes.count_on_this_host())
         processes.exchange("the steps are compiled", "", 3600)
 
 

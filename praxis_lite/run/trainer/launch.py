@@ -38,6 +38,7 @@ from praxis_lite.run.trainer.checks.job_checks import (
     notes_on_resume,
 )
 from praxis_lite.run.trainer.checks.memory import compile_init
+from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
@@ -118,7 +119,10 @@ def train(
         stop.training_begins(saved.latest_step())
         print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)
-        compile_together(job.partitioner, job.datasets, "eval")
+        compile_together(
+            (step_for(job.partitioner, "datasets", name), pipeline, f"datasets.{name}")
+            for name, pipeline in job.datasets.items()
+        )
         roll_backs, skipped = RollBacks(), start.skipped_batches
         while True:
             check_batches_left(job.datasets[TRAIN], run, skipped)
@@ -154,7 +158,10 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
             "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
             'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
-    compile_together(partitioner, job.eval_sets, "eval_examples")
+    compile_together(
+        (partitioner.eval_examples, pipeline, f"datasets.{name}")
+        for name, pipeline in job.eval_sets.items()
+    )
     step, mdl_vars = restored_weights(partitioner, job.files, step, run.eval_use_ema_states)
     with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(

@@ -205,7 +205,7 @@ class _Loop:
         partitioner, note = self.job.partitioner, self.progress.note
         is_split = partitioner.mesh.size > 1
         with explained_warnings(note) if is_split else contextlib.nullcontext():
-            compile_step(partitioner, "train", self.job.datasets[TRAIN], f"datasets.{TRAIN}")
+            compile_step(partitioner.train_step, self.job.datasets[TRAIN], f"datasets.{TRAIN}")
 
     def close(self) -> None:
         for one in (self.progress, self.reports, self.eval_writer, self.board):

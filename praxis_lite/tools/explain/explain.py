@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from praxis_lite.core.errors import format_bytes
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import batch_spec
-from praxis_lite.inputs.base import TRAIN, InputPipeline
+from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.layout_table import (
     layout_table,
     layout_warnings,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # (step, shapes of a batch, the step compiled, seconds of compiling) -> (name, value) each
-Figures = Callable[[str, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
+Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
 def explain(
@@ -56,14 +58,17 @@ def explain(
     warnings = layout_warnings(layout)
     for warning in warnings:
         print_text(f"WARNING: {warning}")
-    steps = [("train" if name == TRAIN else "eval", name, one) for name, one in datasets.items()]
-    steps += [("decode", name, pipeline) for name, pipeline in decode_datasets.items()]
+    steps = [
+        (step_for(partitioner, root, name), name, pipeline)
+        for root, pipelines in (("datasets", datasets), ("decode_datasets", decode_datasets))
+        for name, pipeline in pipelines.items()
+    ]
     explained = []
     for step, name, pipeline in steps:
-        print_text(f"\n{step}_step, batches of {name}")
+        print_text(f"\n{step.name}, batches of {name}")
         spec = pipeline.element_spec()
         start = time.monotonic()
-        compiled = partitioner.lower(step, spec).compile()
+        compiled = step.lower(spec).compile()
         seconds = time.monotonic() - start
         one = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:
@@ -78,12 +83,12 @@ def explain(
 
 
 def explained_step(
-    partitioner: Partitioner, step: str, name: str, element_spec: dict,
+    partitioner: Partitioner, step: Step, name: str, element_spec: dict,
     compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
     """Returns the memory and traffic of a compiled step, of batches of the dataset `name`."""
     return ExplainedStep(
-        step=step,
+        step=step.kind,
         dataset=name,
         batch=_batch_layout(partitioner.task, element_spec, partitioner.layout.axis_sizes),
         collectives=hlo.collectives(compiled),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.experiment.experiment import Job
@@ -23,12 +24,12 @@ _NUM_FIRST = 2
 
 def figures_of_attached(
     partitioner: Partitioner,
-) -> Callable[[str, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
+) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
     """Returns the plan's figures that --mode=explain adds to a compiled step."""
     topology = attached_topology(list(partitioner.mesh.devices.flat))
 
     def found(
-        step: str, spec: Any, compiled: jax.stages.Compiled, seconds: float
+        step: Step, spec: Any, compiled: jax.stages.Compiled, seconds: float
     ) -> list[tuple[str, str]]:
         if topology is None:
             return []
@@ -57,9 +58,9 @@ def measure(job: Job) -> tuple[StepPlan, list[float]]:
     pipeline = job.datasets[TRAIN]
     spec = pipeline.element_spec()
     start = time.monotonic()
-    compiled = compile_step(partitioner, "train", pipeline, f"datasets.{TRAIN}")
+    compiled = compile_step(partitioner.train_step, pipeline, f"datasets.{TRAIN}")
     plan = plan_of_compiled(
-        partitioner, "train", spec, topology, compiled, time.monotonic() - start
+        partitioner, partitioner.train_step, spec, topology, compiled, time.monotonic() - start
     )
     print(plan_text(plan), flush=True)
     key, batches = partitioner.key(job.run.seed), pipeline.batches()

@@ -95,8 +95,8 @@ def plan_job(
     for warning in warnings:
         print(f"WARNING: {warning}")
     plans, explained = [], []
-    for step, name, spec in step_specs(job, partitioner, steps):
-        print(f"\n{step}_step, batches of {name}: compiling", flush=True)
+    for step, name, spec in step_specs(job, [partitioner.steps[step] for step in steps]):
+        print(f"\n{step.name}, batches of {name}: compiling", flush=True)
         with explained_warnings(print):
             one = plan_step(partitioner, step, spec, topology)
         plans.append(one)

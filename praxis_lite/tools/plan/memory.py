@@ -5,6 +5,7 @@ import math
 import re
 
 from praxis_lite.core.errors import format_bytes
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.run.trainer.layout_table import bytes_per_device
 from praxis_lite.tools.explain import hlo
@@ -59,21 +60,21 @@ class Memory:
         return "\n".join(lines)
 
 
-def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step: str) -> Memory:
+def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step: Step) -> Memory:
     """Returns how the memory that the compiler plans for a step is taken.
 
     Args:
-      step: "train", "eval" or "decode"; the last two hold weights alone.
+      step: one that trains holds slots, others weights alone.
       text: of the compiled step.
     """
     held = bytes_per_device(layout)
     weights = held.get("weights", 0)
-    slots = sum(held.values()) - weights if step == "train" else 0
+    slots = sum(held.values()) - weights if step.trains else 0
     padding = sum(
         leaf.bytes_per_device * leaf.padding_share
-        for leaf in layout.leaves() if step == "train" or leaf.path.startswith("mdl_vars/")
+        for leaf in layout.leaves() if step.trains or leaf.path.startswith("mdl_vars/")
     )
-    gradients, activations = bytes_of_stacks(text) if step == "train" else (0, 0)
+    gradients, activations = bytes_of_stacks(text) if step.trains else (0, 0)
     batch = max(0, planned.arguments - weights - slots)
     rest = planned.peak - weights - slots - batch
     # Buffers are shared: what the stacks hold cannot be more than there is.

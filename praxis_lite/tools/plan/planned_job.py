@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh
 from praxis_lite.inputs.base import TRAIN
@@ -56,8 +57,8 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
 
 
 def step_specs(
-    job: Job, partitioner: Partitioner, steps: Sequence[str]
-) -> list[tuple[str, str, dict]]:
+    job: Job, steps: Sequence[Step]
+) -> list[tuple[Step, str, dict]]:
     """Returns (step, dataset, shapes and types of a batch) of the steps asked for; reads no data.
 
     Raises:
@@ -65,18 +66,18 @@ def step_specs(
     """
     found = []
     for step in steps:
-        root = "decode_datasets" if step == "decode" else "datasets"
+        is_decoded = step.name == "decode_step"
+        root = "decode_datasets" if is_decoded else "datasets"
         names = [
-            name for name in getattr(job, root)
-            if step == "decode" or (name == TRAIN) == (step == "train")
+            name for name in getattr(job, root) if is_decoded or (name == TRAIN) == step.trains
         ]
         if not names:
             raise ConfigError(
-                f"--steps={step}, but the experiment's {root}() has no dataset for it. Leave "
-                f"{step} out."
+                f"--steps={step.kind}, but the experiment's {root}() has no dataset for it. Leave "
+                f"{step.kind} out."
             )
         pipeline = getattr(job, root)[names[0]]
         spec = checked_spec(pipeline, f"{root}.{names[0]}")
-        check_reads(partitioner, step, spec, f"{root}.{names[0]}")
+        check_reads(step, spec, f"{root}.{names[0]}")
         found.append((step, names[0], spec))
     return found

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh as DeviceMesh
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.tools.explain import hlo
@@ -107,20 +108,20 @@ class StepPlan:
 
 
 def plan_step(
-    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology,
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
     efficiencies: Efficiencies = FITTED,
 ) -> StepPlan:
     """Compiles a step and returns its plan; a step too large for the compiler has a plan, too.
 
     Args:
-      step: "train", "eval" or "decode".
+      step: of the partitioner.
       element_spec: shapes and types of a global batch.
 
     Raises:
       ConfigError: what a layer or the task refuses when it is traced, or XLA's text cannot be read.
     """
     chip, start = topology.chip, time.monotonic()
-    lowered = partitioner.lower(step, element_spec)
+    lowered = step.lower(element_spec)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -139,7 +140,7 @@ def plan_step(
 
 
 def plan_of_compiled(
-    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology,
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
     compiled: jax.stages.Compiled, compile_seconds: float, efficiencies: Efficiencies = FITTED,
 ) -> StepPlan:
     """Returns the plan of a step that is compiled for the topology's devices; as `plan_step`."""
@@ -162,22 +163,22 @@ def plan_of_compiled(
     )
 
 
-def _bubbles(partitioner: Partitioner, step: str, element_spec: PyTree) -> float | None:
+def _bubbles(partitioner: Partitioner, step: Step, element_spec: PyTree) -> float | None:
     rows = next(iter(jax.tree.leaves(element_spec))).shape[0]
-    return None if step == "decode" else bubble_share(partitioner.task.model, rows)
+    return None if step is partitioner.decode_step else bubble_share(partitioner.task.model, rows)
 
 
 def _common(
-    partitioner: Partitioner, step: str, element_spec: PyTree, topology: Topology
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
 ) -> dict[str, Any]:
     unit = partitioner.task.weight_unit
     if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
         unit = "tokens"  # A loss of one's own: a weight for each.
     return {
-        "step": step, "topology": topology.name, "num_devices": partitioner.mesh.size,
+        "step": step.kind, "topology": topology.name, "num_devices": partitioner.mesh.size,
         "hbm_bytes_per_device": topology.chip.hbm_bytes,
         "parameters": num_parameters(partitioner.layout),
-        "unit": "rows" if step == "decode" else unit,
+        "unit": "rows" if step is partitioner.decode_step else unit,
     }
 
 

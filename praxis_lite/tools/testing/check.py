@@ -173,7 +173,9 @@ class Check:
     @functools.cached_property
     def is_random(self) -> bool:
         """True if a training step draws random numbers."""
-        return self.plain_one.traced("train", self.batches[0]).draws
+        return self.plain_one.traced(
+            self.plain_one.partitioner.train_step, self.batches[0]
+        ).draws
 
     def trained_on_one(
         self, one: OnMesh, num_steps: int, *, nudged: bool = False

@@ -55,7 +55,7 @@ def _check_mesh(check: Check, shape: Shape) -> None:
     first = []
     try:
         one = check.on_mesh(shape)
-        one.partitioner.trace("train", data.structs(check.batches[0]))
+        one.partitioner.train_step.trace(data.structs(check.batches[0]))
         if check.makes("initial weights"):
             first += check.compare_initial(one)
         if check.makes("training"):

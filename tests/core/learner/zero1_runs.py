@@ -41,7 +41,7 @@ def compiled_step(mesh, slot_mesh_axes, compiler_options=None):
     task = Regression(FeedForward, learner, inputs_split_mapping={"map_2d": ("data", None)})
     partitioner = Partitioner(task, mesh)
     batch = {"x": jax.ShapeDtypeStruct((16 * NUM_DEVICES, MODEL_DIMS), "float32")}
-    lowered = partitioner.lower("train", batch)
+    lowered = partitioner.train_step.lower(batch)
     return partitioner, lowered.compile(compiler_options=compiler_options)
 
 

@@ -80,7 +80,7 @@ def test_an_error_of_a_call_names_the_path(mesh_of, unroll):
     }
     where = "stack/blocks/0/ff" if unroll else "stack/blocks/ff"
     with pytest.raises(ConfigError, match=rf"^{where}/linear: .*'nowhere'"):
-        Partitioner(task, mesh_of(1, 4, 2)).trace("train", batch)
+        Partitioner(task, mesh_of(1, 4, 2)).train_step.trace(batch)
 
 
 def test_an_error_outside_any_layer_is_left_as_it_is():

@@ -254,7 +254,7 @@ def assert_near(found, wanted, rtol=0):
 @functools.cache
 def on_the_mesh(num_micro_batches):
     partitioner = lm_partitioner((1, 4, 2), num_micro_batches)
-    return partitioner.lower("train", structs(lm_batch(0, 64, 61))).compile()
+    return partitioner.train_step.lower(structs(lm_batch(0, 64, 61))).compile()
 
 
 @pytest.mark.slow

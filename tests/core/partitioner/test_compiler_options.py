@@ -20,7 +20,7 @@ def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
     assert one.compiler_options == options["cpu"]
     batch = structs(batches("uneven")[0])
     for step in ("train", "eval"):
-        one.lower(step, batch).compile()
+        one.steps[step].lower(batch).compile()
         assert list(tmp_path.glob(f"*jit__{step}_step*"))
 
 

@@ -138,7 +138,7 @@ def plain_eval():
 def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
     run, inputs = trained("uneven", "adamw", shape), batches("uneven")[0]
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
-    compiled = partitioner.lower("eval", structs(inputs)).compile()
+    compiled = partitioner.eval_step.lower(structs(inputs)).compile()
     assert hlo.num_donated(compiled) == 0
     # Weights, batch, key.
     num_arguments = len(jax.tree.leaves((mdl_vars, inputs))) + 1
@@ -169,7 +169,7 @@ def plain_decodes():
 def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     run, inputs = trained("uneven", "adamw", shape), prompts()
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
-    compiled = partitioner.lower("decode", structs(inputs)).compile()
+    compiled = partitioner.decode_step.lower(structs(inputs)).compile()
     assert hlo.num_donated(compiled) == 0
     # Weights, batch, key.
     num_arguments = len(jax.tree.leaves((mdl_vars, inputs))) + 1
@@ -177,7 +177,7 @@ def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     outputs = partitioner.decode_step(
         mdl_vars, partitioner.global_batch(inputs), partitioner.key(1)
     )
-    assert partitioner.decode_step._cache_size() == 1
+    assert partitioner.decode_step.num_compiled() == 1
     assert not any(x.is_deleted() for x in jax.tree.leaves(mdl_vars))
     wanted = plain_decodes()
     # Only where no choice is a near tie must every mesh choose alike.

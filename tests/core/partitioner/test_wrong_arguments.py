@@ -10,7 +10,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import constrain
-from praxis_lite.core.partitioner.arguments import CheckedStep
+from praxis_lite.core.partitioner.arguments import checked_call
 from tests.decode.toy_models import num_compiled
 from tests.support.lm_runs import batches, partitioner_of
 
@@ -151,9 +151,8 @@ WRONG = {
     "a key by a text": (lambda p, s, b, k: p.key("a"), "key: seed is 'a'; wanted is an integer"),
     "a batch's key": (lambda p, s, b, k: p.batch_key(0, None, 0), "batch_key: step is None"),
     "no number of rows": (lambda p, s, b, k: p.process_rows(1.5), "num_rows is 1.5"),
-    "an unknown step": (lambda p, s, b, k: p.lower("evaluate", rows()), "Did you mean eval"),
-    "an unknown function": (lambda p, s, b, k: p.step_function("foo"), "step is 'foo'; wanted"),
-    "a batch to lower for": (lambda p, s, b, k: p.trace("train", b), "was given a GlobalBatch"),
+    "an unknown former step": (lambda p, s, b, k: p.lower("evaluate", rows()), "Did you mean eval"),
+    "a batch to lower for": (lambda p, s, b, k: p.train_step.trace(b), "was given a GlobalBatch"),
     "a list to check": (lambda p, s, b, k: p.check_batch([1]), "wanted is a NumPy array"),
     "state for a function's": (
         lambda p, s, b, k: jax.jit(p.with_mdl_vars(lambda m: m["params"]))(s),
@@ -215,10 +214,10 @@ def test_a_step_that_fails_as_it_runs_says_why_and_not_that_its_state_is_gone():
     def check(state, batch, key):
         raise ConfigError("the state is deleted")
 
-    step = CheckedStep(Failing("RESOURCE_EXHAUSTED: Out of memory"), check)
+    step = functools.partial(checked_call, Failing("RESOURCE_EXHAUSTED: Out of memory"), check)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         step(jnp.ones(3), None, None)
-    step = CheckedStep(Failing("Buffer has been deleted or donated"), check)
+    step = functools.partial(checked_call, Failing("Buffer has been deleted or donated"), check)
     with pytest.raises(ConfigError, match="the state is deleted"):
         step(jnp.ones(3), None, None)
 

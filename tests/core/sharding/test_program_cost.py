@@ -34,7 +34,7 @@ def next_even_sizes(shape):
 
 
 def collectives(partitioner, step, element_spec):
-    compiled = partitioner.lower(step, element_spec).compile()
+    compiled = partitioner.steps[step].lower(element_spec).compile()
     assert not hlo.unknown_loops(compiled) or step == "decode"
     return hlo.summarise(hlo.collectives(compiled))
 

@@ -167,7 +167,7 @@ def test_a_run_of_the_reference(run_name):
     model_name, leaves = run_name.split("|")[0], list(partitioner.layout.leaves())
     inputs, state_bytes = batch(golden(FILE)["configs"][model_name]), run["state_bytes_per_device"]
     element_spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    compiled = partitioner.lower("train", element_spec).compile()
+    compiled = partitioner.train_step.lower(element_spec).compile()
     assert hlo.num_donated(compiled) == run["aliased_inputs"] + 3
     assert hlo.donated_bytes(compiled) == state_bytes + 12
 

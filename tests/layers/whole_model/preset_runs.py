@@ -94,7 +94,7 @@ def losses(
     layout, key = partitioner.layout, partitioner.key(0)
     padded = jax.tree.map(zero_padded, drawn(partitioner), layout.padded_shapes)
     state, found = jax.device_put(padded, layout.shardings(partitioner.mesh)), []
-    compiled = partitioner.lower("train", structs(batch)).compile()
+    compiled = partitioner.train_step.lower(structs(batch)).compile()
     for _ in range(NUM_STEPS):
         state, outputs = compiled(state, partitioner.global_batch(batch), key)
         found.append(float(outputs["metrics"]["loss"][0]))
@@ -106,7 +106,7 @@ def collectives(
 ) -> list[hlo.Collective]:
     """Returns the collectives of a train step."""
     batch = structs(batch_of(sizes[0], sizes[1], sizes[-1]))
-    lowered = partitioner_of(even_lm(sizes, **settings), preset, mesh).lower("train", batch)
+    lowered = partitioner_of(even_lm(sizes, **settings), preset, mesh).train_step.lower(batch)
     # The TPU's compiler may also pass parts round while it multiplies; this shows them by name.
     options = {
         f"xla_tpu_enable_windowed_einsum_for_{kind}": False

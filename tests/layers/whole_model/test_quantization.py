@@ -250,7 +250,7 @@ def initial():
 
 @functools.cache
 def lowered(rules, shape):
-    return partitioner_of(rules, shape).lower("train", structs(batches("uneven")[0]))
+    return partitioner_of(rules, shape).train_step.lower(structs(batches("uneven")[0]))
 
 
 @functools.cache

@@ -40,5 +40,5 @@ def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
     for step, datasets in (("train", train), ("decode", job.decode_datasets)):
         for pipeline in datasets.values():
             pipeline.check()
-            partitioner.check_batch(pipeline.element_spec(), step)
-            partitioner.trace(step, pipeline.element_spec())
+            partitioner.steps[step].check_batch(pipeline.element_spec())
+            partitioner.steps[step].trace(pipeline.element_spec())

@@ -195,7 +195,7 @@ def test_what_is_no_scalar_or_no_row_per_example_is_refused_by_name(returned, me
     partitioner = Partitioner(Odd(model_of(), learner), on_mesh("one device")[0].mesh)
     spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
     with pytest.raises(ConfigError, match=message):
-        partitioner.trace(step, spec)
+        partitioner.steps[step].trace(spec)
 
 
 def test_a_subclass_with_a_compute_loss_of_its_own_is_evaluated_by_that():

@@ -43,15 +43,15 @@ def compiled():
                  "SHARDING_PRESET=fsdp+tensor")
     topology = topology_of("cpu:8")
     partitioner = planned_partitioner(job, topology)
-    ((step, _, spec),) = step_specs(job, partitioner, ["train"])
-    lowered = partitioner.lower(step, spec)
+    ((step, _, spec),) = step_specs(job, [partitioner.train_step])
+    lowered = step.lower(spec)
     return partitioner, spec, topology, lowered.compile()
 
 
 @pytest.fixture(scope="module")
 def plan(compiled):
     partitioner, spec, topology, step = compiled
-    return plan_of_compiled(partitioner, "train", spec, topology, step, 1.5)
+    return plan_of_compiled(partitioner, partitioner.train_step, spec, topology, step, 1.5)
 
 
 def test_the_fields_of_json_are_a_contract(plan):
@@ -107,7 +107,7 @@ def too_small(compiled, hbm_bytes):
     partitioner, spec, topology, step = compiled
     chip = dataclasses.replace(topology.chip, hbm_bytes=hbm_bytes)
     small = dataclasses.replace(topology, chip=chip)
-    return plan_of_compiled(partitioner, "train", spec, small, step, 1.0)
+    return plan_of_compiled(partitioner, partitioner.train_step, spec, small, step, 1.0)
 
 
 def test_what_just_fits_fits_and_a_byte_less_does_not(compiled, plan):
@@ -141,8 +141,8 @@ def test_a_compiler_that_gives_up_is_a_plan_that_does_not_fit(compiled, monkeypa
         def compile(self):
             raise jax.errors.JaxRuntimeError(OOM)
 
-    monkeypatch.setattr(partitioner, "lower", lambda step, spec: Lowered())
-    made = plan_step(partitioner, "train", spec, topology)
+    monkeypatch.setattr(partitioner.train_step, "lower", lambda spec: Lowered())
+    made = plan_step(partitioner, partitioner.train_step, spec, topology)
     assert (made.fits, made.step_seconds) == (False, None)
     assert made.peak_bytes_per_device == int(97.58 * 2**30)
     assert "97.58G" in made.notes[0] and "Change one of" in made.why_not
@@ -155,7 +155,7 @@ def test_gpus_are_modelled_and_said_to_be():
     topology = topology_of("gpu:h100:1x8")
     job = job_of()
     partitioner = planned_partitioner(job, topology)
-    ((step, _, spec),) = step_specs(job, partitioner, ["eval"])
+    ((step, _, spec),) = step_specs(job, [partitioner.eval_step])
     made = plan_step(partitioner, step, spec, topology)
     assert "modelled, not compiled" in made.notes[0]
     assert made.step_seconds_low < made.step_seconds < made.step_seconds_high
@@ -182,8 +182,8 @@ def test_a_pipelines_bubbles_are_told():
     # Two stages, four microbatches, each twice round: 1 of 9 ticks.
     job = job_of(exp="pipelined.PyDocs")
     partitioner = planned_partitioner(job, topology_of("cpu:8"))
-    ((_, _, spec),) = step_specs(job, partitioner, ["train"])
-    assert predict._bubbles(partitioner, "train", spec) == pytest.approx(1 / 9)
+    ((_, _, spec),) = step_specs(job, [partitioner.train_step])
+    assert predict._bubbles(partitioner, partitioner.train_step, spec) == pytest.approx(1 / 9)
 
 
 @pytest.mark.parametrize(

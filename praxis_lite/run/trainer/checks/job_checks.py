@@ -248,7 +248,7 @@ def check_watched_metrics(
         names = []
         for name, pipeline in datasets.items():
             if name != TRAIN:
-                scalars = partitioner.trace("eval", pipeline.element_spec()).out_info
+                scalars = partitioner.eval_step.trace(pipeline.element_spec()).out_info
                 names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
         if watching.metric not in names:
             raise ConfigError(
@@ -277,7 +277,7 @@ _OTHER_NAMES = {
 
 def check_metric_names(partitioner: Partitioner, train: InputPipeline) -> None:
     """Raises ConfigError if a metric of the task would write over another number of its line."""
-    outputs = partitioner.trace("train", train.element_spec()).out_info[1]
+    outputs = partitioner.train_step.trace(train.element_spec()).out_info[1]
     others = {*outputs["learner"], *_OTHER_NAMES, f"{partitioner.task.weight_unit}_per_second"}
     if taken := sorted(others & outputs["metrics"].keys()):
         raise ConfigError(

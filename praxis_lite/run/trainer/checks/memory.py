@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes, lack_of_memory
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.devices import host_memory
@@ -24,12 +25,6 @@ _SMALLER_STEP = (
     "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
     "stack"
 )
-_STEPS = {
-    "train": "A training step on", "eval": "An evaluation step on",
-    "eval_examples": "An evaluation step on", "decode": "A decoding step on",
-}
-
-
 def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     """Raises ConfigError if the devices of this process cannot hold the state, before it is made.
 
@@ -93,28 +88,26 @@ def check_batch_fits(
 
 
 def compile_step(
-    partitioner: Partitioner, step: str, pipeline: InputPipeline, name: str,
-    num_processes: int = 1,
+    step: Step, pipeline: InputPipeline, name: str, num_processes: int = 1
 ) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
 
     Args:
-      step: as of `Partitioner.trace`.
       name: of the dataset, "datasets.train".
       num_processes: how many of this host are about to run it.
 
     Raises:
       OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
     """
-    compiled = partitioner.lower(step, pipeline.element_spec()).compile()
-    devices = partitioner.mesh.local_devices
+    compiled = step.lower(pipeline.element_spec()).compile()
+    devices = step.where.mesh.local_devices
     advice = f"Make {name}.batch_size, or its rows, smaller" + (
-        f"; {_SMALLER_STEP}" if step == "train" else ", or take fprop_dtype=bfloat16"
+        f"; {_SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
     )
     if len(devices) > 1:
         advice += "; take fewer simulated devices, for each has a copy of what is not split"
     host_memory.check_program_fits(
-        compiled, devices, f"{_STEPS[step]} {name}",
+        compiled, devices, f"{step.title} on {name}",
         f"{advice}; or hosts that have more memory.", num_processes,
     )
     return compiled

@@ -32,7 +32,10 @@ def decode(
             "The experiment has no decode datasets. Add the method decode_datasets(), for "
             'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
-    compile_together(job.partitioner, job.decode_datasets, "decode")
+    compile_together(
+        (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
+        for name, pipeline in job.decode_datasets.items()
+    )
     step, mdl_vars = restored_weights(
         job.partitioner, job.files, step, job.run.decode_use_ema_states
     )
@@ -78,7 +81,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
             continue
         said.append({"role": "user", "content": line.strip()})
         batch = prompt_batch(task, [said], "--chat", multiple_of=CHAT_LENGTHS)
-        check_reads(job.partitioner, "decode", checked_spec(batch, "--chat"), "--chat")
+        check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
         answer = _decoded_aloud(decoder, batch, [said])[0]["continuation"]
         said.append({"role": "assistant", "content": answer})
 

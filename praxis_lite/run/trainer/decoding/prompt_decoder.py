@@ -86,7 +86,7 @@ class PromptDecoder:
         """
         num_rows = pipeline.batch_size
         rows = self.partitioner.process_rows(num_rows)
-        compile_step(self.partitioner, "decode", pipeline, f"decode_datasets.{name}")
+        compile_step(self.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
         for inputs, key in self._batches(name, pipeline):
             own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
             batch = global_batch(own_rows, self.partitioner.mesh, num_rows)

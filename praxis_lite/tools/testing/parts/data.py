@@ -56,8 +56,8 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
         spec = structs(with_rows(batch, slice(num_rows)))
         try:
             for one in partitioners:
-                one.check_batch(spec)
-                one.trace("train", spec)
+                one.train_step.check_batch(spec)
+                one.train_step.trace(spec)
             return num_rows
         except ConfigError:
             if num_rows == batch_size:

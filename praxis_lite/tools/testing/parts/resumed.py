@@ -131,9 +131,9 @@ def _restored(directory: Path, mesh: OnMesh) -> Any:
 def _of_the_program(check: Check, one: OnMesh) -> list[Comparison]:
     """Returns the exact figures of the compiled train step, after it was called."""
     partitioner = one.partitioner
-    compiled = partitioner.lower("train", structs(check.batches[0])).compile().as_text()
+    compiled = partitioner.train_step.lower(structs(check.batches[0])).compile().as_text()
     state_bytes = sum(leaf.bytes_per_device for leaf in one.layout.leaves())
-    num_compiled = partitioner.train_step._cache_size()
+    num_compiled = partitioner.train_step.num_compiled()
     return [
         Comparison(
             one.name, "donated", "bytes per device", None,

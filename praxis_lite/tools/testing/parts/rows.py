@@ -92,7 +92,7 @@ def in_evaluation(check: Check, _: Any) -> Iterator[list[Comparison]]:
     plain = check.plain_one
     for what, own in check.evaluated.items():
         batches, whole = (check.batches[:2], check.whole) if what == "" else ([own], None)
-        is_random = plain.traced("eval_examples", batches[0]).draws
+        is_random = plain.traced(plain.partitioner.eval_examples, batches[0]).draws
 
         def run(batch: Batch, nudged: bool, is_random: bool = is_random) -> Leaves:
             state = check.nudged if nudged else check.state
@@ -111,7 +111,7 @@ def in_decoding(check: Check, _: Any) -> Iterator[list[Comparison]]:
 
 def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
     plain, num_rows = check.plain_one, num_rows_of(batches[0])
-    is_random = plain.traced("decode", batches[0]).draws
+    is_random = plain.traced(plain.partitioner.decode_step, batches[0]).draws
 
     def run(batch: Batch, is_nudged: bool = False) -> Leaves:
         mdl_vars = (check.nudged if is_nudged else check.state).mdl_vars

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.models.model import MdlVars
+from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
@@ -73,7 +74,9 @@ class OnMesh:
         placed, reports, key = self._placed(self.layout, state), [], self.partitioner.key(seed)
         for inputs in batches:
             batch = self.batch(inputs)
-            step = self._program("train", inputs, without_randomness=without_randomness)
+            step = self._program(
+                self.partitioner.train_step, inputs, without_randomness=without_randomness
+            )
             with jax.enable_x64(True):
                 placed, outputs = step(placed, batch, key)
             reports.append(report(jax.device_get(outputs)))
@@ -84,7 +87,7 @@ class OnMesh:
     ) -> Leaves:
         """Returns the metrics and outputs of each true row of a batch, as `train` names them."""
         metrics, examples, is_true = self._of_vars(
-            "eval_examples", mdl_vars, inputs, seed, without_randomness
+            self.partitioner.eval_examples, mdl_vars, inputs, seed, without_randomness
         )
         return report({"metrics": metrics}) | {
             f"examples/{name}": x[np.asarray(is_true)] for name, x in examples.items()
@@ -94,10 +97,11 @@ class OnMesh:
         self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
     ) -> Leaves:
         """Returns the arrays that the task decodes of a batch."""
-        return leaves_of(self._of_vars("decode", mdl_vars, inputs, seed, without_randomness))
+        step = self.partitioner.decode_step
+        return leaves_of(self._of_vars(step, mdl_vars, inputs, seed, without_randomness))
 
     def _of_vars(
-        self, step: str, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
+        self, step: Step, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
     ) -> PyTree:
         layout, key = self.layout.select("mdl_vars"), self.partitioner.batch_key(seed, 0, 0)
         run = self._program(step, inputs, without_randomness=without_randomness)
@@ -120,18 +124,15 @@ class OnMesh:
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
         """Returns the values that `in_float64(by_layer=True)` records of a training step."""
-        run = self._program("train", inputs, by_layer=True)
+        run = self._program(self.partitioner.train_step, inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):
             _, seen = run(self._placed(self.layout, state), self.batch(inputs), key)
             return {name: np.asarray(x) for name, x in seen.items()}
 
-    def traced(self, step: str, inputs: Batch, **settings: Any) -> Callable[..., Any]:
-        """Returns a step in float64 before it is compiled, of the arguments of `Partitioner`'s."""
-        state, key = self.layout.abstract(self.mesh), jax.eval_shape(lambda: jax.random.key(0))
-        given = state if step == "train" else state.mdl_vars
-        function = self.partitioner.step_function(step)
-        return in_float64(function, given, self._abstract_batch(inputs), key, **settings)
+    def traced(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
+        """Returns a step of the partitioner in float64, before it is compiled."""
+        return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
         """Returns a batch in float64; the rows that fill it up are copies of the last row."""
@@ -152,14 +153,14 @@ class OnMesh:
         spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
         return abstract_global_batch(spec, self.mesh)
 
-    def _program(self, step: str, inputs: Batch, **settings: Any) -> Callable[..., Any]:
+    def _program(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
         shapes = tuple((name, x.shape) for name, x in inputs.items())
         key = (step, shapes, *settings.items())
         if key not in self._programs:
             out = self.partitioner.replicated
             if settings.get("by_layer"):
                 out = None
-            elif step == "train":
+            elif step.trains:
                 out = self.layout.shardings(self.mesh), out
             self._programs[key] = self._jitted(self.traced(step, inputs, **settings), out)
         return self._programs[key]
