@@ -1,7 +1,7 @@
 """Names that the library's modules had in an earlier version: imported still, with a warning.
 
-A public name that moves is added here, and taken out after the next minor version. A config.json
-has its own, older ones as well (`run/config/former_names.py`).
+A public name that moves is added here, and taken out after the next minor version. So are names in
+the config.json of a job, which commit d8700de or a later one wrote, and there without a warning.
 """
 
 import importlib
@@ -59,6 +59,31 @@ NAMES = {
     ("praxis_lite.trainer.metrics", "read_json_lines"): f"{_METRICS}.json_lines",
     ("praxis_lite.trainer.metrics.records", "records_of"): "praxis_lite.core",
 }
+
+
+# Of these the name changed, and not the module.
+RENAMED = {
+    ("praxis_lite.experiments.huggingface", "write_questions"): "questions",
+    ("praxis_lite.experiments.python_texts", "write_json_lines"): "examples_of",
+    ("praxis_lite.experiments.python_texts", "write_parquet"): "examples_of",
+}
+
+
+def name_today(module: str, name: str) -> tuple[str, str]:
+    """Returns the (module, name) of today of a public name: its own, if it did not change.
+
+    Args:
+      name: in the module: `Learner`, `WeightInit.Xavier`.
+    """
+    top, dot, below = name.partition(".")
+    if (module, top) in NAMES:
+        return name_today(NAMES[module, top], name)
+    if (module, top) in RENAMED:
+        return module, f"{RENAMED[module, top]}{dot}{below}"
+    if (today := module_today(module)) is not None:
+        # Packages of the core show their names in the core alone.
+        return name_today("praxis_lite.core" if ".core." in today else today, name)
+    return module, name
 
 
 def module_today(name: str) -> str | None:

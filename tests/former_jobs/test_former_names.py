@@ -1,11 +1,11 @@
-"""Every name that a config.json of format 2 could hold leads to what it means today."""
+"""Every name that a config.json of commit d8700de could hold leads to what it means today."""
 
 from pathlib import Path
 
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.config.former_names import experiment_today, name_today
+from praxis_lite.former_names import name_today
 from praxis_lite.run.config.names import imported, is_allowed, name_of
 from praxis_lite.run.config.node_form import check
 
@@ -22,34 +22,32 @@ def names_in(file):
 def test_each_name_leads_to_a_public_one_that_is_there():
     names = names_in("names.txt")
     for module, name in names:
-        today = name_today(module, name, 2, ())
+        today = name_today(module, name)
         assert is_allowed(*today, ()), (module, name)
         written = name_of(imported(*today))
         assert written is not None and is_allowed(*written, ()), (module, name)
-        assert written[1] == name
-    assert len(names) > 180
+        assert written[1] == today[1]
+    assert len(names) > 250
 
 
-@pytest.mark.parametrize("module, name", names_in("names_gone.txt")[::11])
+@pytest.mark.parametrize("module, name", names_in("names_gone.txt")[::5])
 def test_a_name_that_is_gone_says_what_to_do(module, name):
-    today = name_today(module, name, 2, ())
     with pytest.raises(ConfigError, match="Restore it, or start a new job|Put a function"):
-        imported(*today)
+        imported(*check({"name": f"{module}:{name}"}, ())[f"{module}:{name}"])
 
 
-def test_a_class_may_be_renamed():
-    assert name_today("praxis_lite.weights", "WeightSpec", 2, ()) == (
-        "praxis_lite.core", "WeightSpec"
-    )
-    for config_format, module in ((2, "experiments.lm"), (3, "praxis_lite.experiments.lm")):
-        today = name_today(module, "rotary_lm", config_format, ())
-        assert today == ("praxis_lite.layers", "rotary_lm")
-    assert experiment_today("experiments.lm.PyDocs", 2, ()) == "praxis_lite.experiments.lm.PyDocs"
-
-
-def test_packages_of_the_users_keep_their_names():
-    assert name_today("tasks.loss", "Mine", 2, ["tasks"]) == ("tasks.loss", "Mine")
-    assert name_today("layers", "Linear", 2, ()) == ("layers", "Linear")
+@pytest.mark.parametrize("former, today", {
+    "praxis_lite.learner:Learner": "praxis_lite.core:Learner",
+    "praxis_lite.learner.optimizers:adam": "praxis_lite.optimizers:adam",
+    "praxis_lite.partitioner:ShardMapPartitioner": "praxis_lite.collectives:ShardMapPartitioner",
+    "praxis_lite.models:Model": "praxis_lite.core:Model",
+    "praxis_lite.experiments.huggingface:write_questions":
+        "praxis_lite.experiments.huggingface:questions",
+    "praxis_lite.layers:WeightInit.Xavier": "praxis_lite.layers:WeightInit.Xavier",
+    "tasks.loss:Mine": "tasks.loss:Mine",
+}.items())
+def test_a_name_moves_with_its_package_or_alone(former, today):
+    assert ":".join(name_today(*former.split(":"))) == today
 
 
 def test_a_name_that_is_not_public_says_what_to_take():

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.former_names import name_today
 from praxis_lite.run.config.configurable import is_allowed, refused
-from praxis_lite.run.config.former_names import name_today
 
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _CALLS = ("Config", "Partial", "functools.partial")
@@ -24,9 +24,7 @@ _DEEPEST = 60
 FORMAT = 3
 
 
-def check(
-    node: Any, packages: Collection[str], config_format: int = FORMAT
-) -> dict[str, tuple[str, str]]:
+def check(node: Any, packages: Collection[str]) -> dict[str, tuple[str, str]]:
     """Returns the (module, name) that each name in the JSON value means; all of it is checked.
 
     Nothing is imported.
@@ -34,13 +32,12 @@ def check(
     Args:
         node: of a config.json.
         packages: top-level packages whose functions and classes it may name.
-        config_format: of the file; names of an older one are those of then.
 
     Raises:
         ConfigError: it is not what `write` writes, holds a name that is not allowed, or is larger
             than any config.
     """
-    checker = _Checker(packages, config_format)
+    checker = _Checker(packages)
     checker.check(node, "config", 1)
     return checker.names
 
@@ -74,9 +71,9 @@ def _kind_of(node: dict | list) -> str:
 
 
 class _Checker:
-    def __init__(self, packages: Collection[str], config_format: int):
+    def __init__(self, packages: Collection[str]):
         self.names: dict[str, tuple[str, str]] = {}
-        self._packages, self._format = packages, config_format
+        self._packages = packages
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def check(self, node: Any, path: str, depth: int) -> tuple[int, int]:
@@ -137,7 +134,7 @@ class _Checker:
         module, colon, name = text.partition(":") if type(text) is str else ("", "", "")
         if not colon:
             raise damaged(path, f"found {_text(text)}, wanted a name such as jax.nn:gelu")
-        module, name = name_today(module, name, self._format, self._packages)
+        module, name = name_today(module, name)
         if not is_allowed(module, name, self._packages):
             raise ConfigError(refused("config.json", module, name))
         self.names[text] = (module, name)

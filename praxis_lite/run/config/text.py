@@ -15,13 +15,9 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
 from praxis_lite.run.config.callables import text_of_value
-from praxis_lite.run.config.former_names import experiment_today
 from praxis_lite.run.config.names import imported
 from praxis_lite.run.config.node_form import FORMAT, check, damaged
 from praxis_lite.run.config.paths import iterate_fields
-
-# Format 2 has the former names, see former_names.py.
-_READ = (2, FORMAT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +88,11 @@ def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedCon
 def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if type(parsed) is not dict or not {"format", "experiment", "config"} <= set(parsed):
         raise damaged("the text", "wanted an object with format, experiment, overrides and config")
-    config_format = parsed["format"]
-    if type(config_format) is not int or config_format not in _READ:
+    if parsed["format"] != FORMAT or type(parsed["format"]) is not int:
         raise ConfigError(
-            f"config.json has format {shown(json.dumps(config_format))}, this praxis_lite reads "
-            f"{' and '.join(map(str, _READ))}. Use the version that wrote it."
+            f"config.json has format {shown(json.dumps(parsed['format']))}, this praxis_lite reads "
+            f"{FORMAT}. Use the version that wrote it; commit d8700de writes format 2 anew, when "
+            "it goes on with the job."
         )
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
@@ -104,14 +100,13 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("experiment", "it is not module.Class")
     if type(overrides) is not list or not all(type(one) is str for one in overrides):
         raise damaged("overrides", "they are not a list of texts")
-    names = check(parsed["config"], packages, config_format)
+    names = check(parsed["config"], packages)
     for name in sorted(set(names.values())):
         imported(*name)
     config = nodes.read(parsed["config"], names)
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
     _check_parameters(config)
-    experiment = experiment_today(experiment, config_format, packages)
     return LoadedConfig(config, experiment, tuple(overrides))
 
 

@@ -11,7 +11,6 @@ from typing import NoReturn
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import read_json
 from praxis_lite.files.whole_files import write_whole
-from praxis_lite.run.config.former_names import experiment_today
 
 # Bytes of decode/DATASET/STEP.jsonl, where a dataset's name may have 255.
 _LONGEST_NAME = 300
@@ -179,7 +178,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
             )
     _check_writable(job)
     if job.config_json.is_file():
-        found = recorded_experiment(job, packages=experiment.split(".")[:1])
+        found = recorded_experiment(job)
         if found != experiment:
             _refuse(
                 job,
@@ -215,15 +214,14 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
     return job
 
 
-def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
-    """Returns the full name of the experiment that `config.json` records, as it is called today.
+def recorded_experiment(job: JobDir) -> str:
+    """Returns the full name of the experiment that `config.json` records.
 
-    Raises ConfigError if praxis_lite did not write the file. `packages` are the user's own.
+    Raises ConfigError if praxis_lite did not write the file.
     """
     try:
-        config = read_json(job.config_json)
-        found, config_format = config["experiment"], config.get("format")
-    except (ConfigError, LookupError, TypeError, AttributeError):
+        found = read_json(job.config_json)["experiment"]
+    except (ConfigError, LookupError, TypeError):
         found = None
     if not isinstance(found, str):
         _refuse(
@@ -231,7 +229,7 @@ def recorded_experiment(job: JobDir, packages: Sequence[str]) -> str:
             "has a config.json that praxis_lite did not write, or that is damaged. Name another "
             "directory",
         )
-    return experiment_today(found, config_format, packages)
+    return found
 
 
 def _named(path: str | os.PathLike[str]) -> JobDir:

@@ -40,6 +40,8 @@ class Mode(abc.ABC):
     A mode of your own is a subclass in a package of yours, named in full:
 
         # mypackage/modes.py
+        from praxis_lite.run import Mode
+
         class Latency(Mode):
             summary = "times the forward pass"
 

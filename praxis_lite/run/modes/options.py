@@ -164,7 +164,7 @@ def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
     kind = getattr(importlib.import_module(module), class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, Mode)):
         raise ConfigError(
-            f"--mode={name} is {kind!r}; wanted is a subclass of {Mode.__module__}.Mode."
+            f"--mode={name} is {kind!r}; wanted is a subclass of praxis_lite.run.Mode."
         )
     return kind()
 

@@ -334,7 +334,7 @@ def test_the_words_say_which_name_and_what_to_do(guarded):
         if "a dataset" in case:
             assert "The name of a dataset in " in said, case
         if "that is none" in case and case.startswith("text: a"):
-            assert "wanted a" in said or "this praxis_lite reads 2" in said, case
+            assert "wanted a" in said or "this praxis_lite reads 3" in said, case
         if case.startswith("large"):
             assert "at most 100000 parts" in said, case
         if case.startswith("damaged"):

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 from praxis_lite import ConfigError, Job, RunConfig
-from praxis_lite.experiments.classify import Spirals
 from praxis_lite.experiments.lm import PyDocs
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.config.overrides import apply_overrides
@@ -338,19 +337,3 @@ def test_defaults_that_miss_their_annotation_are_shown_all_the_same():
         "task.name=7",
         "task.pair=1,0.5",
     ]
-
-
-def test_names_of_format_2_are_what_they_are_called_today():
-    written = dump_config(Spirals().config(), "praxis_lite.experiments.classify.Spirals")
-    former = written.replace('"format": 3', '"format": 2')
-    for package in ("tasks", "experiments"):
-        assert f'"praxis_lite.{package}.' in written
-        former = former.replace(f'"praxis_lite.{package}.', f'"{package}.')
-    loaded = load_config(former)
-    assert loaded == load_config(written)
-    assert loaded.experiment == "praxis_lite.experiments.classify.Spirals"
-    # Who lists such a package has one, which here is not so; and today the names mean no other.
-    with pytest.raises(ImportError, match="of your own, it is not on sys.path"):
-        load_config(former, packages=["tasks"])
-    with pytest.raises(ConfigError, match="names tasks.*add --packages=tasks"):
-        load_config(former.replace('"format": 2', '"format": 3'))

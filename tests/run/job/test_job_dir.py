@@ -124,16 +124,9 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
     assert "/new cannot be made (Permission denied)" in second
 
 
-def test_a_job_from_when_the_librarys_experiments_lay_at_the_top_goes_on(tmp_path):
-    def recorded(**config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-
-    recorded(format=2, experiment="experiments.lm.PyDocs")
-    assert open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs").path == tmp_path
-    # A user's own package of that name, then and now.
-    for config_format in (2, 3):
-        recorded(format=config_format, experiment="experiments.mine.MyLm")
-        assert open_for_training(tmp_path, "experiments.mine.MyLm").path == tmp_path
+def test_a_users_own_package_of_experiments_is_not_the_librarys(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"experiment": "experiments.mine.MyLm"}))
+    assert open_for_training(tmp_path, "experiments.mine.MyLm").path == tmp_path
     with pytest.raises(ConfigError, match=r"belongs to the experiment experiments\.mine\.MyLm,"):
         open_for_training(tmp_path, "praxis_lite.experiments.mine.MyLm")
 
@@ -154,7 +147,7 @@ def test_an_address_in_place_of_a_directory_is_refused_and_nothing_is_made(
         lambda: steps_directory(address),
         lambda: Checkpoints(address),
         lambda: read_pax_checkpoint(address),
-        lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")])),
+        lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")]), ()),
     ]
     for call in calls:
         with pytest.raises(ConfigError, match="only local directories.*gs, s3") as refused:

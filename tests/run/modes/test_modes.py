@@ -13,7 +13,7 @@ from tests.support.job_runs import CHECKOUT
 MODES_PY = """
 import sys
 
-from praxis_lite.run.modes.mode import Mode
+from praxis_lite.run import Mode
 
 assert "jax" not in sys.modules
 
