@@ -21,9 +21,9 @@ from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
+from tests.support.explicit_partitioner import explicit_partitioner
 
 NUM_ROWS, NUM_FILLER, DIMS, LENGTH = 14, 3, 5, 7
-from tests.support.explicit_partitioner import explicit_partitioner
 
 
 def init(key):

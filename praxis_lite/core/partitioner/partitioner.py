@@ -25,7 +25,7 @@ from praxis_lite.core.sharding.inputs import (
 )
 from praxis_lite.core.sharding.mesh import CompilerOptions
 from praxis_lite.core.sharding.padding import evenly
-from praxis_lite.core.task import Task, WeightedScalars
+from praxis_lite.core.task import Task
 
 PyTree = Any
 
@@ -48,12 +48,6 @@ class Partitioner:
       learner: the task's, bound to the weights.
       gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
-      train_step: (state, GlobalBatch, key) -> (state, outputs); the state passed in is donated.
-      eval_step: (mdl_vars, GlobalBatch, key) -> the metrics of a batch, on every device; without a
-        key, with a fixed key.
-      eval_examples: the same -> metrics, outputs [B, ...] by name, and bool [B]: False for rows of
-        filler.
-      decode_step: (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch.
       compiler_options: that the steps are compiled with on this mesh; None: there are none.
 
     Raises:
@@ -95,11 +89,10 @@ class Partitioner:
             self._eval_params_of_state, static_argnames="use_ema",
             out_shardings=self._mdl_layout.shardings(mesh)["params"],
         )
-        self.train_step = self._train_step()
-        self.eval_step, self.eval_examples = self._eval_steps()
-        self.decode_step = self._decode_step()
 
-    def _train_step(self) -> TrainStep:
+    @functools.cached_property
+    def train_step(self) -> TrainStep:
+        """The step (state, GlobalBatch, key) -> (state, outputs), which donates its state."""
         return TrainStep(
             self.where, self.layout,
             functools.partial(
@@ -114,26 +107,40 @@ class Partitioner:
             compiler_options=self.compiler_options,
         )
 
-    def _eval_steps(self) -> tuple[StepOfWeights, StepOfWeights]:
-        evaluate = functools.partial(self.gradients.evaluate, self.task)
+    @functools.cached_property
+    def eval_step(self) -> StepOfWeights:
+        """The step (mdl_vars, GlobalBatch, key) -> the metrics of a batch, on every device.
 
-        def metrics(mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None) -> WeightedScalars:
-            return evaluate(mdl_vars, inputs, key)[0]
+        Without a key it takes a fixed one.
+        """
+        return self._eval_step("eval_step", lambda metrics, examples, inputs: metrics)
 
-        def with_examples(mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None) -> tuple:
-            return *evaluate(mdl_vars, inputs, key), is_true_row(inputs)
+    @functools.cached_property
+    def eval_examples(self) -> StepOfWeights:
+        """The step of `eval_step`'s arguments -> metrics, outputs [B, ...] by name, and bool [B].
 
-        return tuple(
-            StepOfWeights(
-                name, "An evaluation step", self.where, self._mdl_layout, pure,
-                required_inputs=self.task.required_inputs, may_lack_key=True,
-                check_rows=functools.partial(self.gradients.check_rows, num_micro_batches=1),
-                compiler_options=self.compiler_options,
-            )
-            for name, pure in (("eval_step", metrics), ("eval_examples", with_examples))
+        The last is False for rows of filler.
+        """
+        return self._eval_step(
+            "eval_examples", lambda metrics, examples, inputs: (
+                metrics, examples, is_true_row(inputs)
+            ),
         )
 
-    def _decode_step(self) -> StepOfWeights:
+    def _eval_step(self, name: str, results: Callable[..., Any]) -> StepOfWeights:
+        def pure(mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None) -> Any:
+            return results(*self.gradients.evaluate(self.task, mdl_vars, inputs, key), inputs)
+
+        return StepOfWeights(
+            name, "An evaluation step", self.where, self._mdl_layout, pure,
+            required_inputs=self.task.required_inputs, may_lack_key=True,
+            check_rows=functools.partial(self.gradients.check_rows, num_micro_batches=1),
+            compiler_options=self.compiler_options,
+        )
+
+    @functools.cached_property
+    def decode_step(self) -> StepOfWeights:
+        """The step (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch."""
         return StepOfWeights(
             "decode_step", "A decoding step", self.where, self._mdl_layout,
             functools.partial(steps.decode_step, self.task),

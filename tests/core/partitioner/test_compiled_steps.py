@@ -6,6 +6,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Partitioner
+from praxis_lite.core.partitioner.accumulation import value_and_grad
 from tests.support.lm_runs import batches, partitioner_of, structs
 
 
@@ -59,3 +60,17 @@ def test_the_former_calls_by_a_name_work_and_warn(partitioner):
             partitioner.check_batch(spec, kind)
     with pytest.raises(ConfigError, match="step is 'trian'.*Did you mean train"):
         partitioner.check_batch(spec, "trian")
+
+
+def test_the_former_argument_value_and_grad_works_and_warns(partitioner):
+    calls = []
+
+    def recorded(*args, **settings):
+        calls.append(settings["num_micro_batches"])
+        return value_and_grad(*args, **settings)
+
+    with pytest.warns(DeprecationWarning, match="gradients=Gradients"):
+        former = Partitioner(partitioner.task, partitioner.mesh, value_and_grad=recorded)
+    spec = structs(batches("uneven")[0])
+    text = former.train_step.lower(spec).as_text()
+    assert text == partitioner.train_step.lower(spec).as_text() and calls == [1]
