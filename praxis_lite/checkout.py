@@ -28,7 +28,7 @@ def install() -> None:
 def refuse(name: str) -> None:
     """Raises ImportError if a package of the library is imported by its folder's name."""
     if name in NAMES:
-        raise ModuleNotFoundError(
+        raise ImportError(  # No ModuleNotFoundError, which says that a name in a config is gone.
             f"praxis_lite's own {name} are praxis_lite.{name}: import them by that name. If you "
             "mean a package of your own, it is not on sys.path, or has no __init__.py.", name=name,
         )
