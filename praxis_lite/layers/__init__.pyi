@@ -17,6 +17,7 @@ from praxis_lite.layers.attention.variants import (
 )
 from praxis_lite.layers.base_layer import AuxLoss as AuxLoss
 from praxis_lite.layers.base_layer import BaseLayer as BaseLayer
+from praxis_lite.layers.base_layer import Dense as Dense
 from praxis_lite.layers.base_layer import Summary as Summary
 from praxis_lite.layers.base_layer import aux_loss as aux_loss
 from praxis_lite.layers.base_layer import intermediates as intermediates

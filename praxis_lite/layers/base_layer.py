@@ -1,5 +1,10 @@
-"""The base of all layers: declarations of weights, and splits that travel with them."""
+"""The base of all layers: declarations of weights, and splits that travel with them.
 
+And of dense layers, whose product can be replaced: adapters and rounding of a whole model are other
+products. What their weights are called, and all else that they do, stays.
+"""
+
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
@@ -9,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
 
@@ -66,6 +71,79 @@ def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     # Cast after the broadcast: its gradient, a sum over all tokens for a bias, is then summed in
     # float32. In bfloat16 it would stop growing, for 256 + 1 is 256 there.
     return jnp.broadcast_to(weight, like.shape).astype(like.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """How a dense layer multiplies its inputs and its weight: exactly, in the inputs' dtype.
+
+    A subclass multiplies in another way. It is a setting, without arrays of its own: weights that
+    it needs are the layer's.
+    """
+
+    def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Returns the outputs of the layer's equation."""
+        return jnp.einsum(layer.equation, inputs, layer.kernel(inputs.dtype))
+
+    def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns the answer of `Linear.factors`."""
+        return [(inputs, layer.w[...])]
+
+    def column_factors(self, layer: "Dense") -> list[tuple[jax.Array, jax.Array | None]]:
+        """Returns the answer of `Linear.column_factors`."""
+        return [(layer.w[...].T, None)]
+
+    def adds_up(self) -> bool:
+        """Returns True if products of parts of the summed dims add up to the product."""
+        return True
+
+
+class Dense(BaseLayer):
+    """Returns the einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
+
+    A subclass sets the attributes. Its `w` may have dims of the equation merged. To be adapted and
+    rounded it keeps `__call__`; the shape of the results it changes in `finished`.
+
+    Attributes:
+      equation: of inputs and weight, "...d,df->...f". The dims that the weight gives to the
+        outputs are those of the bias.
+      kernel_shape: a size for each of the weight's letters; -1 where a device may hold a part.
+      product: how the two are multiplied.
+    """
+
+    equation: str
+    kernel_shape: tuple[int, ...]
+    w: nnx.Param
+    b: nnx.Param | None = None
+    product: Product = Product()
+    activation_split_dims_mapping: SplitDims = None
+
+    def kernel(self, dtype: Any) -> jax.Array:
+        """Returns the weight in the equation's dims."""
+        # Cast first: its gradient is then cast last, after a scan (core/partitioner/narrow_scans).
+        w = self.w[...].astype(dtype)
+        return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
+
+    def finished(self, outputs: jax.Array) -> Any:
+        """Returns the results of `__call__`, given the sum of product and bias."""
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+    def __call__(self, inputs: jax.Array) -> Any:
+        outputs = self.product(self, inputs)
+        if self.b is not None:
+            operands, results = self.equation.split("->")
+            weight = operands.split(",")[1]
+            size_of = dict(zip(weight, self.kernel_shape, strict=True))
+            num_leading = outputs.ndim - len(results.replace("...", ""))
+            # Dims that the weight does not give are 1.
+            shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
+            outputs += broadcast_as(self.b[...].reshape(shape), outputs)
+        return self.finished(outputs)
+
+
+def is_dense(layer: Any) -> bool:
+    """Returns True if a layer computes as Dense says, so that its product can be replaced."""
+    return isinstance(layer, Dense) and type(layer).__call__ is Dense.__call__
 
 
 class AuxLoss(nnx.Intermediate):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -14,6 +13,7 @@ from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base_layer import (
     BaseLayer,
+    Dense,
     Initializer,
     broadcast_as,
     require_positive,
@@ -25,8 +25,10 @@ from praxis_lite.layers.initializers import WeightInit
 # D input dims, F output dims.
 
 
-class Linear(BaseLayer):
+class Linear(Dense):
     """Returns `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
+
+    equation = "...d,df->...f"
 
     def __init__(
         self,
@@ -39,8 +41,9 @@ class Linear(BaseLayer):
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
+        self.kernel_shape = (input_dims, output_dims)
         self.w = self.weight(
-            (input_dims, output_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
+            self.kernel_shape, weight_split_dims_mapping, init=weight_init, rngs=rngs
         )
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
@@ -49,7 +52,7 @@ class Linear(BaseLayer):
 
         A chunked softmax makes a part of F at a time from them.
         """
-        return [(inputs, self.w[...])]
+        return self.product.factors(self, inputs)
 
     def column_factors(self) -> list[tuple[jax.Array, jax.Array | None]]:
         """Returns pairs ([F, d], [d, D]) whose products add up to w transposed.
@@ -57,11 +60,7 @@ class Linear(BaseLayer):
         None in the place of the second stands for the identity. A softmax that embeds ids takes
         a few rows of the first.
         """
-        return [(self.w[...].T, None)]
-
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        outputs = jnp.einsum("...d,df->...f", inputs, self.w[...].astype(inputs.dtype))
-        return constrain(outputs, self.activation_split_dims_mapping)
+        return self.product.column_factors(self)
 
 
 class Bias(BaseLayer):
@@ -205,7 +204,7 @@ class Mlp(BaseLayer):
 _EQUATION = re.compile(r"(\.\.\.)?([a-zA-Z]*),([a-zA-Z]+)->(\.\.\.)?([a-zA-Z]*)")
 
 
-class Einsum(BaseLayer):
+class Einsum(Dense):
     """Returns `einsum(equation, inputs, w) + b`.
 
     `Einsum("...d,dnk->...nk", (8, 2, 4))` projects [..., 8] to [..., 2, 4].
@@ -259,16 +258,8 @@ class Einsum(BaseLayer):
         dims = [dim for dim in outputs if dim in size_of]
         shape, split = (tuple(x[dim] for dim in dims) for x in (size_of, split_of))
         self.b = self.weight(shape, split, init=bias_init, rngs=rngs) if has_bias else None
-        # Every letter of the outputs, for the bias: 1 where the weight has none.
-        self.bias_shape = tuple(size_of.get(dim, 1) for dim in outputs)
-        self.equation = equation
+        self.equation, self.kernel_shape = equation.replace(" ", ""), weight_shape
         self.activation_split_dims_mapping = activation_split_dims_mapping
-
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        outputs = jnp.einsum(self.equation, inputs, self.w[...].astype(inputs.dtype))
-        if self.b is not None:
-            outputs += broadcast_as(self.b[...].reshape(self.bias_shape), outputs)
-        return constrain(outputs, self.activation_split_dims_mapping)
 
 
 def _letters(equation: str) -> tuple[str, str, str]:

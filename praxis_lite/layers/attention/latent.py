@@ -15,7 +15,7 @@ from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.base_layer import BaseLayer, Product, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
@@ -214,8 +214,8 @@ class MultiHeadLatentAttention(BaseLayer):
     ) -> jax.Array:
         """Returns the same, where all heads read the latents as keys and values."""
         _, K, R, _, L = self.sizes
-        w = self.key_value.w[...].astype(q_BTNK.dtype)
-        if type(self.key_value) is not AttentionProjection:  # It has an adapter.
+        w = self.key_value.kernel(q_BTNK.dtype)
+        if self.key_value.product != Product():  # It has an adapter, or is rounded.
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims
 from praxis_lite.layers.base_layer import (
     BaseLayer,
+    Dense,
     Initializer,
     broadcast_as,
     require_positive,
@@ -45,7 +45,7 @@ def _init(explicit: bool, in_axis: int, out_axis: int | Sequence[int]) -> Initia
     )
 
 
-class AttentionProjection(BaseLayer):
+class AttentionProjection(Dense):
     """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] either way.
 
     Args:
@@ -94,31 +94,25 @@ class AttentionProjection(BaseLayer):
         self.w = self.weight(shape, split, init=init, rngs=rngs)
         shape, split = ((input_dim,), (split_D,)) if is_output_projection else (heads, head_splits)
         self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
-        self.is_output_projection = is_output_projection
-        self.is_NKD = is_output_projection and use_nhd_shape
-        self.shape_DNK = (input_dim, num_heads, dim_per_head)
+        # N: all heads, or a device's part of them.
+        self.equation, self.kernel_shape = "...d,dnk->...nk", (input_dim, -1, dim_per_head)
+        if is_output_projection:
+            self.equation = "...nk,dnk->...d"
+            if use_nhd_shape:
+                self.equation = "...nk,nkd->...d"
+                self.kernel_shape = (-1, dim_per_head, input_dim)
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        D, _, K = self.shape_DNK
-        # N: all heads, or a device's part of them.
-        w = self.w[...].astype(inputs.dtype).reshape((-1, K, D) if self.is_NKD else (D, -1, K))
-        if self.is_output_projection:
-            outputs = jnp.einsum(f"...nk,{'nkd' if self.is_NKD else 'dnk'}->...d", inputs, w)
-        else:
-            outputs = jnp.einsum("...d,dnk->...nk", inputs, w)
-        if self.b is not None:
-            outputs += broadcast_as(self.b[...], outputs)
-        return constrain(outputs, self.activation_split_dims_mapping)
 
-
-class OneHeadedAttentionProjection(BaseLayer):
+class OneHeadedAttentionProjection(Dense):
     """Projects [B, S, D] to a single head, [B, S, 1, K]; its weight is [D, K], as in Pax.
 
     Args:
       params_init: how the weight is drawn, if not by Xavier's rule.
       weight_split_dims_mapping: of [D, K].
     """
+
+    equation = "...d,dk->...k"
 
     def __init__(
         self,
@@ -132,19 +126,17 @@ class OneHeadedAttentionProjection(BaseLayer):
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dim=input_dim, output_dim=output_dim)
+        self.kernel_shape = (input_dim, output_dim)
         split = tuple(weight_split_dims_mapping or ())
-        self.w = self.weight((input_dim, output_dim), split, init=params_init, rngs=rngs)
+        self.w = self.weight(self.kernel_shape, split, init=params_init, rngs=rngs)
         self.b = self.weight((output_dim,), split[1:2], init=zeros, rngs=rngs) if use_bias else None
         self.activation_split_dims_mapping = activation_split_dims_mapping
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        outputs = jnp.einsum("bsd,dk->bsk", inputs, self.w[...].astype(inputs.dtype))
-        if self.b is not None:
-            outputs += broadcast_as(self.b[...], outputs)
-        return constrain(outputs[:, :, None, :], self.activation_split_dims_mapping)
+    def finished(self, outputs: jax.Array) -> jax.Array:
+        return super().finished(outputs[..., None, :])
 
 
-class CombinedQKVProjectionLayer(BaseLayer):
+class CombinedQKVProjectionLayer(Dense):
     """Returns queries, keys and values [B, T, N, K] each, of a joint weight [3, D, N, K].
 
     Args:
@@ -152,6 +144,8 @@ class CombinedQKVProjectionLayer(BaseLayer):
       explicit_fan_in_fan_out_axes: see AttentionProjection.
       weight_split_dims_mapping: of [D, N, K]; the 3 stay whole.
     """
+
+    equation = "...d,cdnk->c...nk"
 
     def __init__(
         self,
@@ -175,14 +169,9 @@ class CombinedQKVProjectionLayer(BaseLayer):
         self.w = self.weight((3, input_dim, *heads), split, init=init, rngs=rngs)
         shape, split = (3, *heads), (None, *head_splits)
         self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
-        self.shape_DNK = (input_dim, num_heads, dim_per_head)
+        self.kernel_shape = (3, input_dim, -1, dim_per_head)
 
-    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        D, _, K = self.shape_DNK
-        w_3DNK = self.w[...].astype(inputs.dtype).reshape(3, D, -1, K)
-        outputs = jnp.einsum("btd,cdnk->cbtnk", inputs, w_3DNK)
-        if self.b is not None:
-            outputs += broadcast_as(self.b[...].reshape(3, 1, 1, -1, K), outputs)
+    def finished(self, outputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return outputs[0], outputs[1], outputs[2]
 
 

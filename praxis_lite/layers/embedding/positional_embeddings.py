@@ -194,5 +194,9 @@ class RotaryPositionalEmbedding(BaseLayer):
 
     def _timescales(self) -> jax.Array:
         """Returns the positions per radian of each pair, float32 [rotary_dims / 2]."""
+        return self._timescales_to(self.max_timescale / self.min_timescale)
+
+    def _timescales_to(self, ratio: float | jax.Array) -> jax.Array:
+        """Returns timescales of which the longest would be `ratio` times the shortest."""
         fraction = jnp.arange(0, self.rotary_dims, 2, dtype=jnp.float32) / self.rotary_dims
-        return self.min_timescale * (self.max_timescale / self.min_timescale) ** fraction
+        return self.min_timescale * ratio**fraction

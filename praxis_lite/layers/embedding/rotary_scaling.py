@@ -92,8 +92,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
         grown = self.factor * length / self.original_max_positions - (self.factor - 1.0)
         theta = self.max_timescale / self.min_timescale
         theta *= grown ** (self.rotary_dims / (self.rotary_dims - 2))
-        fraction = jnp.arange(0, self.rotary_dims, 2, dtype=jnp.float32) / self.rotary_dims
-        return positions[:, :, None] / (self.min_timescale * theta**fraction)[None, None, :]
+        return positions[:, :, None] / self._timescales_to(theta)[None, None, :]
 
 
 class Llama3Rotary(RotaryPositionalEmbedding):

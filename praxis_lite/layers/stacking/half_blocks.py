@@ -12,6 +12,7 @@ from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
+from praxis_lite.layers.base_layer import Dense
 
 
 class HalfBlock(NamedTuple):
@@ -136,7 +137,10 @@ def _check_output(half: HalfBlock, path: tuple, dim: int | None) -> None:
     if half.how == "weights" or path[0] != half.output:
         return
     output = getattr(half.layer, half.output)
-    is_rounded = any(hasattr(node, "quantization") for _, node in nnx.iter_graph(output))
+    is_rounded = any(
+        isinstance(node, Dense) and not node.product.adds_up()
+        for _, node in nnx.iter_graph(output)
+    )
     why = "its rounding's scale is one of all features" if is_rounded else (
         "the outputs are to be a sum over features, and a bias"
     )

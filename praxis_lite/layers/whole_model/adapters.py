@@ -19,15 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import DimSplit, constrain
-from praxis_lite.layers.attention.projections import (
-    AttentionProjection,
-    CombinedQKVProjectionLayer,
-    OneHeadedAttentionProjection,
-)
-from praxis_lite.layers.base_layer import BaseLayer, zeros
+from praxis_lite.core.sharding.split_dims import DimSplit
+from praxis_lite.layers.base_layer import Dense, Product, is_dense, zeros
 from praxis_lite.layers.initializers import WeightInit
-from praxis_lite.layers.linears import Einsum, Linear
 
 ADAPTER_WEIGHTS = ("lora_a", "lora_b")
 
@@ -44,7 +38,7 @@ def lora(
     b starts with zeros, so that the adapted layer begins as the base layer.
 
     Args:
-      base_tpl: of a dense layer (the classes in DENSE) or of one that has some inside.
+      base_tpl: of a dense layer (praxis_lite.layers.Dense) or of a layer with some inside.
       rank: of the product.
       alpha: None: rank, a factor of 1.
       only: adapt the layers whose path inside has one of these names, such as "query"; None: all.
@@ -75,14 +69,13 @@ def adapted(
     dense = [
         (path, node)
         for path, node in nnx.iter_graph(layer)
-        if type(node) in DENSE and (only is None or set(map(str, path)) & set(only))
+        if is_dense(node) and (only is None or set(map(str, path)) & set(only))
     ]
     if not dense:
         raise ConfigError(
             f"lora finds nothing to adapt in {type(layer).__name__}"
             + (f" under the names {tuple(only)}" if only is not None else "")
-            + f"; wanted is one of {sorted(cls.__name__ for cls in DENSE)}, or a layer with such "
-            "inside."
+            + "; wanted is a Linear or another Dense layer, or a layer with such inside."
         )
     # Drawn from a copy: layers made after this one start as they would without it.
     key = jax.random.fold_in(nnx.clone(rngs).params(), rank)
@@ -111,20 +104,20 @@ def merged(w: jax.Array, a: jax.Array, b: jax.Array, layer: Any) -> jax.Array:
 
     Args:
       w, a, b: [..., dims], with the stack's dims first.
-      layer: adapted, for its form and scale.
+      layer: adapted, for its equation and scale.
     """
-    form = layer.lora_form
+    form = form_of(layer)
     product = jnp.einsum(f"...{form.a},...{form.b}->...{form.weight}", a, b)
-    return w + layer.lora_scale * product.reshape(w.shape).astype(w.dtype)
+    return w + layer.product.scale * product.reshape(w.shape).astype(w.dtype)
 
 
 def without_adapters(module: nnx.Module) -> nnx.Module:
     """Returns a copy of `module` whose adapted layers are their base layers again."""
     module = nnx.clone(module)
     for node in adapted_layers(module).values():
-        for name in (*ADAPTER_WEIGHTS, "lora_form", "lora_scale"):
+        for name in ADAPTER_WEIGHTS:
             delattr(node, name)
-        object.__setattr__(node, "__class__", node.base_class)
+        node.product = node.product.base
     return module
 
 
@@ -132,25 +125,55 @@ def adapted_layers(module: nnx.Module) -> dict[str, Any]:
     """Returns the layers with adapters by path, "transformer/blocks/self_attention/query"."""
     return {
         "/".join(map(str, path)): node for path, node in list(nnx.iter_graph(module))
-        if hasattr(node, "lora_form")
+        if isinstance(node, Dense) and isinstance(node.product, AdaptedProduct)
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseForm:
-    """The einsum that a layer is of its inputs and its weight. "r" is the rank's letter.
+class AdaptedProduct(Product):
+    """A product plus that of two thin matrices, of which none in the size of the weight is made.
 
     Attributes:
-      inputs, outputs: letters of dims, after any leading ones.
-      weight, shape: letters and sizes of the weight's dims; `w` may have some of them merged.
+      base: the product with `w`.
+    """
+
+    base: Product
+    scale: float
+
+    def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        form = form_of(layer)
+        a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
+        thin = jnp.einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
+        outputs = f"{form.leading}...{form.outputs}"
+        product = jnp.einsum(f"...{form.between},{form.b}->{outputs}", thin * self.scale, b)
+        return self.base(layer, inputs) + product
+
+    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        thin = inputs @ layer.lora_a[...].astype(inputs.dtype) * self.scale
+        return [*self.base.factors(layer, inputs), (thin, layer.lora_b[...])]
+
+    def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
+        into_D = layer.lora_a[...].T * self.scale
+        return [*self.base.column_factors(layer), (layer.lora_b[...].T, into_D)]
+
+    def adds_up(self) -> bool:
+        return self.base.adds_up()
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseForm:
+    """The letters of a dense layer's equation, without leading dims. "r" is the rank's letter.
+
+    Attributes:
+      leading: letters that number the outputs of a layer that returns several.
       stack: letters of the weight that number layers side by side, each with an adapter.
     """
 
     inputs: str
     weight: str
+    leading: str
     outputs: str
-    shape: tuple[int, ...]
-    stack: str = ""
+    stack: str
 
     @property
     def summed(self) -> str:
@@ -173,44 +196,21 @@ class DenseForm:
         kept = "".join(x for x in self.inputs if x not in self.summed)
         return kept + "".join(x for x in self.stack if x not in kept) + "r"
 
-    @property
-    def leading(self) -> str:
-        """Returns the letters that number the outputs of a layer that returns several."""
-        return "".join(x for x in self.stack if x not in self.outputs)
+
+def form_of(layer: Dense) -> DenseForm:
+    """Returns how a dense layer uses its weight."""
+    operands, outputs = layer.equation.split("->")
+    inputs, weight = operands.replace("...", "").split(",")
+    leading, _, outputs = outputs.rpartition("...")
+    stack = "".join(x for x in weight if x in leading or x in inputs and x in outputs)
+    return DenseForm(inputs, weight, leading, outputs, stack)
 
 
-def _of_projection(layer: AttentionProjection) -> DenseForm:
-    D, N, K = layer.shape_DNK
-    if layer.is_NKD:
-        return DenseForm("nk", "nkd", "d", (N, K, D))
-    inputs, outputs = ("nk", "d") if layer.is_output_projection else ("d", "nk")
-    return DenseForm(inputs, "dnk", outputs, (D, N, K))
-
-
-def _of_einsum(layer: Einsum) -> DenseForm:
-    left, outputs = layer.equation.replace(" ", "").replace("...", "").split("->")
-    inputs, weight = left.split(",")
-    stack = "".join(x for x in weight if x in inputs and x in outputs)
-    return DenseForm(inputs, weight, outputs, layer.w.shape, stack)
-
-
-# How each dense layer uses its weight. A layer of your own that is an einsum can be added.
-DENSE: dict[type, Callable[[Any], DenseForm]] = {
-    Linear: lambda layer: DenseForm("d", "df", "f", layer.w.shape),
-    Einsum: _of_einsum,
-    AttentionProjection: _of_projection,
-    OneHeadedAttentionProjection: lambda layer: DenseForm("d", "dk", "k", layer.w.shape),
-    CombinedQKVProjectionLayer: lambda layer: DenseForm(
-        "d", "cdnk", "nk", (3, *layer.shape_DNK), stack="c"
-    ),
-}
-
-
-def _adapt(layer: BaseLayer, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+def _adapt(layer: Dense, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     """Adds `lora_a`, `lora_b` to a dense layer and makes it compute with them."""
-    form = DENSE[type(layer)](layer)
-    size_of = dict(zip(form.weight, form.shape, strict=True)) | {"r": rank}
-    split_of = dict(zip(form.weight, _splits(layer, form), strict=True))  # The rank is whole.
+    form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
+    size_of = dict(zip(form.weight, sizes, strict=True)) | {"r": rank}
+    split_of = dict(zip(form.weight, _splits(layer, sizes), strict=True))  # The rank is whole.
     fan_in = math.prod(size_of[letter] for letter in form.summed)
     for name, letters, init in (
         ("lora_a", form.a, WeightInit.Gaussian(fan_in**-0.5)),
@@ -219,17 +219,15 @@ def _adapt(layer: BaseLayer, rank: int, scale: float, rngs: nnx.Rngs) -> None:
         shape = tuple(size_of[letter] for letter in letters)
         split = tuple(split_of.get(letter) for letter in letters)
         setattr(layer, name, layer.weight(shape, split, init=init, rngs=rngs))
-    layer.lora_form, layer.lora_scale = form, scale
-    # The class, rather than a layer around this one, so that `w` keeps its path.
-    object.__setattr__(layer, "__class__", _adapted_class(type(layer)))
+    layer.product = AdaptedProduct(layer.product, scale)
 
 
-def _splits(layer: BaseLayer, form: DenseForm) -> tuple[DimSplit, ...]:
+def _splits(layer: Dense, sizes: Sequence[int]) -> tuple[DimSplit, ...]:
     """Returns a split per letter of the weight; of merged dims the first has the split."""
     mapping = tuple(layer.w.get_metadata().get("split_dims_mapping") or ())
     remaining = list(zip(layer.w.shape, (*mapping, *(None,) * layer.w.ndim), strict=False))
     splits, left = [], 1
-    for size in form.shape:
+    for size in sizes:
         split = None
         if left == 1 and remaining:
             # A dim of `w` that is larger than its letter's size holds the next letters as well.
@@ -237,37 +235,3 @@ def _splits(layer: BaseLayer, form: DenseForm) -> tuple[DimSplit, ...]:
         splits.append(split)
         left //= size
     return tuple(splits)
-
-
-def _call(layer: Any, inputs: jax.Array) -> Any:
-    """Returns the outputs of an adapted layer."""
-    outputs = layer.base_class.__call__(layer, inputs)
-    form = layer.lora_form
-    a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
-    thin = jnp.einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
-    product = jnp.einsum(
-        f"...{form.between},{form.b}->{form.leading}...{form.outputs}", thin * layer.lora_scale, b
-    )
-    if isinstance(outputs, tuple):
-        return tuple(x + y for x, y in zip(outputs, product, strict=True))
-    product = product.reshape(outputs.shape)  # One head has a dim that its weight lacks.
-    return constrain(outputs + product, layer.activation_split_dims_mapping)
-
-
-def _factors(layer: Any, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    thin = inputs @ layer.lora_a[...].astype(inputs.dtype) * layer.lora_scale
-    return [*layer.base_class.factors(layer, inputs), (thin, layer.lora_b[...])]
-
-
-def _column_factors(layer: Any) -> list[tuple[jax.Array, jax.Array | None]]:
-    into_D = layer.lora_a[...].T * layer.lora_scale
-    return [*layer.base_class.column_factors(layer), (layer.lora_b[...].T, into_D)]
-
-
-@functools.cache
-def _adapted_class(base: type) -> type:
-    """Returns the class of a class's adapted layers; with its base, so that it can become it."""
-    methods = {"base_class": base, "__call__": _call, "__module__": __name__}
-    if base is Linear:
-        methods |= {"factors": _factors, "column_factors": _column_factors}
-    return type(base)(f"Lora{base.__name__}", (base,), methods)

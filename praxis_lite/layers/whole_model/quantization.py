@@ -36,17 +36,13 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.core.optional_packages import optional_module
-from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.linears import Linear
-from praxis_lite.layers.whole_model.adapters import DENSE
+from praxis_lite.layers.base_layer import Dense, Product, is_dense
+from praxis_lite.layers.whole_model.adapters import AdaptedProduct
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two
 # integers, where the last bit of a float decides, which may differ from mesh to mesh.
 _CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
-# Layers that are one einsum with their weight, and a bias; a class that a user adds may do more.
-QUANTIZABLE = tuple(DENSE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +90,7 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Returns the layer that `model` builds, its QUANTIZABLE layers multiplying by the rules.
+    """Returns the layer that `model` builds, its dense layers multiplying by the rules.
 
     Raises:
       ConfigError: Qwix is not installed, there are no rules, or one matches no layer; names the
@@ -105,13 +101,13 @@ def quantized(
         raise ConfigError("quantized.rules is empty; wanted is a QuantizationRule or several.")
     layer = model(*args, rngs=rngs, **kwargs)
     nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(layer)}
-    dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if _is_dense(node)}
+    dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
     used, names = set(), {}
     for path, node in dense.items():
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                _quantize(node, rule)
+                node.product = _rounded(node.product, rule)
                 names.setdefault(rule.qtype, []).append(path)
                 break
     for i, rule in enumerate(rules):
@@ -181,43 +177,30 @@ def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
     return qwix.einsum(equation, *rounded)
 
 
-def _call(layer: Any, inputs: jax.Array) -> Any:
-    """Returns the outputs of a quantized layer: its einsum, rounded, and its bias."""
-    rule, base = layer.quantization, layer.unquantized_class
-    form = DENSE[base](layer)  # Only here: one layer of a stack is at hand, not the stack.
-    taken = form.inputs + form.weight
-    free = [letter for letter in string.ascii_letters if letter not in taken]
-    lead = "".join(free[: inputs.ndim - len(form.inputs)])
-    letters = form.leading + lead + form.outputs
-    outputs = quantized_einsum(
-        f"{lead}{form.inputs},{form.weight}->{letters}",
-        rule.qtype,
-        rule.bwd_qtype,
-        inputs,
-        layer.w[...].reshape(form.shape),
-    )
-    if getattr(layer, "b", None) is not None:
-        size_of = dict(zip(form.weight, form.shape, strict=True))
-        bias = layer.b[...].astype(inputs.dtype)
-        outputs += bias.reshape([size_of.get(letter, 1) for letter in letters])
-    wanted = jax.eval_shape(lambda inputs: base.__call__(layer, inputs), inputs)
-    if isinstance(wanted, tuple):
-        return tuple(outputs)
-    # One head has a dim that its weight lacks.
-    return constrain(outputs.reshape(wanted.shape), layer.activation_split_dims_mapping)
+@dataclasses.dataclass(frozen=True)
+class RoundedProduct(Product):
+    """The product of inputs and weight, both rounded by a rule."""
 
+    rule: QuantizationRule
 
-def _factors(layer: Any, inputs: jax.Array) -> list:
-    raise ConfigError(
-        f"A softmax with a chunk_size cuts the weight of its linear layer, which a rule "
-        f"({layer.quantization.regex!r}) rounds to {layer.quantization.qtype}. Set chunk_size to "
-        'None, or put QuantizationRule("softmax", qtype=None) before the other rules.'
-    )
+    def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        equation = layer.equation
+        free = [letter for letter in string.ascii_letters if letter not in equation]
+        num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))
+        return quantized_einsum(
+            equation.replace("...", "".join(free[:num_leading])), self.rule.qtype,
+            self.rule.bwd_qtype, inputs, layer.kernel(layer.w.dtype),
+        )
 
+    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        raise ConfigError(
+            "A softmax with a chunk_size cuts the weight of its linear layer, which a rule "
+            f"({self.rule.regex!r}) rounds to {self.rule.qtype}. Set chunk_size to None, or put "
+            'QuantizationRule("softmax", qtype=None) before the other rules.'
+        )
 
-def _is_dense(node: Any) -> bool:
-    cls = type(node)
-    return getattr(cls, "base_class", cls) in QUANTIZABLE  # LoRA's classes have a base_class.
+    def adds_up(self) -> bool:
+        return False
 
 
 def _is_matrix(node: Any) -> bool:
@@ -227,25 +210,12 @@ def _is_matrix(node: Any) -> bool:
     return node.ndim - len(stack) > 1
 
 
-def _quantize(layer: BaseLayer, rule: QuantizationRule) -> None:
-    """Makes a dense layer multiply by `rule`."""
+def _rounded(product: Product, rule: QuantizationRule) -> Product:
     if rule.qtype is None:
-        return
-    layer.quantization = rule
-    # The class, rather than a layer around this one, so that `w` keeps its path.
-    object.__setattr__(layer, "__class__", _quantized_class(type(layer)))
-
-
-@functools.cache
-def _quantized_class(cls: type) -> type:
-    if "base_class" in vars(cls):  # LoRA's: it adds its own product to that of its base.
-        base = cls.base_class
-        members = {"base_class": _quantized_class(base), "unquantized_class": base}
-    else:
-        members = {"unquantized_class": cls, "__call__": _call}
-        if cls is Linear:
-            members["factors"] = _factors
-    return type(cls)(f"Quantized{cls.__name__}", (cls,), {**members, "__module__": __name__})
+        return product
+    if isinstance(product, AdaptedProduct):  # Thin products stay as they are.
+        return dataclasses.replace(product, base=_rounded(product.base, rule))
+    return RoundedProduct(rule)
 
 
 def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:

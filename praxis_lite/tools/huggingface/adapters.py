@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
-from praxis_lite.layers.whole_model.adapters import merged
+from praxis_lite.layers.whole_model.adapters import form_of, merged
 from praxis_lite.tools.huggingface.tensors.writing import Pieces, save_tensors
 from praxis_lite.tools.huggingface.weights import Part, rearranged
 
@@ -77,7 +77,7 @@ def write_peft(
                 tensor = rearranged(piece, form).astype(dtype)
                 tensors[f"base_model.model.{module}.{name}.weight"] = np.ascontiguousarray(tensor)
             rank = layer.lora_a.shape[-1]
-            ranks.add((rank, layer.lora_scale * rank))
+            ranks.add((rank, layer.product.scale * rank))
     if len(ranks) > 1:
         raise ConfigError(
             f"export: the adapters have several ranks and alphas, {sorted(ranks)}; PEFT's file is "
@@ -106,7 +106,7 @@ class _Forms(NamedTuple):
 
 def _forms(part: Part, layer: Any) -> _Forms:
     theirs, ours = part.form.split(" -> ")
-    form, names = layer.lora_form, ours.split()
+    form, names = form_of(layer), ours.split()
     if part.dim is not None or part.of_heads is not None or form.stack:
         raise ConfigError(
             f"export: {part.tensor} holds several of our weights, of which {part.path} has an "

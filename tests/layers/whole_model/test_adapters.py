@@ -184,6 +184,36 @@ def test_a_scanned_stack_is_adapted_per_layer_and_merges():
     assert np.abs(stack(x)[0] - wanted(x)[0]).max() > 0.1
 
 
+class PairsToOne(layers.Dense):
+    """A dense layer of a user's own: [..., 2, 5] -> [..., 7], and a bias."""
+
+    equation = "...pd,dfp->...f"
+    kernel_shape = (5, 7, 2)
+
+    def __init__(self, *, rngs):
+        self.w = self.weight(self.kernel_shape, rngs=rngs)
+        self.b = self.weight((7,), rngs=rngs, init=nnx.initializers.ones)
+
+
+class Doubled(layers.Linear):
+    def __call__(self, inputs):
+        return inputs @ (self.w[...] * 2)
+
+
+def test_a_users_own_dense_layer_is_adapted_by_its_equation():
+    module = draw_adapters(lora(PairsToOne, rank=3, alpha=6.0)(rngs=nnx.Rngs(0)))
+    x = draw((4, 2, 5))
+    w, a, b = (np.asarray(p[...]) for p in (module.w, module.lora_a, module.lora_b))
+    assert (a.shape, b.shape) == ((5, 2, 3), (3, 7))
+    wanted = np.einsum("npd,dfp->nf", x, w) + 2 * np.einsum("npd,dpr,rf->nf", x, a, b) + 1
+    np.testing.assert_allclose(module(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_computes_in_another_way_than_its_base_is_not_adapted():
+    with pytest.raises(ConfigError, match="nothing to adapt in Doubled"):
+        lora(Doubled, rank=2)(5, 7, rngs=nnx.Rngs(0))
+
+
 def test_only_adapters_train_and_the_loss_falls():
     model = NnxModel(ADAPTED_STACK)
     params = first = model.init(jax.random.key(0))["params"]
@@ -304,7 +334,7 @@ def test_an_experiment_configures_it():
         (lambda: lora(layers.Linear, rank=2.0), r"lora\.rank is 2\.0"),
         (
             lambda: lora(layers.Bias, rank=2)(5, rngs=nnx.Rngs(0)),
-            r"nothing to adapt in Bias; wanted is one of .*'Linear'",
+            r"nothing to adapt in Bias; wanted is a Linear or another Dense",
         ),
         (
             lambda: lora(Block, rank=2, only=("third",))(rngs=nnx.Rngs(0)),

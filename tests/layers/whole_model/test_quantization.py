@@ -28,6 +28,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.layers.whole_model import quantization
+from praxis_lite.layers.whole_model.quantization import RoundedProduct
 from praxis_lite.run.config.text import dump_config, load_config
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.support.float16 import needs_float16
@@ -197,6 +198,14 @@ def test_merged_adapters_are_rounded_too():
     np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max())
 
 
+def test_adapters_over_a_rounded_layer_are_those_that_are_rounded_after():
+    linear, rules, x = partial(layers.Linear, 13, 7), [QuantizationRule("")], draw((2, 11, 13))
+    over = lora(partial(quantized, model=linear, rules=rules), rank=3)(rngs=nnx.Rngs(0))
+    under = quantized(model=lora(linear, rank=3), rules=rules, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(with_biases(over)(x), with_biases(under)(x))
+    assert over.product == under.product
+
+
 def test_layers_side_by_side_are_each_rounded_by_themselves():
     """As the stages of a pipeline are, under `jax.vmap`."""
     build = partial(
@@ -337,8 +346,10 @@ def test_the_first_rule_that_matches_counts_and_the_log_tells_what_is_left(caplo
         "query": blocks.self_attention.query, "post": blocks.self_attention.post,
         "ffn": blocks.ff_layer.ffn_layer1.linear, "softmax": module.softmax.logits_ffn.linear,
     }  # fmt: skip
-    found = {name: getattr(getattr(x, "quantization", None), "qtype", None)
-             for name, x in qtypes.items()}  # fmt: skip
+    found = {
+        name: x.product.rule.qtype if isinstance(x.product, RoundedProduct) else None
+        for name, x in qtypes.items()
+    }
     assert found == {"query": "float8_e4m3fn", "post": "int8", "ffn": "int8", "softmax": None}
     assert "not rounded, by a rule: softmax/logits_ffn/linear/w" in caplog.messages
     embedding = functools.partial(layers.Embedding, 5, 13)

@@ -1,7 +1,9 @@
 """The same numbers however a model computes them: settings of models of others, switched."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
+from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.config.build import build
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
@@ -14,6 +16,14 @@ from praxis_lite.tools.testing.runs.states import restacked, stacked_like
 
 def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """A step, an evaluation and decoding with each such setting switched, against a device."""
+
+    @functools.cache
+    def reference() -> Sequence[dict[str, Leaves]]:
+        device = check.reference_of(one)
+        return [
+            _results(check, device, state, check.plain_one) for state in (check.state, check.nudged)
+        ]
+
     for setting in how_settings(check.config):
         refusals = []
         for value in setting.others:
@@ -25,7 +35,8 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             if found is None:
                 refusals.append(f"{value!r}: its weights have other names")
                 continue
-            yield from _compared(check, one, f"{setting.name} {value!r}", found)
+            what = f"{setting.name} {value!r}"
+            yield from _compared(one.name, what, *reference(), found)
             break
         else:
             why = "; ".join(refusals) or "no other value of it is known"
@@ -36,35 +47,35 @@ def _with_value(check: Check, setting: HowSetting, value: object) -> dict[str, L
     """Returns the results with another value, by kind; None if it has other weights."""
     task = reporting(build(switched(check.config, setting, value)).task)
     other = check.on_mesh(check.own_shape, None, task)
-    state, batch = restacked(check.state, other), check.batches[0]
-    if state is None:
-        return None
-    (report,), _, _ = other.train(
+    state = restacked(check.state, other)
+    return None if state is None else _results(check, other, state, other)
+
+
+def _results(
+    check: Check, one: OnMesh, state: TrainState, decoding: OnMesh
+) -> dict[str, Leaves]:
+    """Returns the results of a step, an evaluation and decoding, by kind."""
+    batch = check.batches[0]
+    (report,), _, _ = one.train(
         state, [batch], check.seed, without_randomness=check.is_random
     )
-    found = {"training": report, "evaluation": other.evaluate(state.mdl_vars, batch)}
+    results = {"training": report, "evaluation": one.evaluate(state.mdl_vars, batch)}
     for name, prompts in _prompts(check).items():
-        found[name] = other.decode(state.mdl_vars, prompts)
-    return found
+        results[name] = decoding.decode(state.mdl_vars, prompts)
+    return results
 
 
 def _compared(
-    check: Check, one: OnMesh, what: str, found: dict[str, Leaves]
+    mesh: str, what: str, expected: dict[str, Leaves], moved: dict[str, Leaves],
+    actual: dict[str, Leaves],
 ) -> Iterator[list[Comparison]]:
-    reference, batch, plain = check.reference_of(one), check.batches[0], check.plain_one
-    wanted, _ = check.train_once(reference, batch)
-    moved, _ = check.train_once(reference, batch, nudged=True)
-    report = stacked_like(wanted, found["training"])
-    yield tolerances.of(what, tolerances.by_kind(one.name, wanted, report, moved, 0))
-    mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
-    yield tolerances.in_float64(
-        one.name, f"evaluation, {what}", reference.evaluate(mdl_vars, batch), found["evaluation"],
-        reference.evaluate(nudged, batch),
+    report = stacked_like(expected["training"], actual["training"])
+    yield tolerances.of(
+        what, tolerances.by_kind(mesh, expected["training"], report, moved["training"], 0)
     )
-    for name, prompts in _prompts(check).items():
+    for kind in [kind for kind in actual if kind != "training"]:
         yield tolerances.in_float64(
-            one.name, f"decoding, {what}", plain.decode(mdl_vars, prompts), found[name],
-            plain.decode(nudged, prompts),
+            mesh, f"{kind.split()[0]}, {what}", expected[kind], actual[kind], moved[kind]
         )
 
 

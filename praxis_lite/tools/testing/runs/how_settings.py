@@ -159,15 +159,14 @@ def _with(name: str, value: Any, wanted: str, other: Callable[[Any], Any]) -> An
         new = {key: _with(key, x, wanted, other) for key, x in fields.items()}
         changed = {key: x for key, x in new.items() if x is not fields[key]}
         return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, Mapping) and not isinstance(value, fdl.Buildable):
+    if isinstance(value, Mapping):
         new = {key: _with(str(key), x, wanted, other) for key, x in value.items()}
         return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
     return other(value) if name == wanted and _is_known(name, value) else value
 
 
 def _is_object(value: Any) -> bool:
-    is_built = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_built and not isinstance(value, fdl.Buildable)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _fields(value: Any) -> dict[str, Any]:
