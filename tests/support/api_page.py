@@ -71,12 +71,22 @@ def lost() -> list[str]:
         package, name, rest = re.fullmatch(r"(\S+) ([\w.]+)\((.*)\)", line).groups()
         if (package, name) in former_names.NAMES or former_names.module_today(package):
             continue
+        if (package, name) not in actual and (inherited := _inherited(package, name)) is not None:
+            actual[package, name] = parameters(inherited)
         if (package, name) not in actual:
             missing.append(f"{package}.{name}")
             continue
         missing += [f"{package}.{name}({parameter})" for parameter in filter(None, rest.split(", "))
                     if parameter not in actual[package, name]]
     return missing
+
+
+def _inherited(package: str, name: str) -> Any:
+    """Returns the member of a public class that has moved into its base, or None."""
+    owner, _, member = name.rpartition(".")
+    if owner not in homes_of(package):
+        return None
+    return getattr(getattr(importlib.import_module(package), owner), member, None)
 
 
 def public_values(package: str) -> Iterator[tuple[str, Any]]:
