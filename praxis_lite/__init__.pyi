@@ -17,3 +17,6 @@ from praxis_lite.run.experiment.registry import register as register
 from praxis_lite.run.experiment.run_config import RunConfig as RunConfig
 from praxis_lite.run.trained_model import TrainedModel as TrainedModel
 from praxis_lite.run.trained_model import load as load
+from praxis_lite.run.trainer.hooks.hook import Hook as Hook
+from praxis_lite.run.trainer.hooks.hook import StepMade as StepMade
+from praxis_lite.run.trainer.hooks.hook import StepMetrics as StepMetrics

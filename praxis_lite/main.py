@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import StateLayout
     from praxis_lite.run.checkpoints.init.initial_state import InitialState
     from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
+    from praxis_lite.run.trainer.hooks.hook import Hook
+    from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
 
 def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
@@ -41,11 +43,21 @@ def _from_checkpoints(
     return FromCheckpoints(rules, layout, forms=[NnxCheckpoint])
 
 
+def _hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
+    from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
+    from praxis_lite.tools.non_finite.hook import NonFinite
+
+    return [CompilerWarnings(job), *([NonFinite(job)] if job.run.debug_nans else [])]
+
+
 MODES: Mapping[str, Mode] = {
-    "train": Train({
-        "init_from_checkpoint_rules": _from_checkpoints,
-        "init_from_huggingface": _from_huggingface,
-    }),
+    "train": Train(
+        {
+            "init_from_checkpoint_rules": _from_checkpoints,
+            "init_from_huggingface": _from_huggingface,
+        },
+        _hooks_of_tools,
+    ),
     "eval": Evaluate(),
     "decode": Decode(),
     "explain": Explain(),

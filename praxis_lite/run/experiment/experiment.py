@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
@@ -33,6 +33,7 @@ class Job:
         decode_datasets: pipelines of prompts by name.
         run: how long and how often.
         partitioner: compiles the steps, called with the task and the mesh. None: `Partitioner`.
+        hooks: `Hook`s: what is done while the job trains, in this order.
     """
 
     mesh: "MeshConfig"
@@ -41,6 +42,7 @@ class Job:
     decode_datasets: "Mapping[str, InputPipeline]"
     run: RunConfig
     partitioner: "Callable[[Task, jax.sharding.Mesh], Partitioner] | None" = None
+    hooks: Sequence[Any] = ()
 
 
 # What a method of an experiment returns, for the errors.
@@ -93,8 +95,15 @@ class Experiment:
         """Returns the config of a partitioner, or None for `Partitioner`."""
         return None
 
+    def hooks(self) -> list[fdl.Config]:
+        """Returns configs of what is done while the job trains; [] unless overridden.
+
+        Each is of a subclass of `praxis_lite.Hook`: `[fdl.Config(WeightNorms, every=100)]`.
+        """
+        return []
+
     def config(self) -> "fdl.Config[Job]":
-        """Returns the whole config: mesh, task, datasets, decode_datasets, run, partitioner.
+        """Returns the whole config: mesh, task, datasets, decode_datasets, run and what is more.
 
         Raises:
             ConfigError: a method is missing, or returns something else than it should.
@@ -126,6 +135,8 @@ class Experiment:
             run=run,
             partitioner=partitioner,
         )
+        if hooks := self._checked_hooks():
+            config.hooks = hooks
         # A copy, so that one job's --set does not reach a class's attribute, and so another job.
         config = copy.deepcopy(config)
         if self.SHARDING_PRESET is not None:
@@ -163,6 +174,14 @@ class Experiment:
         for name in found:
             check_dataset_name(name, f"{self._name()}.{method}()")
         return {name: self._checked(method, one, f"[{name!r}]") for name, one in found.items()}
+
+    def _checked_hooks(self) -> list[fdl.Config]:
+        hooks = self.hooks()
+        require(
+            isinstance(hooks, list | tuple), f"The result of {self._name()}.hooks()", hooks,
+            "a list of configs: return [fdl.Config(MyHook, every=100)]",
+        )
+        return [self._checked("hooks", one, f"[{index}]") for index, one in enumerate(hooks)]
 
     def _missing(self, *methods: str) -> ConfigError:
         examples = "; ".join(f"def {one}(self): return {_EXAMPLES[one]}" for one in methods)

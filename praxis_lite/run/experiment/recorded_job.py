@@ -89,12 +89,14 @@ def check_tokenizers(config: fdl.Buildable) -> None:
 
 
 def keep_only(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) -> None:
-    """Removes from the config of a trained job the data that a mode does not read.
+    """Removes from the config of a trained job its hooks, and the data that a mode does not read.
 
     Args:
       mode: "eval", "decode", or another, which reads all.
       has_prompts: True: the prompts to decode are given by the command line.
     """
+    if "hooks" in config.__arguments__:
+        del config.hooks  # They may reach for what is there in training alone.
     if mode == "eval" and isinstance(config.datasets, Mapping):
         config.datasets = {name: one for name, one in config.datasets.items() if name != TRAIN}
         config.decode_datasets = {}

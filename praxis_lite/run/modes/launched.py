@@ -117,7 +117,8 @@ def job_on_mesh(
 
         with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
             yield JobOnMesh(
-                partitioner, job.datasets, job.decode_datasets, job.run, command.job_dir
+                partitioner, job.datasets, job.decode_datasets, job.run, command.job_dir,
+                job.hooks,
             )
 
 

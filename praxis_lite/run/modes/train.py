@@ -8,21 +8,22 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:
     from praxis_lite.run.checkpoints.init.initial_state import Source
+    from praxis_lite.run.trainer.hooks.standard import MoreHooks
 
 
 class Train(Mode):
     """Trains, and goes on with a job that was stopped.
 
     Args:
-      sources: of initial states, as for `launch.train`.
+      sources, more_hooks: of initial states, and hooks of tools, as for `launch.train`.
     """
 
     summary = "trains an experiment, or goes on with its job"
     goes_on = True
     is_of_many_processes = True
 
-    def __init__(self, sources: "Mapping[str, Source]"):
-        self._sources = sources
+    def __init__(self, sources: "Mapping[str, Source]", more_hooks: "MoreHooks"):
+        self._sources, self._more_hooks = sources, more_hooks
 
     def run(self, command: CommandLine) -> None:
         """Trains; raises ConfigError as `launch.train` does."""
@@ -31,4 +32,4 @@ class Train(Mode):
             # Imported after the checks, so that an error need not wait for Orbax.
             from praxis_lite.run.trainer import launch
 
-            launch.train(job, launched, self._sources)
+            launch.train(job, launched, self._sources, self._more_hooks)

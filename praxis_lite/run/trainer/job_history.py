@@ -1,16 +1,18 @@
 """A job's history by its files: evaluations, losses, skipped steps."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from praxis_lite.core.errors import LastStepUnsound
+from praxis_lite.core.errors import ConfigError, LastStepUnsound
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.loss_spikes import losses_of
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 
 
 def lacks_evaluation(
@@ -73,6 +75,19 @@ def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
         f"checkpoints: one, at the end (step {run.num_train_steps}): if this process is killed "
         "before, all its steps are lost (run.checkpoint_every_seconds, run.checkpoint_every_steps)"
     )
+
+
+def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
+    """Draws the job's losses up to its last step, or notes why the picture cannot be written."""
+    if not processes.is_first():
+        return
+    title = f"{files.path.name}, {step} steps"
+    try:
+        plot_loss_curve(
+            files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title
+        )
+    except ConfigError as error:
+        note(f"note: {error}")
 
 
 def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -39,13 +40,14 @@ from praxis_lite.run.trainer.checks.step_of_data import step_for
 
 @dataclasses.dataclass(frozen=True)
 class JobOnMesh:
-    """A job as it runs: its task on the mesh, its data, and where its files are."""
+    """A job as it runs: its task on the mesh, its data, its files, its own hooks."""
 
     partitioner: Partitioner
     datasets: Mapping[str, InputPipeline]
     decode_datasets: Mapping[str, InputPipeline]
     run: RunConfig
     files: JobDir
+    hooks: Sequence[Any] = ()
 
     @property
     def eval_sets(self) -> dict[str, InputPipeline]:

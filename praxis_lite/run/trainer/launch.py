@@ -40,8 +40,11 @@ from praxis_lite.run.trainer.checks.job_checks import (
 from praxis_lite.run.trainer.checks.memory import compile_init
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
+from praxis_lite.run.trainer.hooks.hook import check_hooks
+from praxis_lite.run.trainer.hooks.standard import MoreHooks, hooks_of
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
+    draw_loss_curve,
     lacks_evaluation,
     watched_history,
     when_checkpoints_come,
@@ -50,23 +53,27 @@ from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.layout_table import layout_table, layout_warnings, padding_notes
 from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.progress import ProgressLine
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
 from praxis_lite.run.trainer.trainer import StartingPoint
 
 
 def train(
-    job: JobOnMesh, launched: LaunchedConfig, sources: Mapping[str, Source] | None = None
+    job: JobOnMesh, launched: LaunchedConfig, sources: Mapping[str, Source] | None = None,
+    more_hooks: MoreHooks = lambda job: (),
 ) -> None:
     """Trains a job from nothing, from an initial state, or from where it stopped.
 
     Args:
       sources: of initial states besides checkpoints, by the setting of `run` that names them.
+      more_hooks: returns hooks that come before those of every job.
 
     Raises ConfigError if the job's checkpoint is of another model, or of other data; and
     LastStepUnsound if the job is trained and saved, but its last step was skipped.
     """
     run, files = job.run, job.files
+    check_hooks(job.hooks, job)
     check_names(job.partitioner.layout)
     sources = {"init_from_checkpoint_rules": FromCheckpoints, **(sources or {})}
     if not step_dirs.committed_steps(files.checkpoints):
@@ -110,7 +117,7 @@ def train(
         _print_layout(job.partitioner, files)
         if reason := _nothing_to_do(job, start.step, saved.latest_step()):
             print(reason)
-            trainer.draw_loss_curve(files, start.step, print)
+            draw_loss_curve(files, start.step, print)
             check_last_step(files, start.step, trainer.num_skipped_in_a_row(start.state))
             return
         check_first_batches(job.datasets)
@@ -127,7 +134,11 @@ def train(
         while True:
             check_batches_left(job.datasets[TRAIN], run, skipped)
             try:
-                trained = trainer.train(job, start, saved, stop)
+                progress = ProgressLine(
+                    run.num_train_steps, sys.stdout, run.log_every_steps, start.step
+                )
+                hooks = hooks_of(job, progress, more_hooks)
+                trained = trainer.train(job, start, saved, stop, hooks, progress.note)
                 break
             except LossSpike as found:
                 # Its frames hold the state, and another one is to be restored.
@@ -140,6 +151,7 @@ def train(
                 f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "
                 f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
             )
+        draw_loss_curve(files, trained.step, progress.note)
     if trained.stopped_by:
         print(
             f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
@@ -201,7 +213,10 @@ def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
     """Returns the start of a job from its newest checkpoint."""
     restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
     print(f"restored the checkpoint of step {restored.step}", flush=True)
-    return StartingPoint(restored.step, restored.state, tuple(restored.data.get("skipped", ())))
+    data = restored.data
+    return StartingPoint(
+        restored.step, restored.state, tuple(data.get("skipped", ())), data.get("hooks", {})
+    )
 
 
 def _rolled_back(

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.run.trainer.hooks.hook import Hook
+from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.tools.explain.hlo_layers import layers_of_name
 
 _END = b"praxis_lite: compiled\n"
@@ -25,6 +29,19 @@ for line in open(0, "rb"):
     else:
         os.write(2, line)
 """
+
+
+class CompilerWarnings(Hook):
+    """Notes what XLA warns of while it compiles a job's training step for several devices."""
+
+    def __init__(self, job: JobOnMesh):
+        self._is_split = job.partitioner.mesh.size > 1
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._note = loop.note
+
+    def compiling(self) -> contextlib.AbstractContextManager:
+        return explained_warnings(self._note) if self._is_split else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

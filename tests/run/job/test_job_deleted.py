@@ -6,6 +6,7 @@ import pytest
 
 from praxis_lite.run.trainer import launch as launching
 from praxis_lite.run.trainer import trainer
+from praxis_lite.run.trainer.hooks import saves
 from tests.support.job_runs import home, launch
 from tests.support.line_jobs import LINE
 
@@ -29,7 +30,7 @@ def a_file(path):
 
 
 PLACES = [
-    (trainer._Loop, "_save"), (trainer, "check_ids"), (launching, "compile_init"),
+    (saves.Saves, "save"), (trainer, "check_ids"), (launching, "compile_init"),
     (launching, "_print_layout"), (launching, "JobLock"), (launching, "check_last_step"),
 ]
 QUICK = [(deleted, PLACES[0])]

@@ -1,0 +1,78 @@
+"""The training loop as its hooks see it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.processes.stop_consensus import StopConsensus
+from praxis_lite.run.job.processes.stopping import StopRequest
+from praxis_lite.run.job.processes.watchdog import Watchdog
+from praxis_lite.run.trainer.hooks.hook import Hook, overrides
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+
+Results = Mapping[str, Mapping[str, float]]
+
+
+class Loop:
+    """A job that trains: its parts, and what is known of its end. It never holds a state.
+
+    Attributes:
+      job: the task on its mesh, the data, `run` and the files of the job's directory.
+      first_step: the number of steps that were made before.
+      skipped_batches: indices of training batches that are left out, after loss spikes.
+      note: prints a line, above the line of progress.
+      is_first: True in the process that writes the job's files.
+      checkpoints, stop, watchdog, consensus: of the job.
+      hooks: all of them, in their order.
+      stops: True once a process was asked to stop, on all processes alike.
+      reason: why a hook ends training, or None.
+      results: of the evaluation of the newest step, by dataset; None if it was not evaluated.
+      saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
+    """
+
+    def __init__(
+        self, job: JobOnMesh, first_step: int, skipped_batches: Sequence[int],
+        checkpoints: Checkpoints, stop: StopRequest, hooks: Sequence[Hook],
+        note: Callable[[str], None],
+    ):
+        run = job.run
+        self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
+        self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
+        self.is_first = processes.is_first()
+        self.consensus = StopConsensus(job.partitioner.mesh)
+        self.watchdog = Watchdog(
+            run.watchdog_seconds, exits=run.watchdog_exits, is_saving=checkpoints.is_saving,
+            stacks_txt=job.files.stacks_txt,
+        )
+        self.stops, self.reason = False, None
+        self.results: Results | None = None
+        self.saved_at = time.monotonic()
+        self._told = [hook for hook in hooks if overrides(hook, "after_evaluation")]
+
+    def asked_to_stop(self) -> bool:
+        """Returns `stops`, having asked all processes; a sign of life for the watchdog."""
+        self.watchdog.alive()
+        seconds = self.job.run.seconds_between_checkpoints
+        is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
+        self.stops |= self.consensus.reached(self.stop.reason is not None, is_due)
+        return self.stops
+
+    def evaluated(self, step: int, results: Results) -> None:
+        """Tells all hooks the results of an evaluation."""
+        self.results = results
+        for hook in self._told:
+            self.end(hook.after_evaluation(step, results))
+
+    def end(self, reason: str | None) -> None:
+        """Ends training with this step if there is a reason; the first one is said."""
+        self.reason = self.reason or reason
+
+    def is_last(self, step: int) -> bool:
+        """Returns True if training ends with this step, as far as is known."""
+        ends = self.stops or self.reason is not None
+        return ends or step >= self.job.run.num_train_steps
+
+    def stopped_by(self) -> str | None:
+        """Returns what asked for an early end, such as "SIGTERM", or None."""
+        return (self.stop.reason or self.consensus.wanted_by) if self.stops else None

@@ -1,0 +1,96 @@
+"""What a person reads of a run: a line of progress, files of metrics, curves for TensorBoard."""
+
+import contextlib
+from collections.abc import Mapping
+
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.run.trainer.evaluation import evaluation_line, watched_values
+from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
+from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.progress import ProgressLine, count_of
+from praxis_lite.run.trainer.metrics.tensorboard import TensorBoardWriter
+
+
+class MetricsFiles(Hook):
+    """Writes metrics.jsonl, eval_metrics.jsonl and TensorBoard's files.
+
+    Lines of steps after the first are moved away, for these steps are made again.
+    """
+
+    every, waits = None, False
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self._held = job, contextlib.ExitStack()
+        run = job.run
+        self._board_every = run.log_every_steps or max(1, run.num_train_steps // 200)
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        files, first_step, hold = self._job.files, loop.first_step, self._held.enter_context
+        self._board = hold(TensorBoardWriter(files.tensorboard, first_step, loop.note))
+        self._eval_writer = hold(JsonLinesWriter(files.eval_metrics_jsonl, first_step))
+        self._writer = hold(JsonLinesWriter(files.metrics_jsonl, first_step))
+        if not loop.is_first:
+            return
+        if lost := self._writer.lost_steps:
+            loop.note(
+                f"steps {lost[0]} to {lost[-1]} were made before, but not saved, and are made "
+                f"again; their lines are in {self._writer.lost_path.name} now"
+            )
+        if (kept := self._writer.num_kept) < first_step:
+            loop.note(f"note: {files.metrics_jsonl} has lines of {kept} of {first_step} "
+                      "steps; the others are lost, and the loss curve lacks them")
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        step, line = metrics.step, metrics.line
+        self._writer.write(line)
+        if step % self._board_every == 0 or step == self._job.run.num_train_steps:
+            self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
+
+    def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        for name, values in results.items():
+            self._eval_writer.write({"step": step, "dataset": name, **values})
+        self._board.scalars(step, watched_values(results))
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._held.close()
+
+
+class Progress(Hook):
+    """Shows each step's loss and speed, each evaluation, and how long batches were waited for."""
+
+    every, waits = None, False
+
+    def __init__(self, job: JobOnMesh, line: ProgressLine):
+        self._weight_unit, self._line = job.partitioner.task.weight_unit, line
+        # Of all steps but the first, which waits for workers to start, and for the compiler.
+        self._is_first, self._time, self._input_time, self._weight = True, 0.0, 0.0, 0.0
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        line = metrics.line
+        if not self._is_first:
+            self._time += line["step_time"]
+            self._input_time += line["input_time"]
+            self._weight += metrics.weight
+        self._is_first = False
+        self._line.update(
+            metrics.step, step_time=line["step_time"], loss=line["loss"],
+            num_tokens=metrics.weight if self._weight_unit == "tokens" else None,
+            input_time=line["input_time"],
+        )
+
+    def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        for name, values in results.items():
+            self._line.note(evaluation_line(step, name, values))
+
+    def after_training(self, step: int) -> None:
+        if self._input_time and self._time:
+            self._line.note(
+                f"waiting for input took {100 * self._input_time / self._time:.2g}% of the steps' "
+                f"time; the input alone could feed "
+                f"{count_of(self._weight / self._input_time)} {self._weight_unit}/s"
+            )
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._line.close()

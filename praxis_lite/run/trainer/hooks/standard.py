@@ -1,0 +1,27 @@
+"""The hooks of every job, in their order."""
+
+from collections.abc import Callable, Sequence
+
+from praxis_lite.run.trainer.hooks.evaluations import EarlyStops, Evaluations
+from praxis_lite.run.trainer.hooks.hook import Hook
+from praxis_lite.run.trainer.hooks.loss_spikes import LossSpikes
+from praxis_lite.run.trainer.hooks.reports import MetricsFiles, Progress
+from praxis_lite.run.trainer.hooks.saves import Saves
+from praxis_lite.run.trainer.hooks.skipped_steps import SkippedSteps
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.run.trainer.metrics.progress import ProgressLine
+
+# Returns the hooks that tools add to a job, which the run does not know: `main.py` names them.
+MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
+
+
+def hooks_of(job: JobOnMesh, progress: ProgressLine, more: MoreHooks) -> list[Hook]:
+    """Returns the hooks of a job: those of every job, of tools, and of its experiment."""
+    return [
+        *more(job),
+        # Files come first: what is said or raised after them is on disk.
+        MetricsFiles(job), Progress(job, progress), LossSpikes(job), SkippedSteps(job),
+        EarlyStops(job), Evaluations(job),
+        *job.hooks,
+        Saves(job),
+    ]
