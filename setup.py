@@ -22,7 +22,7 @@ SOURCES = [
     # The checksums of TFRecord files, without loading tensorflow.
     "google-crc32c>=1.9,<2",
     # Images in files and in datasets.
-    "pillow>=12",
+    "pillow>=13,<14",
     # Tfds; it imports importlib-resources, and does not say so.
     "tensorflow-datasets>=4.9.10,<5",
     "importlib-resources>=6",

@@ -58,6 +58,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.inputs.tokenizers.loading import load_tokenizer
     from praxis_lite.layers.whole_model.quantization import quantized
     from praxis_lite.tools.huggingface.model import load
+    from praxis_lite.tools.plan.search_report import picture
     from praxis_lite.tools.plan.topology import topology_of
 
     def file(name: str, content: bytes = b"\0" * 64) -> str:
@@ -85,6 +86,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "FromDataset": lambda: FromDataset(dict, 2).check(),
         "quantized": lambda: quantized(model=nnx.Linear, rules=[], rngs=nnx.Rngs(0)),
         "load of Hugging Face": lambda: load(GOLDENS / "hf/llama"),
+        "the picture of a search": lambda: picture([], None, folder / "pareto.png"),
         "--topology": lambda: topology_of("v5e:2x4"),
         "vision.digits": lambda: vision.digits("train"),
     }
