@@ -50,7 +50,7 @@ Forms = Sequence[type[ForeignCheckpoint]]
 
 
 def located(
-    key: str, rules: CheckpointLoadingRules, forms: Forms
+    key: str, rules: CheckpointLoadingRules, forms: Forms = ()
 ) -> tuple[Path, int | Literal["best"] | None]:
     """Returns the directory of all steps, and which of them is meant.
 
