@@ -25,7 +25,7 @@ from praxis_lite.core import (
 from praxis_lite.layers import Linear
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
-from tests.support.job_runs import succeed
+from tests.support.job_runs import launch, lines_of, succeed
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")
 BLOCKS = {
@@ -178,9 +178,27 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
     np.testing.assert_allclose(found["long"], (long.mean(), long.size), rtol=1e-5)
 
 
+def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (line,) = re.findall(r"^    python main.py (--packages=.*LoggedSpirals.*)$", PAGE, re.MULTILINE)
+
+    def train(num_steps, every=2):
+        return launch(*line.split(), "--set", f"run.num_train_steps={num_steps}",
+                      f"hooks[0].every={every}", "run.log_every_steps=1")
+
+    assert train(4).code == 0
+    assert train(6).code == 0
+    logged = [text.split(",") for text in Path("loss.csv").read_text().splitlines()]
+    losses = {step["step"]: step["loss"] for step in lines_of(Path("spirals/metrics.jsonl"))}
+    assert [int(step) for step, _ in logged] == [2, 4, 6]
+    np.testing.assert_allclose([float(x) for _, x in logged], [losses[k] for k in (2, 4, 6)], 1e-5)
+    refused = train(8, every=0)
+    assert refused.code == 2 and "hooks[0].every" in refused.err and "0" in refused.err
+
+
 def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folder):
     monkeypatch.chdir(folder)
-    (line,) = re.findall(r"^    python main.py (--packages=your_package .*)$", PAGE, re.MULTILINE)
+    (line,) = re.findall(r"^    python main.py (--packages=.*modes.Weights.*)$", PAGE, re.MULTILINE)
     line = line.replace("lm.PyDocs", "nnx_guide.DotReluDot").split()
     done = succeed(*line)
     total, *largest = done.out.splitlines()[-3:]
