@@ -25,8 +25,9 @@ _FUNCTIONS_OF = (
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 # Classes that act, or that no setting holds.
 _NOT_FOR_CONFIGS = {
-    "Checkpoints", "ConfigError", "InputsSplitMapping", "JobMesh", "LOAD_ALL", "Leaf",
-    "LossOutputs", "Outcome", "SaveSettings", "SplitDims", "TrainedModel", "WeightedScalars",
+    "BadExample", "Checkpoints", "ConfigError", "FileSource", "Hook",
+    "InputsSplitMapping", "JobMesh", "LOAD_ALL", "Leaf", "LossOutputs", "Outcome", "SaveSettings",
+    "Source", "SplitDims", "StepMade", "StepMetrics", "TrainedModel", "WeightedScalars",
 }
 
 
@@ -44,8 +45,8 @@ PUBLIC = {
     package: _for_configs(package, homes_of(package))
     for package in (
         "praxis_lite", "praxis_lite.collectives", "praxis_lite.core", "praxis_lite.decode",
-        "praxis_lite.inputs",
-        "praxis_lite.inputs.numpy_data", "praxis_lite.inputs.tf_data", *_FUNCTIONS_OF,
+        "praxis_lite.inputs", "praxis_lite.inputs.numpy_data", "praxis_lite.inputs.tf_data",
+        *_FUNCTIONS_OF,
     )
 }
 
