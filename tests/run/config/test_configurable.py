@@ -158,7 +158,8 @@ REFUSED = """
     praxis_lite:Checkpoints praxis_lite:SaveSettings praxis_lite.core:records_of
     praxis_lite.core:decide_shardings praxis_lite.decode:for_tokenizer
     praxis_lite.inputs:about_python praxis_lite.inputs:language_reference
-    praxis_lite.inputs:spec_of praxis_lite.inputs.tokenizers:JsonTokenizer
+    praxis_lite.inputs:spec_of praxis_lite.inputs:BadExample praxis_lite.inputs:Source
+    praxis_lite:Hook praxis_lite.inputs.tokenizers:JsonTokenizer
     praxis_lite.tools.huggingface:settings_in praxis_lite.tools.pax:read_pax_checkpoint
     praxis_lite.tools.testing:check_on_meshes praxis_lite.tools.nnx:mdl_vars_from_nnx
     praxis_lite.tasks.language_model:outputs_of_logits
