@@ -1,6 +1,5 @@
 """Looks at an experiment's data without its model: makes it ready, or prints a digest of it."""
 
-import argparse
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m praxis_lite.inputs", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command", metavar="{digest,prepare}")
+    commands = parser.add_subparsers(required=True, metavar="{digest,prepare}")
     one = commands.add_parser(
         "digest", help="SHA-256 of whole batches",
         description="Prints the SHA-256 of the global batches of a dataset. It is the same for "
@@ -35,22 +34,21 @@ def _run(argv: Sequence[str] | None) -> None:
         description="Checks all datasets of an experiment: files are indexed and tokenised on all "
         "cores, and what is wrong with them is told. A job that starts then finds all of it ready.",
     )
-    for command in (one, other):
+    for command, function in ((one, _print_digest), (other, _prepare)):
+        command.set_defaults(command=function)
         command.add_argument("--exp", metavar="NAME", required=True, help="as of main.py")
         command.add_argument("--packages", metavar="NAME,...", default="", help="as of main.py")
         command.add_argument("--set", dest="settings", metavar="path=value", nargs="+", default=[],
                              action="extend", help="as of main.py")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("praxis_lite").setLevel(logging.INFO)
-    args = parser.parse_args(argv)
-    pipelines = _pipelines(args)
-    if args.command == "prepare":
-        _prepare(pipelines)
-    else:
-        _print_digest(args, pipelines)
+    options = vars(parser.parse_args(argv))
+    command, exp = options.pop("command"), options.pop("exp")
+    pipelines = _pipelines(exp, options.pop("settings"), options.pop("packages"))
+    command(pipelines, exp, **options)
 
 
-def _prepare(pipelines: Mapping[str, InputPipeline]) -> None:
+def _prepare(pipelines: Mapping[str, InputPipeline], exp: str) -> None:
     from praxis_lite.inputs.batches import check_data
 
     for name, pipeline in pipelines.items():
@@ -62,31 +60,29 @@ def _prepare(pipelines: Mapping[str, InputPipeline]) -> None:
         print(f"{name}: {batches} of {pipeline.batch_size} rows, ready in {seconds:.1f} s")
 
 
-def _print_digest(args: argparse.Namespace, pipelines: Mapping[str, InputPipeline]) -> None:
-    if args.dataset not in pipelines:
+def _print_digest(
+    pipelines: Mapping[str, InputPipeline], exp: str, *, dataset: str, processes: int,
+    batches: int, start: int,
+) -> None:
+    if dataset not in pipelines:
         raise ConfigError(
-            f"--dataset={args.dataset}: {args.exp} has the datasets {sorted(pipelines)}."
-            f"{did_you_mean(args.dataset, pipelines)}"
+            f"--dataset={dataset}: {exp} has the datasets {sorted(pipelines)}."
+            f"{did_you_mean(dataset, pipelines)}"
         )
-    found = stream_digest(
-        pipelines[args.dataset], args.batches, start=args.start, num_processes=args.processes
-    )
+    digest = stream_digest(pipelines[dataset], batches, start=start, num_processes=processes)
     print(
-        f"{found}  {args.dataset} of {args.exp}, batches {args.start} to "
-        f"{args.start + args.batches - 1}, processes={args.processes}"
+        f"{digest}  {dataset} of {exp}, batches {start} to {start + batches - 1}, "
+        f"processes={processes}"
     )
 
 
-def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
+def _pipelines(exp: str, settings: Sequence[str], packages: str) -> dict[str, InputPipeline]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Data needs no accelerator.
     from praxis_lite.run.config.build import build
-    from praxis_lite.run.config.class_attributes import configured
-    from praxis_lite.run.experiment import registry
+    from praxis_lite.run.experiment.launched_config import config_of_experiment
 
-    packages = [name for name in args.packages.split(",") if name]
-    experiment = registry.get_experiment(args.exp, packages)
-    config = configured(experiment, args.settings, registry.allowed_packages(packages))
-    return build(config.datasets)
+    listed = [name for name in packages.split(",") if name]
+    return build(config_of_experiment(exp, settings, listed).config.datasets)
 
 
 if __name__ == "__main__":

@@ -26,31 +26,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    options = vars(_parser().parse_args(argv))
+    command, job_log_dir = options.pop("command"), options.pop("job_log_dir")
     try:
-        return args.command(args, tools.steps_directory(args.job_log_dir))
+        return command(tools.steps_directory(job_log_dir), **options)
     finally:
         _progress("", 1.0)
 
 
-def _ls(args: argparse.Namespace, directory: Path) -> int:
+def _ls(directory: Path, *, step: int | None) -> int:
     steps = tools.list_steps(directory, _progress)
-    if args.step is not None:
-        steps = [one for one in steps if one.name.partition(".")[0] == str(args.step)]
+    if step is not None:
+        steps = [one for one in steps if one.name.partition(".")[0] == str(step)]
     _print(tools.listing(steps))
     return 0
 
 
-def _show(args: argparse.Namespace, directory: Path) -> int:
-    step_dir = tools.step_dir_of(directory, args.step)
+def _show(directory: Path, *, step: int | None) -> int:
+    step_dir = tools.step_dir_of(directory, step)
     _print([str(step_dir), *tools.description(step_dir)])
     return 0
 
 
-def _verify(args: argparse.Namespace, directory: Path) -> int:
-    steps = step_dirs.numbered_steps(directory) if args.step is None else [args.step]
-    if args.step is not None and not (directory / str(args.step)).is_dir():
-        tools.step_dir_of(directory, args.step)  # Says which there are.
+def _verify(directory: Path, *, step: int | None) -> int:
+    steps = step_dirs.numbered_steps(directory) if step is None else [step]
+    if step is not None and not (directory / str(step)).is_dir():
+        tools.step_dir_of(directory, step)  # Says which there are.
     if not steps:
         raise ConfigError(f"{directory} has no step to verify, only what was set aside.")
     status = 0
@@ -61,14 +62,16 @@ def _verify(args: argparse.Namespace, directory: Path) -> int:
     return int(status)
 
 
-def _diff(args: argparse.Namespace, directory: Path) -> int:
-    other = directory if args.other is None else tools.steps_directory(args.other)
-    step, other_step = args.step, args.other_step
-    if step is None and other == directory:
+def _diff(
+    directory: Path, *, other: str | None, step: int | None, other_step: int | None
+) -> int:
+    other_directory = directory if other is None else tools.steps_directory(other)
+    if step is None and other_directory == directory:
         steps = step_dirs.committed_steps(directory)
         newer = max(steps, default=0) if other_step is None else other_step
         step = max((one for one in steps if one < newer), default=None)
-    first, second = tools.step_dir_of(directory, step), tools.step_dir_of(other, other_step)
+    first = tools.step_dir_of(directory, step)
+    second = tools.step_dir_of(other_directory, other_step)
     if first == second:
         raise ConfigError(
             f"Both sides are {first}. Name another job, or two steps with --step and --other_step."
@@ -82,10 +85,10 @@ def _diff(args: argparse.Namespace, directory: Path) -> int:
     return int(is_different)
 
 
-def _digest(args: argparse.Namespace, directory: Path) -> int:
-    step_dir = tools.step_dir_of(directory, args.step)
+def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
+    step_dir = tools.step_dir_of(directory, step)
     digests = leaf_digests(step_dir, _progress)
-    if args.leaves:
+    if leaves:
         _print([f"{digest}  {path}" for path, digest in digests.items()])
     _print([f"{combined(digests)}  {step_dir}"])
     return 0
