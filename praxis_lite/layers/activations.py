@@ -38,6 +38,11 @@ def _folded(name: str) -> str:
 _BY_FOLDED_NAME = {_folded(name): function for name, function in ACTIVATIONS.items()}
 
 
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """Returns logits within +-cap by a tanh; a cap of 0 leaves them as they are."""
+    return cap * jnp.tanh(logits / cap) if cap > 0.0 else logits
+
+
 def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn:
     """Returns the function that a layer's `activation` stands for.
 

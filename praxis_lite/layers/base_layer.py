@@ -73,6 +73,18 @@ def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(weight, like.shape).astype(like.dtype)
 
 
+def filled_up(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
+    """Returns `x` with zeros at the end of a dim, or as `settings` of `jnp.pad` say."""
+    missing = length - x.shape[dim]
+    widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
+    return jnp.pad(x, widths, **settings) if missing else x
+
+
+def to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
+    """Returns `x`, `filled_up` to the next multiple of `size`."""
+    return filled_up(x, -(-x.shape[dim] // size) * size, dim, **settings)
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """How a dense layer multiplies its inputs and its weight: exactly, in the inputs' dtype.

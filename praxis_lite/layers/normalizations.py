@@ -1,8 +1,4 @@
-"""Layer norm, RMS norm and norms of nothing or of weights, in float32. Names and maths are Pax's.
-
-Every norm is called as (inputs, paddings=None, *, key=None), so that one can stand for another in
-a template; those here use neither: they compute the same in training and in evaluation.
-"""
+"""Layer norm, RMS norm, and norms of nothing or of weights, in float32. Names and maths: Pax's."""
 
 import math
 
@@ -26,8 +22,8 @@ def check_epsilon(layer: object, epsilon: float) -> None:
     require(is_right, f"{type(layer).__name__}.epsilon", epsilon, "a number of 0 or more")
 
 
-class _LastDimNorm(BaseLayer):
-    """Returns inputs [..., dim] normalized over the last dim, in their dtype."""
+class Norm(BaseLayer):
+    """A layer that can stand where another norm does in a template: all are called alike."""
 
     def __call__(
         self,
@@ -35,6 +31,25 @@ class _LastDimNorm(BaseLayer):
         paddings: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Args: inputs [..., dim]; paddings [...], or its first dims, 1.0 where not to look.
+
+        Those over the last dim use neither paddings nor key: they compute the same in training and
+        in evaluation.
+        """
+        return self._outputs(inputs, paddings, key)
+
+    def _outputs(
+        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
+    ) -> jax.Array:
+        raise NotImplementedError
+
+
+class _LastDimNorm(Norm):
+    """Returns inputs [..., dim] normalized over the last dim, in their dtype."""
+
+    def _outputs(
+        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
         outputs = self._normalized(inputs.astype(jnp.float32)).astype(inputs.dtype)
         return constrain(outputs, self.activation_split_dims_mapping)
@@ -144,18 +159,14 @@ class RmsNormNoScale(_LastDimNorm):
         return _over_rms(x, self.epsilon)
 
 
-class IdentityNorm(BaseLayer):
+class IdentityNorm(Norm):
     """Returns its inputs; stands in a template where no norm is wanted."""
 
     def __init__(self, dim: int = 0, *, rngs: nnx.Rngs | None = None):
         pass
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
+    def _outputs(
+        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
         return inputs
 

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,9 +117,51 @@ class Source(abc.ABC):
             except BadExample as error:
                 yield index, error
 
+    def made_of(
+        self, part: Part, make: Callable[[Example, int], Any], left_out: Counter[str]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields (number, `make(example, number)`) of a part.
+
+        Examples with a fault to `skip`, or of which a str is made, are counted by that instead.
+        """
+        for number, example in self.read(part.start, part.stop):
+            try:
+                if isinstance(example, BadExample):
+                    raise example
+                made = make(example, number)
+            except BadExample as error:
+                if error.fault not in self.skip:
+                    raise
+                made = error.fault
+            if isinstance(made, str):
+                left_out[made] += 1
+            else:
+                yield number, made
+
 
 @dataclasses.dataclass(eq=False)
-class FileSource(Source):
+class GlobSource(Source):
+    """Source over the files that globs name.
+
+    Args:
+      files: globs, separated by commas; `**` and `~` work.
+      skip: names of FAULTS: examples with one are left out and counted. Without: an error.
+      cache_dir: where indexes and what else is derived are kept. None: the folder `.praxis_lite`
+        beside the first file.
+    """
+
+    files: str
+    _: dataclasses.KW_ONLY
+    skip: tuple[str, ...] = ()
+    cache_dir: str | None = None
+
+    @property
+    def location(self) -> str:
+        return self.files
+
+
+@dataclasses.dataclass(eq=False)
+class FileSource(GlobSource):
     """Source over files, each with an index.
 
     An index is made when it is first needed, made again where its file has changed, and compared
@@ -126,19 +169,13 @@ class FileSource(Source):
     sorted by name.
 
     Args:
-      files: globs, separated by commas; `**` and `~` work.
-      skip: names of FAULTS: examples with one are left out and counted. Without: an error.
-      cache_dir: where indexes and what else is derived are kept. None: the folder `.praxis_lite`
-        beside the first file.
+      files, skip, cache_dir: as of all sources of files.
       make: a function that is called if there are no files, with a folder: it writes them there, or
         returns the examples of the one file that `files` names. Whole, they are moved into the
         folder of the first glob, over no other file. None: no files are an error.
     """
 
-    files: str
     _: dataclasses.KW_ONLY
-    skip: tuple[str, ...] = ()
-    cache_dir: str | None = None
     make: Make | None = None
 
     @abc.abstractmethod
@@ -151,10 +188,6 @@ class FileSource(Source):
     @abc.abstractmethod
     def example(self, index: FileIndex, row: int) -> Example:
         """Returns an example of a file, counted from 0. Raises BadExample."""
-
-    @property
-    def location(self) -> str:
-        return self.files
 
     @functools.cached_property
     def paths(self) -> list[str]:

@@ -12,7 +12,13 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
 from praxis_lite.core.optional_packages import require_package
-from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
+from praxis_lite.inputs.sources.base import (
+    Example,
+    GlobSource,
+    Part,
+    ranges_of_parts,
+    settings_alone,
+)
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import unreadable
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
@@ -27,32 +33,18 @@ class _Listed(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class _FilePerExample(Source):
+class _FilePerExample(GlobSource):
     """Source over files, sorted by name: each file is an example.
 
     They are listed, not read, when the source is first used; a file that has another size or time
     of change when it is read is refused by name. The fingerprint has names and sizes.
-
-    Args:
-      files: globs, separated by commas; `**` and `~` work.
-      skip: names of FAULTS: examples with one are left out and counted. Without: an error.
-      cache_dir: where what is derived is kept. None: `.praxis_lite` beside the first file.
     """
-
-    files: str
-    _: dataclasses.KW_ONLY
-    skip: tuple[str, ...] = ()
-    cache_dir: str | None = None
 
     largest = 4 << 30  # Bytes of a file: a sparse one may seem to have any number.
 
     @abc.abstractmethod
     def decoded(self, data: bytes, path: str) -> Example:
         """Returns the example of a file's bytes."""
-
-    @property
-    def location(self) -> str:
-        return self.files
 
     @functools.cached_property
     def listed(self) -> list[_Listed]:

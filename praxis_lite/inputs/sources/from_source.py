@@ -15,7 +15,7 @@ from praxis_lite.inputs.base import NumberedPipeline, described, spec_of_rows, z
 from praxis_lite.inputs.leaves import stacked
 from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
 from praxis_lite.inputs.sources.derived import code_of, derived, left_out
-from praxis_lite.inputs.sources.faults import BadExample, applied
+from praxis_lite.inputs.sources.faults import applied
 from praxis_lite.inputs.sources.file_index import Made
 
 if TYPE_CHECKING:
@@ -81,24 +81,18 @@ class FromSource(NumberedPipeline):
         return self._wanted[1]
 
     def _made(self, part: Part) -> Made:
-        rows, faults = [], collections.Counter()
-        for number, example in self.source.read(part.start, part.stop):
-            try:
-                if isinstance(example, BadExample):
-                    raise example
-                where = self.source.where(number)
-                if self.keep is not None and not applied(self.keep, example, where):
-                    faults["filtered"] += 1
-                    continue
-                if self.source.skip:
-                    self._transformed(example, number)
-            except BadExample as error:
-                if error.fault not in self.source.skip:
-                    raise
-                faults[error.fault] += 1
-                continue
-            rows.append(number - part.start)
-        return {"left_out": dict(faults)}, {"rows": np.array(rows, np.int32)}
+        missing = collections.Counter()
+        rows = [n - part.start for n, _ in self.source.made_of(part, self._why_not, missing)]
+        return {"left_out": dict(missing)}, {"rows": np.array(rows, np.int32)}
+
+    def _why_not(self, example: Example, number: int) -> str | None:
+        """Returns "filtered" for an example that `keep` does not want, else None."""
+        where = self.source.where(number)
+        if self.keep is not None and not applied(self.keep, example, where):
+            return "filtered"
+        if self.source.skip:
+            self._transformed(example, number)  # Its faults are found now.
+        return None
 
     def _transformed(self, example: Example, number: int) -> Mapping[str, Any]:
         if self.transform is None:

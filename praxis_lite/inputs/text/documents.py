@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.sources.base import Part, Source, settings_alone
+from praxis_lite.inputs.base import NumberedPipeline
+from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
 from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived, left_out
-from praxis_lite.inputs.sources.faults import BadExample, applied
+from praxis_lite.inputs.sources.faults import applied
 from praxis_lite.inputs.sources.file_index import Made
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS, require_percent
@@ -102,29 +103,24 @@ class Documents:
     def _made(self, part: Part) -> Made:
         """Returns the kept record of the examples of a part."""
         documents: list[Tokens] = []
-        chosen_lengths, rows, places, faults = [], [], [], collections.Counter()
+        chosen_lengths, rows, places, missing = [], [], [], collections.Counter()
         largest, largest_row = -1, -1
-        for number, example in self.source.read(part.start, part.stop):
-            try:
-                if isinstance(example, BadExample):
-                    raise example
-                found = self._of_example(example, number)
-            except BadExample as error:
-                if error.fault not in self.source.skip:
-                    raise
-                faults[error.fault] += 1
-                continue
+
+        def made(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
+            """Returns the tokens of an example, and its place of 100, by its content."""
+            found = self._of_example(example, number)
             if isinstance(found, str):
-                faults[found] += 1
-                continue
+                return found
+            if isinstance(found, Pair):
+                content = json.dumps(example, sort_keys=True, default=repr).encode()
+                return found, int(hashlib.sha256(content).hexdigest(), 16) % 100
+            digest = hashlib.sha256(found.ids.tobytes() + found.is_answer.tobytes())
+            return found, int.from_bytes(digest.digest()[:8], "little") % 100
+
+        for number, (found, place) in self.source.made_of(part, made, missing):
             if isinstance(found, Pair):
                 chosen_lengths.append(len(found.chosen.ids))
-                content = json.dumps(example, sort_keys=True, default=repr).encode()
-                place = int(hashlib.sha256(content).hexdigest(), 16) % 100
                 found = Tokens(*map(np.concatenate, zip(*found, strict=True)))
-            else:
-                digest = hashlib.sha256(found.ids.tobytes() + found.is_answer.tobytes())
-                place = int.from_bytes(digest.digest()[:8], "little") % 100
             documents.append(found)
             rows.append(number - part.start)
             places.append(place)
@@ -144,7 +140,7 @@ class Documents:
                 arrays["answers"] = np.concatenate(
                     [np.empty(0, bool), *(one.is_answer for one in documents)]
                 )
-        values = {"left_out": dict(faults), "largest": largest, "largest_row": largest_row}
+        values = {"left_out": dict(missing), "largest": largest, "largest_row": largest_row}
         return values, arrays
 
     def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
@@ -260,3 +256,17 @@ class Documents:
 
     def __getstate__(self) -> dict[str, Any]:
         return settings_alone(self)
+
+
+class OfDocuments(NumberedPipeline):
+    """A pipeline whose ids are those of `documents`."""
+
+    documents: Documents
+
+    def largest_id(self) -> int:
+        """Returns the largest id of all documents."""
+        return self.documents.largest_id()[0]
+
+    def place_of_largest_id(self) -> str:
+        """Returns where the largest id is first: "file:line"."""
+        return self.documents.largest_id()[1]

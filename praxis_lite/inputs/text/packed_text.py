@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.base import NumberedPipeline, lm_spec, spec_of
+from praxis_lite.inputs.base import lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.text.corpus import SPLITS
-from praxis_lite.inputs.text.documents import Documents
+from praxis_lite.inputs.text.documents import Documents, OfDocuments
 from praxis_lite.inputs.text.packing import (
     WINDOW,
     Packing,
@@ -32,7 +32,7 @@ TOO_LONG = ("split", "refuse", "drop", "cut")
 
 
 @dataclasses.dataclass(eq=False)
-class PackedText(NumberedPipeline):
+class PackedText(OfDocuments):
     """Rows for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`: [B, T].
 
     `segment_ids` count the documents of a row from 1, and are 0 where there is none; attention
@@ -186,14 +186,6 @@ class PackedText(NumberedPipeline):
     def tokenizer(self) -> Tokenizer:
         """The documents' own."""
         return self.documents.tokenizer
-
-    def largest_id(self) -> int:
-        """Returns the largest id of all documents."""
-        return self.documents.largest_id()[0]
-
-    def place_of_largest_id(self) -> str:
-        """Returns where the largest id is first: "file:line"."""
-        return self.documents.largest_id()[1]
 
     def tokens_per_row(self) -> float:
         """Returns the mean number of labels with a weight above 0 in a row."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.base import NumberedPipeline, spec_of
+from praxis_lite.inputs.base import spec_of
 from praxis_lite.inputs.sources.base import Source, settings_alone
 from praxis_lite.inputs.sources.json_lines import JsonLines
 from praxis_lite.inputs.text.about_python import about_python
 from praxis_lite.inputs.text.corpus import SPLITS
-from praxis_lite.inputs.text.documents import Documents
+from praxis_lite.inputs.text.documents import Documents, OfDocuments
 from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.loading import as_tokenizer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False)
-class PreferenceData(NumberedPipeline):
+class PreferenceData(OfDocuments):
     """Pairs for `DpoTask`: `ids`, `labels`, `answers` [B, 2, T], `weights` [B]; chosen first.
 
     Examples are pairs as TRL reads them: {"prompt", "chosen", "rejected"}, each a text or a list
@@ -113,14 +113,6 @@ class PreferenceData(NumberedPipeline):
     def pairs(self) -> list[Pair]:
         """The tokens of the split's pairs, in the files' order."""
         return [self.documents.pair(number) for number in self._numbers]
-
-    def largest_id(self) -> int:
-        """Returns the largest id of all pairs."""
-        return self.documents.largest_id()[0]
-
-    def place_of_largest_id(self) -> str:
-        """Returns where the largest id is first: "file:line"."""
-        return self.documents.largest_id()[1]
 
     @property
     def num_examples(self) -> int:

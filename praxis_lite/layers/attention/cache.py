@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.layers.base_layer import filled_up
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]
@@ -42,13 +43,13 @@ def empty_cache(
 
 
 def append(cache: Cache, new: Cache, positions: jax.Array) -> Cache:
-    """Returns the cache with T new keys and values [B, T, G, K] from each row's first position."""
+    """Returns the cache with T new entries [B, T, ...] from each row's first position on."""
     start_B = jnp.broadcast_to(positions, new["key"].shape[:2])[:, 0]
 
     def write_row(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0, 0))
+        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=0)
 
-    return {name: jax.vmap(write_row)(cache[name], new[name], start_B) for name in ("key", "value")}
+    return {name: jax.vmap(write_row)(cache[name], x, start_B) for name, x in new.items()}
 
 
 def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cache:
@@ -71,4 +72,4 @@ def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cach
         )
         for name in ("key", "value")
     }
-    return kept | {"encoded_visible": jnp.pad(visible_BS, ((0, 0), (0, room - length)))}
+    return kept | {"encoded_visible": filled_up(visible_BS, room, 1)}

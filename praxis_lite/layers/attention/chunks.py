@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from praxis_lite.core.sharding.varying import varying_alike
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
+from praxis_lite.layers.base_layer import filled_up
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head, C queries or keys of a chunk.
@@ -73,10 +74,10 @@ class _Chunks:
         return self.q, self.k, self.v, self.q_index, seen
 
     def padded_rows(self, x: Any, mode: str = "constant") -> Any:
-        return _padded(x, self.num_q * self.q_size, mode)
+        return None if x is None else filled_up(x, self.num_q * self.q_size, 1, mode=mode)
 
     def padded_columns(self, x: Any) -> Any:
-        return _padded(x, self.num_kv * self.kv_size, "constant")
+        return None if x is None else filled_up(x, self.num_kv * self.kv_size, 1)
 
     def rows(self, x: Any, i: jax.Array, dim: int = 1) -> Any:
         return _part(x, i, self.q_size, dim)
@@ -114,13 +115,6 @@ class _Chunks:
 
 def _part(x: Any, i: jax.Array, size: int, dim: int) -> Any:
     return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=dim)
-
-
-def _padded(x: Any, length: int, mode: str) -> Any:
-    if x is None or x.shape[1] == length:
-        return x
-    room = [(0, length - x.shape[1]) if dim == 1 else (0, 0) for dim in range(x.ndim)]
-    return jnp.pad(x, room, mode=mode)
 
 
 def _forward(q, k, v, mask, options, chunk_size):

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 from praxis_lite.layers.stochastics import Dropout
 
@@ -49,9 +50,7 @@ class LogitOptions:
 
     def applied(self, logits: jax.Array) -> jax.Array:
         """Returns the logits scaled and capped."""
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return self.cap * jnp.tanh(logits / self.cap) if self.cap > 0.0 else logits
+        return soft_cap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 
 def einsum_attention(

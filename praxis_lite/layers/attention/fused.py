@@ -15,6 +15,7 @@ from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, w
 from praxis_lite.core.sharding.varying import varying_axes, varying_over
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.base_layer import to_multiple
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.
@@ -93,7 +94,7 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
-    q, k, v = (_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
+    q, k, v = (to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
     # Keys that are padding, of the input or of a block, are a segment that no query is of.
     needs_segments = (
@@ -109,8 +110,8 @@ def splash_attention(
         if mask.kv_visible_BS is not None:
             kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
         segments = (
-            _to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
-            _to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, fill=-1),
+            to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
+            to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, constant_values=-1),
         )
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
@@ -223,10 +224,10 @@ def per_device(
         # Each device then has all of the keys' heads that its queries read.
         k_BSGK, v_BSGK = (jnp.repeat(x, N // G, axis=2) for x in (k_BSGK, v_BSGK))
     q, k, v = (
-        _to_multiple(_to_multiple(x, num_head_shards, dim=2), num_row_shards, dim=0)
+        to_multiple(to_multiple(x, num_head_shards, dim=2), num_row_shards, dim=0)
         for x in (q_BTNK, k_BSGK, v_BSGK)
     )
-    rest = tuple(_to_multiple(x, num_row_shards, dim=0) for x in rest)
+    rest = tuple(to_multiple(x, num_row_shards, dim=0) for x in rest)
     of_heads = PartitionSpec(rows, None, heads, None)
     of_rest = tuple(PartitionSpec(rows) for _ in rest)
     outputs = _without_vma(attend, (of_heads,) * 3, of_rest, auto_axes)(q, k, v, *rest)
@@ -272,12 +273,3 @@ def _without_vma(
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return attended_inside if is_inside else attended
-
-
-def _to_multiple(x: jax.Array, size: int, *, dim: int, fill: int = 0) -> jax.Array:
-    """Returns `x` with `dim` padded to a multiple of `size`."""
-    room = -x.shape[dim] % size
-    if not room:
-        return x
-    widths = [(0, room) if d == dim else (0, 0) for d in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=fill)

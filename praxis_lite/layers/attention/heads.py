@@ -19,7 +19,7 @@ from praxis_lite.layers.attention.projections import (
     OneHeadedAttentionProjection,
     PerDimScale,
 )
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base_layer import BaseLayer, filled_up
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
@@ -198,5 +198,4 @@ class AttentionHeads(BaseLayer):
         heads = weight.reshape(*shape[:dim], old, -1, *shape[dim + 1 :])
         if is_kv:
             heads = jnp.repeat(heads, num_copies, axis=dim)
-        missing = [(0, new - n if d == dim else 0) for d, n in enumerate(heads.shape)]
-        return jnp.pad(heads, missing).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        return filled_up(heads, new, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])

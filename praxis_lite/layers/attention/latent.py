@@ -10,12 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.layers.attention.cache import Cache, append
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base_layer import BaseLayer, Product, require_positive
+from praxis_lite.layers.base_layer import BaseLayer, Product, filled_up, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
@@ -23,7 +24,6 @@ from praxis_lite.layers.stochastics import Dropout
 
 # B batch, T queries, S keys, D model dims, N heads, K dims of a head without position, R those that
 # rotate, V dims of a value, L dims of the latent.
-Cache = dict[str, jax.Array]
 
 
 class MultiHeadLatentAttention(BaseLayer):
@@ -170,10 +170,7 @@ class MultiHeadLatentAttention(BaseLayer):
             )
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:
-            start_B = jnp.broadcast_to(positions, inputs.shape[:2])[:, 0]
-            cache = self._cache_laid_out({
-                name: jax.vmap(_written)(cache[name], new[name], start_B) for name in cache
-            })
+            cache = self._cache_laid_out(append(cache, new, positions))
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
         encoded_BTNV = checkpoint_name(self._laid_out(encoded_BTNV.astype(inputs.dtype)), "context")
@@ -203,10 +200,13 @@ class MultiHeadLatentAttention(BaseLayer):
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
         k_BSNR = jnp.broadcast_to(new["key"][:, :, None], (*k_BSNK.shape[:3], R))
         # Kernels have values of the size of keys.
-        v = jnp.pad(v_BSNV, [(0, 0)] * 3 + [(0, max(K + R - V, 0))])
-        q, k = jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1)
-        missing = [(0, 0)] * 3 + [(0, v.shape[-1] - (K + R))]
-        return self._attend(jnp.pad(q, missing), jnp.pad(k, missing), v, mask, key)[..., :V]
+        q, k, v = (
+            filled_up(x, max(K + R, V), dim=3) for x in (
+                jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1),
+                v_BSNV,
+            )
+        )
+        return self._attend(q, k, v, mask, key)[..., :V]
 
     def _over_latents(
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
@@ -221,7 +221,7 @@ class MultiHeadLatentAttention(BaseLayer):
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
         latents = cache["latent"].astype(q.dtype)
         k = jnp.concatenate([latents, cache["key"].astype(q.dtype)], -1)[:, :, None]
-        v = jnp.pad(latents, [(0, 0), (0, 0), (0, R)])[:, :, None]
+        v = filled_up(latents, L + R, dim=2)[:, :, None]
         seen_BTNL = self._attend(q, k, v, mask, key, has_cache=True)[..., :L]
         return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
 
@@ -252,7 +252,3 @@ class MultiHeadLatentAttention(BaseLayer):
 
 def _plus(x: jax.Array, bias: Bias | None) -> jax.Array:
     return x if bias is None else bias(x)
-
-
-def _written(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0))

@@ -9,6 +9,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.base_layer import (
     AuxLoss,
     BaseLayer,
@@ -142,8 +143,7 @@ class FullSoftmax(BaseLayer):
         return inputs if split is None else constrain(inputs, tuple(split)[: inputs.ndim - 1])
 
     def _activated(self, logits: jax.Array) -> jax.Array:
-        cap = self.soft_cap_logits
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return soft_cap(logits, self.soft_cap_logits or 0.0)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns float32 logits [..., V] of inputs [..., D]: Pax's get_logits."""

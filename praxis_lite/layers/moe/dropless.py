@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.sharding.split_dims import SplitDims
+from praxis_lite.layers.base_layer import to_multiple
 from praxis_lite.layers.moe.dispatch import combine, dispatch
 from praxis_lite.layers.moe.experts import Glu, Weights, first_axes, through_experts
 
@@ -68,8 +69,8 @@ def dropless(
         return on_device(x_BTD, experts_BTK, gates_BTK, weights)
     batch_split, expert_split = PartitionSpec(token_axes), PartitionSpec(expert_axes or None)
     # shard_map takes what divides: rows without tokens, and experts without rows, fill up.
-    arrays = [_filled_up(x, num_token_shards) for x in (x_BTD, experts_BTK, gates_BTK)]
-    weights = {name: _filled_up(w, num_expert_shards) for name, w in weights.items()}
+    arrays = [to_multiple(x, num_token_shards) for x in (x_BTD, experts_BTK, gates_BTK)]
+    weights = {name: to_multiple(w, num_expert_shards) for name, w in weights.items()}
     if mesh.manual_axes:
         # JAX (0.10 to 0.12) cannot lower the gradient of a shard_map inside another if it keeps
         # values of the forward pass: they are computed again.
@@ -85,11 +86,6 @@ def dropless(
 
 def _num_experts(weights: Weights) -> int:
     return next(iter(weights.values())).shape[0]
-
-
-def _filled_up(x: jax.Array, num_shards: int) -> jax.Array:
-    missing = -x.shape[0] % num_shards
-    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
 def _sent(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
 from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_seats
 
@@ -184,7 +185,7 @@ class Gating:
           correction_E: of score_func "sigmoid", see `routing.experts_by_group`.
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
-        logits_GSE = routing.soft_cap(logits_GSE, self.gating_logit_cap)
+        logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)
         if self.score_func == "sigmoid":
             experts_GSK, gates_GSK = routing.experts_by_group(
                 logits_GSE, correction_E, is_token_GS, self.num_experts_per_token,

@@ -24,11 +24,6 @@ def expert_capacity(
     return min(max(capacity_dim, 1), group_size)
 
 
-def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """Returns logits within +-cap by a tanh; a cap of 0 leaves them as they are."""
-    return cap * jnp.tanh(logits / cap) if cap > 0.0 else logits
-
-
 def choose_experts(
     logits_GSE: jax.Array,
     is_token_GS: jax.Array,
@@ -74,13 +69,8 @@ def top_k_experts(
     The gates of a token add up to 1, but for K = 1, where the gate is the probability (as Switch
     has it: else the router would have no gradient). Those of padding are 0.
     """
-    rest_GSE, experts, gates = probs_GSE, [], []
-    # Not jax.lax.top_k, a sort that not every backend partitions; K is small.
-    for _ in range(num_chosen):
-        expert_GS, gate_GS, rest_GSE = _best(probs_GSE, rest_GSE)
-        experts.append(expert_GS)
-        gates.append(gate_GS)
-    return jnp.stack(experts, -1), _normalised(jnp.stack(gates, -1), is_token_GS)
+    experts_GSK, gates_GSK = _best_of(probs_GSE, probs_GSE, num_chosen)
+    return experts_GSK, _normalised(gates_GSK, is_token_GS)
 
 
 def experts_by_group(
@@ -115,16 +105,10 @@ def experts_by_group(
             chosen = jnp.argmax(jnp.where(is_taken, -jnp.inf, of_group), axis=-1)
             is_taken |= jax.nn.one_hot(chosen, num_groups, dtype=bool)
         choice_GSE = jnp.where(is_taken[..., None], in_groups, -jnp.inf).reshape(choice_GSE.shape)
-    experts, gates = [], []
-    for _ in range(num_chosen):
-        expert_GS, gate_GS, choice_GSE = _best(scores_GSE, choice_GSE)
-        experts.append(expert_GS)
-        gates.append(gate_GS)
-    gates_GSK = jnp.stack(gates, -1)
+    experts_GSK, gates_GSK = _best_of(scores_GSE, choice_GSE, num_chosen)
     if normalize_gates:
         gates_GSK /= jnp.sum(gates_GSK, axis=-1, keepdims=True) + 1e-20
-    gates_GSK = jnp.where(is_token_GS[..., None], gates_GSK * gates_scale, 0.0)
-    return jnp.stack(experts, -1), gates_GSK
+    return experts_GSK, jnp.where(is_token_GS[..., None], gates_GSK * gates_scale, 0.0)
 
 
 def sampled_second_expert(
@@ -141,6 +125,19 @@ def sampled_second_expert(
     )
     gates_GSK = jnp.stack([gate_GS, second_gate_GS], -1)
     return jnp.stack([first_GS, second_GS], -1), _normalised(gates_GSK, is_token_GS)
+
+
+def _best_of(
+    probs_GSE: jax.Array, scores_GSE: jax.Array, num_chosen: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the experts of the highest scores [G, S, K], the best first, and their probs."""
+    experts, gates = [], []
+    # Not jax.lax.top_k, a sort that not every backend partitions; K is small.
+    for _ in range(num_chosen):
+        expert_GS, gate_GS, scores_GSE = _best(probs_GSE, scores_GSE)
+        experts.append(expert_GS)
+        gates.append(gate_GS)
+    return jnp.stack(experts, -1), jnp.stack(gates, -1)
 
 
 def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

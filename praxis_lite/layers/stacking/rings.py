@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.base_layer import filled_up
+
 PyTree = Any
 # From a piece and the rows that go with it to a term of the piece's outputs.
 Term = Callable[[jax.Array, PyTree], jax.Array]
@@ -30,11 +32,8 @@ def gathered_and_scattered(
     if dim is None:
         return jax.lax.psum(term(x, rows), axis)
     whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
-    filled = whole.shape[dim]
     outputs = term(jax.lax.slice_in_dim(whole, 0, length, axis=dim), rows)
-    if outputs.shape[dim] != filled:
-        missing = [(0, filled - n if d == dim else 0) for d, n in enumerate(outputs.shape)]
-        outputs = jnp.pad(outputs, missing)
+    outputs = filled_up(outputs, whole.shape[dim], dim)
     return jax.lax.psum_scatter(outputs, axis, scatter_dimension=dim, tiled=True)
 
 

@@ -1,7 +1,6 @@
 """Batch norm and group norm: statistics over more than the last dim. Names and numbers are Pax's.
 
-As the other norms they are called as (inputs, paddings=None, *, key=None). Compiled for a mesh,
-sums run over the global batch.
+Compiled for a mesh, sums run over the global batch.
 """
 
 from collections.abc import Sequence
@@ -12,27 +11,22 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, zeros
-from praxis_lite.layers.normalizations import check_epsilon
+from praxis_lite.layers.base_layer import Initializer, require_positive, zeros
+from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 # B batch, T time, C channels, G groups.
 
 
-class _PaddedNorm(BaseLayer):
-    """Returns inputs normalized, times 1 + gamma, plus beta, and 0 where they are padding."""
+class _PaddedNorm(Norm):
+    """Returns inputs normalized, times 1 + gamma, plus beta, and 0 where they are padding.
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        paddings: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
+    Raises:
+      ConfigError: the shape of `paddings` is not that of the inputs' first dims.
+    """
+
+    def _outputs(
+        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
-        """Args: inputs [..., dim]; paddings [...], or its first dims, 1.0 where not to look.
-
-        Raises:
-          ConfigError: the shape of `paddings` is not that of the inputs' first dims.
-        """
         rank, is_true = inputs.ndim, None
         if paddings is not None:
             if paddings.ndim >= rank or paddings.shape != inputs.shape[: paddings.ndim]:

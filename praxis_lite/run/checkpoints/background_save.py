@@ -88,7 +88,7 @@ class BackgroundSave:
             self._writing.wait()
             if processes.is_first():
                 self._check_readable()
-                self._manifest["files"] = step_files.file_digests(self._folder, sync=True)
+                self._manifest["files"] = step_files.synced_digests(self._folder)
                 step_dirs.commit(self._folder, self._manifest)
                 step_dirs.publish(self._folder, self._directory / str(self.step))
             self._meeting.meet()

@@ -85,8 +85,8 @@ def step_seconds(
     attended = shape.num_layers * shape.model_dims * shape.tokens_per_row / 2
     flops += (12 + 4 * again) * attended * tokens
     matmuls = flops / chip.peak() / _usual(efficiencies)
-    weights = _weight_gathers(shape, layout) / _bandwidth(chip, efficiencies, 1)
-    features = _feature_gathers(shape, layout, again) / _bandwidth(chip, efficiencies, 1)
+    weights = _weight_gathers(shape, layout) / _bandwidth(chip, efficiencies)
+    features = _feature_gathers(shape, layout, again) / _bandwidth(chip, efficiencies)
     # Gathers of weights hide behind matmuls, those of features stand between them.
     update = (2 + 2 * shape.slots + 2) * F32 * _weights_per_device(shape, layout)
     return max(matmuls, weights) + features + update / chip.hbm_bandwidth
@@ -115,8 +115,8 @@ def _usual(efficiencies: Efficiencies) -> float:
     return 0.75 * efficiencies.cycles
 
 
-def _bandwidth(chip: Chip, efficiencies: Efficiencies, dims: int) -> float:
-    links = 2 * dims if chip.torus_dims else 1
+def _bandwidth(chip: Chip, efficiencies: Efficiencies) -> float:
+    links = 2 if chip.torus_dims else 1
     return links * chip.link_bandwidth * efficiencies.link
 
 

@@ -42,16 +42,12 @@ def first_difference(
         layer = _first_layer(check, mesh, first.step)
     same = [x for x in failed if x.what == first.what and x.step == first.step]
     here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
-    leaf = max(here or same, key=_share)
+    leaf = max(here or same, key=lambda one: one.share)
     if not layer:
         layer = layer_of(leaf.leaf, names_of(check.plain_one.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
         leaf.what, layer, leaf.leaf, leaf.step, axis, leaf.mesh, leaf.difference, leaf.tolerance
     )
-
-
-def _share(one: Comparison) -> float:
-    return one.difference / one.tolerance if one.tolerance else float(one.difference > 0) * np.inf
 
 
 def layer_of(leaf: str, weights: Iterable[str]) -> str:

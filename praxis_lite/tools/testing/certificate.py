@@ -37,6 +37,13 @@ class Comparison:
     def is_equal(self) -> bool:
         return self.difference <= self.tolerance
 
+    @property
+    def share(self) -> float:
+        """The difference as a share of the tolerance."""
+        if self.tolerance == 0:
+            return math.inf if self.difference else 0.0
+        return self.difference / self.tolerance
+
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
@@ -98,7 +105,7 @@ class Certificate:
         groups: dict[tuple[str, str], list[Comparison]] = {}
         for one in self.comparisons:
             groups.setdefault((one.mesh, one.what), []).append(one)
-        return [(max(same, key=_nearness), len(same)) for same in groups.values()]
+        return [(max(same, key=lambda one: one.share), len(same)) for same in groups.values()]
 
     def table(self) -> str:
         """Returns a line of text for each mesh and kind."""
@@ -166,12 +173,6 @@ def largest(x: Any) -> float:
     """Returns the largest finite absolute value of an array, or 0.0."""
     x = np.abs(np.asarray(x, np.float64))
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
-
-
-def _nearness(one: Comparison) -> float:
-    if one.tolerance == 0:
-        return math.inf if one.difference else 0.0
-    return one.difference / one.tolerance
 
 
 def _place(one: Comparison) -> str:

@@ -62,7 +62,7 @@ class Killed(BaseException):
 @contextlib.contextmanager
 def failing(monkeypatch, name, error, *, after=0):
     """Makes a function of steps raise when it is called, from its call number `after` on."""
-    module = step_files if name == "file_digests" else step_dirs
+    module = step_files if name == "synced_digests" else step_dirs
     function, calls = getattr(module, name), []
 
     def fails(*args, **kwargs):
@@ -143,7 +143,7 @@ def test_the_manifest_says_what_a_step_is_made_of(tmp_path):
 @pytest.mark.parametrize(
     ("name", "left", "steps"),
     [
-        ("file_digests", ["3", "7.saving"], [3]),
+        ("synced_digests", ["3", "7.saving"], [3]),
         ("commit", ["3", "7.saving"], [3]),
         # Whole, but without its number: the next start gives it that.
         ("publish", ["3", "7.saving"], [3, 7]),

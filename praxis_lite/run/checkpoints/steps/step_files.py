@@ -89,11 +89,10 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
     return manifest, []
 
 
-def file_digests(step_dir: Path, *, sync: bool = False) -> dict[str, dict[str, Any]]:
+def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
     """Returns size and digest of each file below a folder, by its relative name.
 
-    Args:
-      sync: everything, the folders too, is on disk when this returns.
+    Everything, the folders too, is on disk when this returns.
 
     Raises:
       OSError: as the file system says it.
@@ -104,10 +103,9 @@ def file_digests(step_dir: Path, *, sync: bool = False) -> dict[str, dict[str, A
         if not entry.is_file(follow_symlinks=False):
             raise ValueError(f"{name} is no regular file")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        digests = list(pool.map(lambda name: _digest(step_dir / name, sync=sync), found))
-    if sync:
-        for folder, _, _ in os.walk(step_dir, topdown=False):
-            sync_directory(Path(folder))
+        digests = list(pool.map(lambda name: _digest(step_dir / name, sync=True), found))
+    for folder, _, _ in os.walk(step_dir, topdown=False):
+        sync_directory(Path(folder))
     files = zip(found, digests, strict=True)
     return {name: {"size": size, "xxh3_128": digest} for name, (size, digest) in files}
 
