@@ -1,6 +1,7 @@
 """What users could import at two commits before the move, they can today, and are warned.
 
-`COMMIT.txt` has a line per module of then: the names in its `__all__`, and those that the
+`COMMIT.txt` has a line per module of then: the names in its `__all__`, the classes of tasks and
+experiments, and the names that the
 documentation, the experiments and the tasks of then imported from it.
 """
 
@@ -83,3 +84,11 @@ def test_a_name_that_never_was_is_no_former_name():
         importlib.import_module("praxis_lite.learnt")
     with pytest.raises(ImportError, match="Lerner"):
         exec("from praxis_lite.learner import Lerner", {})
+
+
+@pytest.mark.parametrize("module, name", former_names.NAMES)
+def test_each_single_former_name_leads_somewhere_and_warns(module, name):
+    former = importlib.import_module(module)
+    vars(former).pop(name, None)  # Else it was asked for before, and is warned of once.
+    with pytest.warns(DeprecationWarning, match=f"{module}.{name} is .* now"):
+        getattr(former, name)
