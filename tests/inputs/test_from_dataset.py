@@ -14,6 +14,9 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.inputs import FromDataset, TextCorpus
 from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from tests.support.marks import needs_tensorflow
+
+pytestmark = needs_tensorflow
 
 
 def squares(num_examples=37, shuffle=0, repeat=False, parallel=False, draws=False, ordered=None):

@@ -52,7 +52,7 @@ def test_language_reference_is_split_by_the_topics_names():
     # Of training only what is held out elsewhere is missing.
     kept = sum(map(len, train.values()))
     whole = sum(len(topics[name].encode()) for name in train)
-    assert 0.95 * whole < kept < whole
+    assert 0.9 * whole < kept < whole
     # A tenth by topic happens to be a tenth by bytes; gzip needs 2.5 bits for each.
     assert 40_000 < corpus.num_bytes("heldout") < 55_000
     assert corpus.gzip_bits_per_byte("heldout") == pytest.approx(2.5, abs=0.05)

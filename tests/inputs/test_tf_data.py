@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.inputs import TextCorpus, numpy_data, tf_data
+from tests.support.marks import needs_tensorflow
 
 CORPUS = TextCorpus()
 ROOT = pathlib.Path(__file__).parents[2]
@@ -54,6 +55,7 @@ def test_batches_are_those_of_numpy_to_the_bit(settings, rows):
     assert pipelines[0].fingerprint() == pipelines[1].fingerprint()
 
 
+@needs_tensorflow
 @pytest.mark.slow
 def test_tensorflow_is_quiet_and_owns_no_gpu():
     done = run_python(

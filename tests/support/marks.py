@@ -1,9 +1,15 @@
-"""Marks of parametrized tests."""
+"""Marks of tests."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+from praxis_lite.core.optional_packages import is_installed
+
+needs_tensorflow = pytest.mark.skipif(
+    not is_installed("tensorflow"), reason="there is no tensorflow, as on Python 3.14"
+)
 
 
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -120,7 +120,9 @@ def opened_lines(path: str) -> IO[bytes]:
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
         pyarrow = optional_module("pyarrow", path)
-        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+        # A size of its own, for Python's differs by version: where the file is damaged, what is in
+        # the buffer is lost.
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 1 << 13)
     return open(path, "rb")
 
 

@@ -15,6 +15,7 @@ from praxis_lite.inputs import ArrayRecords, TfRecords
 from praxis_lite.inputs.sources import records
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.record_files import RecordWriter
+from tests.support.marks import needs_tensorflow
 
 # Of protocol buffers: a field's number and kind, then its length or value.
 IDS = b"\x0a\x03ids\x12\x0f\x1a\x0d\x0a\x0b\x03" + b"\xfc" + b"\xff" * 8 + b"\x01"  # 3, -4
@@ -72,6 +73,7 @@ def test_tensorflow_is_not_loaded_for_them(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@needs_tensorflow
 @pytest.mark.slow
 def test_tensorflow_decodes_the_same_and_its_files_are_read(tmp_path):
     import tensorflow as tf

@@ -33,6 +33,7 @@ from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.batches import check_data
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.record_files import RecordWriter
+from tests.support.marks import needs_tensorflow
 
 ROWS = 600
 
@@ -244,6 +245,7 @@ def test_a_checksum_that_is_wrong_is_named_with_its_row(tmp_path):
         source[1]
 
 
+@needs_tensorflow
 @pytest.mark.slow
 def test_examples_of_tensorflow_are_decoded_as_tensorflow_wrote_them(tmp_path):
     import tensorflow as tf

@@ -189,6 +189,7 @@ def hear(event, args):
     ):
         events.append([event, repr(args[0])[:99]])
 
+sys.dont_write_bytecode = True  # Of the bait that may be imported.
 sys.addaudithook(hear)
 answers = {}
 for case, folder in wanted.items():

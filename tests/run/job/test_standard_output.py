@@ -48,6 +48,20 @@ def test_a_reader_that_goes_away_ends_what_only_prints_and_no_training(what, tmp
         assert (code, err) == (141, "") and not (tmp_path / "done").exists()
 
 
+def test_what_only_prints_ends_so_even_if_all_of_it_was_in_a_buffer(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    program = PRINTS.replace(", flush=True", "").replace("100_000", "10")
+    done = subprocess.run(
+        [sys.executable, "-c", program, "ends", tmp_path / "done"], cwd=CHECKOUT, text=True,
+        stdin=subprocess.DEVNULL, stdout=write, stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "and an error\n")
+    assert (tmp_path / "done").exists()
+
+
 def test_a_full_disk_under_the_log_ends_no_training(tmp_path):
     with open("/dev/full", "w") as full:
         process = start("goes on", tmp_path / "done", stdout=full)

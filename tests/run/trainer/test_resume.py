@@ -19,7 +19,7 @@ from praxis_lite.run.checkpoints.digest import leaf_digests
 from praxis_lite.run.job.job_dir import JobDir
 from tests.support.float16 import HAS_FLOAT16
 from tests.support.job_runs import home, lines_of, succeed
-from tests.support.marks import slow_but
+from tests.support.marks import needs_tensorflow, slow_but
 
 NUM_STEPS = 11
 MESHES = [(1, 1, 1), (1, 4, 2), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 3, 2)]
@@ -242,6 +242,7 @@ def test_pipelines_and_workers_may_change_at_each_resume(tmp_path):
     assert_the_same(job, whole)
 
 
+@needs_tensorflow
 @pytest.mark.slow
 def test_a_users_dataset_goes_on_too(tmp_path):
     job = JobDir(tmp_path)

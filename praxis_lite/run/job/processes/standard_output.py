@@ -127,6 +127,8 @@ def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
     sys.stdout, sys.stderr = own
     try:
         yield
+        for stream in own:  # What Python has not written yet may be all that there is.
+            stream.flush()
     finally:
         for stream in own:
             with contextlib.suppress(SystemExit):
