@@ -1,8 +1,7 @@
 """What users could import at two commits before the move, they can today, and are warned.
 
 `COMMIT.txt` has a line per module of then: the names in its `__all__`, the classes of tasks and
-experiments, and the names that the
-documentation, the experiments and the tasks of then imported from it.
+experiments, and the names that the documentation, experiments and tasks of then imported from it.
 """
 
 import importlib
