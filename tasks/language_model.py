@@ -160,7 +160,7 @@ class LanguageModelTask(Task):
             text = self.tokenizer.without_start(prompt)
             for hyp in range(num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
-                stop_strings = getattr(self.decoder, "stop_strings", ())
+                stop_strings = self.decoder.stop_strings
                 continuation, stopped = cut_at_stop(
                     self.tokenizer.decode(new_ids, skip_special_tokens=True), stop_strings
                 )

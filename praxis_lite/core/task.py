@@ -64,6 +64,11 @@ class Task(abc.ABC):
     # What makes the loss more than a sum over rows, such as "a contrast of all pairs"; for
     # --mode=check, which then holds parts of a batch against the same parts on one device.
     couples_rows: str | None = None
+    # Of a task that continues prompts: a Decoder and a Tokenizer. Others have none.
+    decoder: Any = None
+    tokenizer: Any = None
+    # predict(model, *arrays, key), of a task whose model has no call of its own.
+    predict: Callable[..., Any] | None = None
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ class ContinuousBatching:
         require(shape == wanted, "The shape of a prompt's ids", shape, f"{wanted}", "Pad it.")
         ids, length, key, temperature, max_steps = prompt
         if temperature is None:
-            temperature = getattr(self._decoder, "temperature", 0.0)
+            temperature = self._decoder.temperature
         if max_steps is None:
             max_steps = self._decoder.max_decode_steps
         prompts = Prompts(

@@ -47,6 +47,9 @@ class Decoder(abc.ABC):
     min_decode_steps: int = 0
     eos_id: int | tuple[int, ...] | None = None
     fprop_for_prefix: bool = True
+    # Settings of some decoders, as the others are.
+    temperature = 0.0
+    stop_strings = ()
 
     def __post_init__(self):
         # Lists come from JSON and the command line; a decoder is a static, hashable value.

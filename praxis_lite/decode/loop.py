@@ -62,7 +62,7 @@ def start(
 
     temperature = prompts.temperature
     if temperature is None:
-        temperature = jnp.full((num_prompts,), getattr(decoder, "temperature", 0.0), jnp.float32)
+        temperature = jnp.full((num_prompts,), decoder.temperature, jnp.float32)
     in_prompt = in_output = None
     if decoder.penalizes:
         num_classes = prefix.logits.shape[-1]

@@ -5,8 +5,9 @@ import functools
 import hashlib
 import itertools
 import logging
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,8 +17,18 @@ from praxis_lite.inputs.mixing.shuffle import examples_at
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
     import jax
 
+    from praxis_lite.inputs.tokenizers.base import Tokenizer
+
 # The name of the dataset that is trained on; all others are evaluated on.
 TRAIN = "train"
+
+
+@typing.runtime_checkable
+class Fingerprinted(Protocol):
+    """A setting of a pipeline that says which data it stands for: a source, a tokenizer."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns all that determines the data, as JSON."""
 
 
 class InputPipeline(abc.ABC):
@@ -31,6 +42,7 @@ class InputPipeline(abc.ABC):
     batch_size: int  # Rows of the global batch, over all hosts.
     # True: batch k is found by making all before it; a job says so when it starts.
     replays: bool = False
+    tokenizer: "Tokenizer | None" = None  # Of a pipeline of text.
 
     @property
     @abc.abstractmethod
@@ -82,6 +94,18 @@ class InputPipeline(abc.ABC):
         """
         return {}
 
+    def largest_id(self) -> int | None:
+        """Returns the largest token of the rows, or None if it is not known."""
+        return None
+
+    def place_of_largest_id(self) -> str:
+        """Returns where the largest token stands, in a few words; "" if that is not known."""
+        return ""
+
+    def tokens_per_row(self) -> float | None:
+        """Returns the mean number of tokens of a row; None: a mixture counts them."""
+        return None
+
     def class_name(self) -> str:
         """Returns the class's name in fingerprints: with its module, unless it is the library's.
 
@@ -94,7 +118,7 @@ class InputPipeline(abc.ABC):
         """Returns the class's name and these attributes, or the fingerprints of these."""
         values = {name: getattr(self, name) for name in settings}
         return {"pipeline": self.class_name()} | {
-            name: one.fingerprint() if hasattr(one, "fingerprint") else one
+            name: one.fingerprint() if isinstance(one, Fingerprinted) else one
             for name, one in values.items()
         }
 
@@ -270,7 +294,7 @@ def described(value: Any) -> Any:
         return [described(one) for one in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    if hasattr(value, "fingerprint"):
+    if isinstance(value, Fingerprinted):
         return value.fingerprint()
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

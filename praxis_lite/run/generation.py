@@ -24,7 +24,7 @@ def with_decoder(
     Raises:
       ConfigError: the task has no decoder, or the decoder no such setting.
     """
-    if not isinstance(getattr(task, "decoder", None), Decoder):
+    if not isinstance(task.decoder, Decoder):
         raise ConfigError(f"{type(task).__name__} has no decoder, so it takes no settings.")
     config = copy.deepcopy(config)
     if decoder is None:

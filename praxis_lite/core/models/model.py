@@ -47,6 +47,10 @@ class Model(abc.ABC):
     def non_trainable(self, module: Any) -> dict[str, Any]:
         """Returns the "non_trainable" variables as the pass through `module` left them."""
 
+    def abstract_module(self) -> Any:
+        """Returns the NNX module with shapes for arrays; None of a model of another kind."""
+        return None
+
 
 def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
     """Returns (path, WeightSpec) for each leaf of `Model.weight_specs`."""

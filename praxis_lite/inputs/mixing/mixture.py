@@ -182,8 +182,8 @@ class Mixture(IndexedPipeline):
 
     def largest_id(self) -> int:
         """Returns the largest id of the sources that know theirs, or 0."""
-        known = [one for one in self.sources.values() if hasattr(one, "largest_id")]
-        return max((one.largest_id() for one in known), default=0)
+        largest = (one.largest_id() for one in self.sources.values())
+        return max((one for one in largest if one is not None), default=0)
 
     def sources_of(self, first: int, count: int) -> np.ndarray:
         """Returns int16[count]: from which source, counted in order, rows of the stream are."""
@@ -243,8 +243,7 @@ def _stream(
 
 
 def _tokens_per_row(name: str, source: IndexedPipeline, length: int | None) -> float:
-    if hasattr(source, "tokens_per_row"):
-        tokens = source.tokens_per_row()
+    if (tokens := source.tokens_per_row()) is not None:
         require(
             0 < tokens < math.inf, f"Mixture.sources[{name!r}].tokens_per_row()", tokens,
             "a number above 0",

@@ -86,7 +86,7 @@ class Documents:
         recipe = {
             "version": 2, "holds": self.holds, "key": self.key, "ahead": self.ahead,
             "tokenizer": self.tokenizer.fingerprint(),
-            "chat": getattr(self.tokenizer.chat, "source", None),
+            "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.source,
             "transform": code_of(self.transform), "keep": code_of(self.keep),
         }
         kind = "tokens" if self.ahead else "lengths"

@@ -1,6 +1,7 @@
 """What every tokenizer has: ids of a text, the text of ids, and the ids that stand for no text."""
 
 import abc
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ class Tokenizer(abc.ABC):
     run_ids: frozenset[int] = frozenset()
     closing_ids: frozenset[int] = frozenset()
     chat: ChatTemplate | None = None
+    path: str | os.PathLike[str] | None = None  # Of a tokenizer of files.
 
     @abc.abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
@@ -133,8 +135,7 @@ class Tokenizer(abc.ABC):
         return self.encode(text, False) if tokenize else text
 
     def __str__(self) -> str:
-        path = getattr(self, "path", None)
-        return type(self).__name__ + ("" if path is None else f"({str(path)!r})")
+        return type(self).__name__ + ("" if self.path is None else f"({str(self.path)!r})")
 
 
 def checked_text(text: object) -> str:

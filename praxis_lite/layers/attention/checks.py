@@ -150,7 +150,7 @@ def check_call(
             f"key is seen and LARGE_NEGATIVE ({LARGE_NEGATIVE:.3g}) where not: "
             "jnp.where(is_seen, 0.0, LARGE_NEGATIVE) of praxis_lite.layers.attention.masks."
         )
-    how = getattr(layer, "tensor_parallel", None)
+    how = layer.tensor_parallel
     if atten_mask is not None and atten_mask.shape[1] > 1 and how is not None and cache is None:
         raise ConfigError(
             f"{name}.tensor_parallel is {how!r}, which cannot do an atten_mask with a dim of heads "

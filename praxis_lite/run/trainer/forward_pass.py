@@ -32,7 +32,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         model = task.module(mdl_vars)
         if callable(model):
             return model(*args, **named)
-        if not callable(getattr(task, "predict", None)):
+        if task.predict is None:
             raise ConfigError(
                 "A model of plain functions has no call of its own. Give its task a function "
                 "predict(params, inputs, key)."

@@ -79,8 +79,9 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )
     print(f"mesh ({axes}): {devices}", flush=True)
-    tokenizer = getattr(job.task, "tokenizer", None)
-    if mode in ("train", "decode") and (ends := getattr(tokenizer, "turn_end_ids", ())):
+    tokenizer = job.task.tokenizer
+    ends = () if tokenizer is None else tokenizer.turn_end_ids
+    if ends and mode in ("train", "decode"):
         words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
         print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
     partitioner = partitioner_on(job, mesh)

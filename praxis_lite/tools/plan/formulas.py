@@ -168,14 +168,14 @@ def bubble_share(model: Any, rows: int) -> float | None:
     Returns:
       None without a pipeline.
     """
-    make = getattr(model, "abstract_module", None)
-    if make is None:
+    module = model.abstract_module()
+    if module is None:
         return None
     shares = [
         Schedule(
             one.num_stages, one.num_microbatches or rows // one.microbatch_size,
             one.circular_repeat,
         ).bubble_share
-        for _, one in nnx.iter_modules(make()) if isinstance(one, Pipeline)
+        for _, one in nnx.iter_modules(module) if isinstance(one, Pipeline)
     ]
     return max(shares, default=None)

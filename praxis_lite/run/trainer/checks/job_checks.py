@@ -11,8 +11,10 @@ from praxis_lite.core.task import Task
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.batches import checked_batches
+from praxis_lite.inputs.mixing.mixture import Mixture
 from praxis_lite.inputs.position import step_of
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
+from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.run.experiment.experiment import Job, check_dataset_name
 from praxis_lite.run.experiment.run_config import RunConfig
 
@@ -81,10 +83,11 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
     Args:
       name: of the dataset, "datasets.train".
     """
-    pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
-    for source, one in getattr(pipeline, "sources", {}).items():  # Of a Mixture.
-        check_tokens(task, one, f"{name}.sources.{source}")
-    found, own = getattr(pipeline, "tokenizer", None), getattr(task, "tokenizer", None)
+    pipeline = _without_workers(pipeline)
+    if isinstance(pipeline, Mixture):
+        for source, one in pipeline.sources.items():
+            check_tokens(task, one, f"{name}.sources.{source}")
+    found, own = pipeline.tokenizer, task.tokenizer
     if found is None or own is None:
         return
     if found.fingerprint() != own.fingerprint():
@@ -93,9 +96,8 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
             "in the library's experiments on text by --set corpus.tokenizer=DIRECTORY."
         )
     size = task.num_ids().get("ids")
-    if size is not None and hasattr(pipeline, "largest_id"):
-        largest = pipeline.largest_id()
-        place = getattr(pipeline, "place_of_largest_id", str)()
+    if size is not None and (largest := pipeline.largest_id()) is not None:
+        place = pipeline.place_of_largest_id()
         where = f", at {place}," if place else ""
         require(
             largest < size, f"{name}: the largest id of {found}{where}", largest,
@@ -106,8 +108,7 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
 
 def why_bytes(pipeline: InputPipeline) -> str:
     """Returns why a pipeline's text is bytes, behind another sentence; "" if it is not."""
-    pipeline = getattr(pipeline, "pipeline", pipeline)  # Of WithWorkers.
-    if not isinstance(getattr(pipeline, "tokenizer", None), ByteTokenizer):
+    if not isinstance(_without_workers(pipeline).tokenizer, ByteTokenizer):
         return ""
     return (
         " Text is bytes where no tokenizer is named, and where HF_DIR has none: put its "
@@ -115,11 +116,16 @@ def why_bytes(pipeline: InputPipeline) -> str:
     )
 
 
+def _without_workers(pipeline: InputPipeline) -> InputPipeline:
+    return pipeline.pipeline if isinstance(pipeline, WithWorkers) else pipeline
+
+
 def check_decoder(task: Task) -> None:
     """Raises ConfigError if a task's decoder ends rows with a token that the model lacks."""
-    decoder, size = getattr(task, "decoder", None), task.num_ids().get("ids")
-    if isinstance(decoder, Decoder) and size is not None:
-        decoder.check_vocabulary(size, getattr(getattr(task, "tokenizer", None), "eos_ids", ()))
+    size = task.num_ids().get("ids")
+    if isinstance(task.decoder, Decoder) and size is not None:
+        of_tokenizer = () if task.tokenizer is None else task.tokenizer.eos_ids
+        task.decoder.check_vocabulary(size, of_tokenizer)
 
 
 def check_resumable(

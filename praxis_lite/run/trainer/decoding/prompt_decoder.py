@@ -58,7 +58,7 @@ class PromptDecoder:
         all prompts in one process and there are several.
         """
         task = self.partitioner.task
-        decoder = getattr(task, "decoder", None)
+        decoder = task.decoder
         is_continuous = is_watched = False
         if isinstance(decoder, Greedy):
             is_watched = watch is not None and jax.process_count() == 1

@@ -31,9 +31,8 @@ class Continuations:
         write: Write = to_terminal,
     ):
         self._titles, self._num_hyps, self._write = titles, decoder.num_hyps, write
-        stop_strings = getattr(decoder, "stop_strings", ())
         self._texts = [
-            _Text(tokenizer, stop_strings) for _ in range(len(titles) * decoder.num_hyps)
+            _Text(tokenizer, decoder.stop_strings) for _ in range(len(titles) * decoder.num_hyps)
         ]
         self._next, self._is_begun = 0, False
 

@@ -104,7 +104,7 @@ def prompt_batch(
       ConfigError: the task continues no prompts, a prompt is empty, or there is no template.
     """
     wanted = {"ids", "prefix_lengths", "weights"}
-    tokenizer = getattr(task, "tokenizer", None)
+    tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != wanted or tokenizer is None:
         raise ConfigError(
             f"{type(task).__name__} continues no prompts. {what} with prompts is for language "

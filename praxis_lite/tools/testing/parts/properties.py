@@ -23,9 +23,9 @@ def couplings(task: Task) -> list[str]:
     Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
     """
     found = [] if task.couples_rows is None else [task.couples_rows]
-    abstract = getattr(task.model, "abstract_module", None)
-    if abstract is not None:
-        for _, node in nnx.iter_graph(abstract()):
+    module = task.model.abstract_module()
+    if module is not None:
+        for _, node in nnx.iter_graph(module):
             said = getattr(type(node), "couples_rows", None)
             if isinstance(said, str):
                 found.append(said)
@@ -42,7 +42,7 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
     Returns None if the task's model is no causal language model with a cache.
     """
-    model = _abstract_module(task)
+    model = task.model.abstract_module()
     ids = batch.get("ids")
     if ids is None or ids.ndim != 2 or getattr(model, "model_type", "causal") != "causal":
         return None
@@ -79,7 +79,7 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
     Returns None if the model's `compute_loss` takes no segments, or has no causal rows of ids.
     """
-    model = _abstract_module(task)
+    model = task.model.abstract_module()
     ids = batch.get("ids")
     settings = set(_parameters(getattr(type(model), "compute_loss", None)))
     if ids is None or ids.ndim != 2 or not {"segment_ids", "positions"} <= settings:
@@ -117,11 +117,6 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
 # By what makes the function: the output to trust, and the other.
 TWO_WAYS = {token_by_token: ("whole", "token_by_token"), packed: ("alone", "packed")}
-
-
-def _abstract_module(task: Task) -> Any:
-    abstract = getattr(task.model, "abstract_module", None)
-    return None if abstract is None else abstract()
 
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:
