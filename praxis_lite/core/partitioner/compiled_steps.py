@@ -1,5 +1,6 @@
 """The steps of a task on a mesh as objects: called, or traced and lowered for batches to come."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -115,6 +116,7 @@ class Step:
             out_shardings=(arrays, whole) if self.trains else whole,
             compiler_options=compiler_options, **settings,
         )
+        self._checked = functools.partial(arguments.checked_call, self._compiled, self.check)
 
     def _computed(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
@@ -141,7 +143,7 @@ class TrainStep(Step):
     def __call__(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        return arguments.checked_call(self._compiled, self.check, state, batch, key)
+        return self._checked(state, batch, key)
 
 
 class StepOfWeights(Step):
@@ -170,4 +172,4 @@ class StepOfWeights(Step):
     def __call__(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> PyTree:
-        return arguments.checked_call(self._compiled, self.check, mdl_vars, batch, key)
+        return self._checked(mdl_vars, batch, key)
