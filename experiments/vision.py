@@ -4,8 +4,8 @@ import fiddle as fdl
 import numpy as np
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
-from praxis_lite.core import Learner, require_package
+from praxis_lite import Experiment, MeshConfig, RunConfig, register, require_package
+from praxis_lite.core import Learner
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
     BatchNorm,

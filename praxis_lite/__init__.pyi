@@ -3,6 +3,7 @@
 from praxis_lite.core.errors import ConfigError as ConfigError
 from praxis_lite.core.sharding.mesh import MeshConfig as MeshConfig
 from praxis_lite.core.task import Task as Task
+from praxis_lite.host.optional_packages import require_package as require_package
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints as Checkpoints
 from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL
 from praxis_lite.run.checkpoints.init.loading_rules import (

@@ -47,7 +47,10 @@ MODULES = {
 # Single names that are not where their module went: the module of then, the name, its module today.
 _METRICS = "praxis_lite.run.trainer.metrics"
 NAMES = {
+    ("praxis_lite.core", "DynamicLossScale"): "praxis_lite.optimizers",
     ("praxis_lite.core", "ShardMapPartitioner"): "praxis_lite.collectives",
+    ("praxis_lite.core", "VariationalNoise"): "praxis_lite.optimizers",
+    ("praxis_lite.core", "require_package"): "praxis_lite",
     ("praxis_lite.models", "Model"): "praxis_lite.core",
     ("praxis_lite.models", "NnxModel"): "praxis_lite.core",
     ("praxis_lite.trainer.metrics", "JsonLinesWriter"): f"{_METRICS}.json_lines",

@@ -19,7 +19,9 @@ ORDERS = {
         {"checkout", "former_names"},
         {"public_names"},
         {"core"},
-        {"collectives", "files", "layers", "models", "optimizers", "schedules"},
+        {"host"},
+        {"collectives"},
+        {"files", "layers", "models", "optimizers", "schedules"},
         {"inputs"},
         {"decode"},
         {"run"},
@@ -28,7 +30,7 @@ ORDERS = {
     ),
     "praxis_lite/core": (
         {"errors", "jaxprs"},
-        {"callables", "optional_packages", "sharding", "user_lines"},
+        {"callables", "sharding", "user_lines"},
         {"learner", "metrics", "models"},
         {"task"},
         {"partitioner"},
@@ -60,10 +62,9 @@ ORDERS = {
     ),
     "praxis_lite/core/learner": (
         {
-            "gradients", "loss_scaling", "optimizer_factories", "path_masks", "schedule_free",
+            "gradients", "optimizer_factories", "path_masks", "schedule_free",
             "skipped_steps", "weight_averages", "whole_trees",
         },
-        {"regularization"},
         {"optimizer_groups", "weight_groups"},
         {"bound_learner", "slots"},
         {"learner"},

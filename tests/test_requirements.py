@@ -14,7 +14,7 @@ import pytest
 import setuptools
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.optional_packages import PACKAGES, optional_module
+from praxis_lite.host.optional_packages import PACKAGES, optional_module
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(

@@ -18,6 +18,7 @@ from praxis_lite.collectives.sums_over_devices import (
     summed,
     weighted_means,
 )
+from praxis_lite.collectives.varying import varying_over
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
@@ -26,7 +27,6 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.padding import pad_tree, unpad_tree
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.core.sharding.varying import varying_over
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 from praxis_lite.core.task import Task, WeightedScalars
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.gather import ShardedWeight
+from praxis_lite.core.models.model import ShardedWeight
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape
 from praxis_lite.core.sharding.split_dims import constrain, without_axes

@@ -6,16 +6,13 @@ from praxis_lite.core.errors import ConfigError as ConfigError
 from praxis_lite.core.errors import require as require
 from praxis_lite.core.learner.gradients import GradientLimits as GradientLimits
 from praxis_lite.core.learner.learner import Learner as Learner
-from praxis_lite.core.learner.loss_scaling import DynamicLossScale as DynamicLossScale
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer as AuxiliaryOptimizer
-from praxis_lite.core.learner.regularization import VariationalNoise as VariationalNoise
 from praxis_lite.core.metrics import Metric as Metric
 from praxis_lite.core.metrics import share_outputs as share_outputs
 from praxis_lite.core.metrics import weighted_mean as weighted_mean
 from praxis_lite.core.metrics import weights_of as weights_of
 from praxis_lite.core.models.model import Model as Model
 from praxis_lite.core.models.nnx_model import NnxModel as NnxModel
-from praxis_lite.core.optional_packages import require_package as require_package
 from praxis_lite.core.partitioner.gradient_strategy import Gradients as Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner as Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout as StateLayout

@@ -21,9 +21,8 @@ from praxis_lite.core.metrics import (
     sharing,
     values_of,
 )
-from praxis_lite.core.models.model import MdlVars, Model
+from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
 from praxis_lite.core.models.nnx_model import NnxModel
-from praxis_lite.core.sharding.gather import ShardedWeight
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.weight_sharding import WeightSharding
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.devices.host_memory import check_program_fits
 from praxis_lite.decode.cache_rows import batch_dims, put_row
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.loop import DecodeState, advance, start
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.sampling import Greedy
+from praxis_lite.host.host_memory import check_program_fits
 
 # R rows, P longest prompt, M most new tokens.
 PyTree = Any

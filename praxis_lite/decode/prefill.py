@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.sharding.varying import varying_alike
+from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.layers.base_layer import rebuilt
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from praxis_lite.core.optional_packages import is_installed
+from praxis_lite.host.optional_packages import is_installed
 from praxis_lite.inputs import numpy_data
 from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 

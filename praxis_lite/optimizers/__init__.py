@@ -16,6 +16,8 @@ and `regularized` around it for l1_regularizer_weight, l2_regularizer_weight, sk
 decoupled_weight_decay and SKIP_LP_REGULARIZATION. Clipping of gradients and the EMA are the
 Learner's, and its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
 
+What a Learner takes besides: `DynamicLossScale` for float16, `VariationalNoise`.
+
 Later than Pax are `soap`, Muon (optax's, with `muon_matrices`), and schedule-free AdamW (optax's;
 evaluation takes its averages, see `evaluation_params`).
 """
@@ -25,6 +27,7 @@ from praxis_lite.core.learner.schedule_free import evaluation_params
 from praxis_lite.optimizers.adafactor import AdafactorState, adafactor
 from praxis_lite.optimizers.adam import AdamState, adam
 from praxis_lite.optimizers.lion import LionState, lion
+from praxis_lite.optimizers.loss_scaling import DynamicLossScale
 from praxis_lite.optimizers.low_precision_slots import (
     LowPrecisionSlotsState,
     low_precision_slots,
@@ -32,13 +35,16 @@ from praxis_lite.optimizers.low_precision_slots import (
 from praxis_lite.optimizers.muon import muon_matrices
 from praxis_lite.optimizers.regularized import regularized
 from praxis_lite.optimizers.soap import SoapState, scale_by_soap, soap
+from praxis_lite.optimizers.variational_noise import VariationalNoise
 
 __all__ = [
     "AdafactorState",
     "AdamState",
+    "DynamicLossScale",
     "LionState",
     "LowPrecisionSlotsState",
     "SoapState",
+    "VariationalNoise",
     "adafactor",
     "adam",
     "collected_patterns",

@@ -16,7 +16,6 @@ from praxis_lite import ConfigError
 from praxis_lite.collectives.mapped_weights import gather_of
 from praxis_lite.collectives.per_device import on_each_device
 from praxis_lite.core import (
-    DynamicLossScale,
     Learner,
     MeshConfig,
     Partitioner,
@@ -29,6 +28,7 @@ from praxis_lite.layers.embedding import chunked_cross_entropy
 from praxis_lite.layers.moe import experts as moe_experts
 from praxis_lite.layers.stacking import pipeline_ticks
 from praxis_lite.models import FunctionModel
+from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.explain import hlo

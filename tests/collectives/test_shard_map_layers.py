@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.core.sharding.varying import varying_over
+from praxis_lite.collectives.varying import varying_over
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.layers.attention.chunks import chunked_attention
 from praxis_lite.layers.attention.einsum import LogitOptions

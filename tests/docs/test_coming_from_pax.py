@@ -10,10 +10,20 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
-from praxis_lite import core, decode, inputs, layers, main, models, optimizers, schedules
+from praxis_lite import (
+    core,
+    decode,
+    former_names,
+    inputs,
+    layers,
+    main,
+    models,
+    optimizers,
+    schedules,
+)
 from praxis_lite.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core import make_mesh, sharding, task
-from praxis_lite.core.learner import learner, optimizer_groups, regularization
+from praxis_lite.core.learner import learner, optimizer_groups
 from praxis_lite.core.partitioner import partitioner, steps, train_state
 from praxis_lite.core.sharding import inputs as sharding_inputs
 from praxis_lite.core.sharding import rules, weight_sharding
@@ -36,10 +46,11 @@ from tests.tools.pax.test_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (
-    core, layers, learner, decode, experiment, inputs, task, trainer, decoding, partitioner,
+    optimizers, core, layers, learner, decode, experiment, inputs, task, trainer, decoding,
+    partitioner,
     checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
-    evaluation, image_classification, sequence_to_sequence, pax_job, optimizers,
-    optimizer_groups, schedules, regularization, loading_rules, steps, sharding_inputs,
+    evaluation, image_classification, sequence_to_sequence, pax_job,
+    optimizer_groups, schedules, loading_rules, steps, sharding_inputs,
     explicit_collectives, mapped_weights, rules, weight_sharding, trained_model, metrics, models,
     numpy_data, loss,
 )  # fmt: skip
@@ -90,7 +101,10 @@ def exists(name):
         assert name.strip('"') in known
     else:
         owner, _, setting = name.partition(".")
-        found = [getattr(place, owner) for place in PLACES if hasattr(place, owner)]
+        found = [
+            getattr(place, owner) for place in PLACES
+            if (place.__name__, owner) not in former_names.NAMES and hasattr(place, owner)
+        ]
         assert found, f"no module has {owner}"
         assert not setting or any(has(one, setting) for one in found), name
 

@@ -18,13 +18,12 @@ from praxis_lite import (
 )
 from praxis_lite.core import (
     AuxiliaryOptimizer,
-    DynamicLossScale,
     Partitioner,
-    VariationalNoise,
     make_mesh,
 )
 from praxis_lite.experiments import lm
 from praxis_lite.layers import QuantizationRule, quantized
+from praxis_lite.optimizers import DynamicLossScale, VariationalNoise
 
 PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

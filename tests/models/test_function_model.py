@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner
-from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.models.model import ShardedWeight, spec_leaves
 from praxis_lite.core.partitioner.train_state import state_layout
-from praxis_lite.core.sharding.gather import ShardedWeight
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 from praxis_lite import ConfigError
-from praxis_lite.core.sharding.gather import ShardedWeight
+from praxis_lite.core.models.model import ShardedWeight
 from praxis_lite.models import LinenModel
 
 lecun = nn.initializers.lecun_normal()

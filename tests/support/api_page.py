@@ -69,7 +69,8 @@ def lost() -> list[str]:
     missing = []
     for line in SNAPSHOT.read_text(encoding="utf-8").splitlines():
         package, name, rest = re.fullmatch(r"(\S+) ([\w.]+)\((.*)\)", line).groups()
-        if (package, name) in former_names.NAMES or former_names.module_today(package):
+        former = (package, name.partition(".")[0]) in former_names.NAMES
+        if former or former_names.module_today(package):
             continue
         if (package, name) not in actual and (inherited := _inherited(package, name)) is not None:
             actual[package, name] = parameters(inherited)

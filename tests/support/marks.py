@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from praxis_lite.core.optional_packages import is_installed
+from praxis_lite.host.optional_packages import is_installed
 
 needs_tensorflow = pytest.mark.skipif(
     not is_installed("tensorflow"), reason="there is no tensorflow, as on Python 3.14"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.optional_packages import PACKAGES
+from praxis_lite.host.optional_packages import PACKAGES
 from tests.support.goldens import GOLDENS
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"

@@ -3,14 +3,13 @@
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
-from praxis_lite.core.learner.loss_scaling import DynamicLossScale
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
     Schedule,
@@ -22,7 +21,6 @@ from praxis_lite.core.learner.optimizer_groups import (
     check_choices,
     optimizer_names,
 )
-from praxis_lite.core.learner.regularization import VariationalNoise
 from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
@@ -31,6 +29,23 @@ from praxis_lite.core.sharding.weight_spec import spec_items
 
 PyTree = Any
 Patterns = str | Sequence[str]
+
+
+class LossScale(Protocol):
+    """A factor of the loss, and its state among the opt_states."""
+
+    def init(self) -> dict[str, jax.Array]:
+        """Returns the state of the first step; "scale" in it is the factor."""
+
+    def update(self, state: dict[str, jax.Array], is_finite: jax.Array) -> dict[str, jax.Array]:
+        """Returns the state after a step, whose gradients may not have been finite."""
+
+
+class WeightNoise(Protocol):
+    """Noise on the weights that gradients are taken at."""
+
+    def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
+        """Returns `params` with the noise of a step."""
 
 
 class Learner:
@@ -57,8 +72,9 @@ class Learner:
         skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
       ema_decay: of an average of the trained weights that the state keeps; 0: there is no average.
       gradient_accumulation_steps: micro-batches that a step's batch is worked on in.
-      loss_scale: for float16; None: no scaling.
-      variational_noise: added to weights while gradients are taken; None: nothing.
+      loss_scale: for float16, a DynamicLossScale; None: no scaling.
+      variational_noise: added to weights while gradients are taken, a VariationalNoise; None:
+        nothing.
       slot_mesh_axes: mesh axes that slots are split over besides those of their weights (ZeRO-1).
 
     Raises:
@@ -81,8 +97,8 @@ class Learner:
         skip_step_gradient_norm_value: float = 0.0,
         ema_decay: float = 0.0,
         gradient_accumulation_steps: int = 1,
-        loss_scale: DynamicLossScale | None = None,
-        variational_noise: VariationalNoise | None = None,
+        loss_scale: LossScale | None = None,
+        variational_noise: WeightNoise | None = None,
         slot_mesh_axes: Sequence[str] = (),
     ):
         self.limits = GradientLimits(

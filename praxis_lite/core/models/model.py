@@ -1,16 +1,38 @@
 """The steps' needs of any model: init and apply over plain nested dicts."""
 
 import abc
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.gather import ShardedWeight
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 # {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
 MdlVars = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedWeight:
+    """A device's block of a weight, inside `jax.shard_map`; `praxis_lite.collectives` makes them.
+
+    Attributes:
+      block: this device's part, padding included.
+      gather: from the block, or one layer's part of it where the weight is stacked, to the whole
+        without padding; the gradient comes back as this device's part of the sum over devices.
+      path: of the weight, for --mode=explain.
+    """
+
+    block: jax.Array
+    gather: Callable[[jax.Array], jax.Array]
+    path: str = "weights"
+
+    def whole(self) -> jax.Array:
+        """Returns the weight, gathered here rather than where a layer reads it."""
+        with jax.named_scope(self.path):
+            return self.gather(self.block)
 
 
 class Model(abc.ABC):

@@ -12,7 +12,7 @@ from flax import linen, nnx, traverse_util
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.models.layer_paths import naming_the_layer
-from praxis_lite.core.models.model import MdlVars, Model
+from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
 from praxis_lite.core.models.nnx_declarations import declared_spec
 from praxis_lite.core.models.nnx_variables import (
     Leaf,
@@ -26,7 +26,6 @@ from praxis_lite.core.models.nnx_variables import (
     stored_at,
     value_of,
 )
-from praxis_lite.core.sharding.gather import ShardedWeight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from flax.core import spmd
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.models.axis_rules import flax_axis_rules
 from praxis_lite.core.models.layer_paths import naming_the_layer
 from praxis_lite.core.sharding.inputs import GlobalBatch, reshard_by_rank, true_rows
+from praxis_lite.core.sharding.weight_sharding import WeightSharding, check_axes
 from praxis_lite.core.task import Task
 
 PyTree = Any
@@ -33,7 +34,7 @@ class TaskOnMesh:
         with (
             naming_the_layer(),
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
-            flax_axis_rules(self.task.weight_sharding),
+            _flax_axis_rules(self.task.weight_sharding),
         ):
             yield
 
@@ -42,3 +43,21 @@ class TaskOnMesh:
         axis_names = self.mesh.axis_names
         inputs = true_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
+
+
+@contextlib.contextmanager
+def _flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
+    """Sets the job's logical axis rules as Flax's, for what constrains activations by names.
+
+    `nn.with_logical_constraint` and NNX's metadata read them while a step is traced. Without rules
+    nothing is set, and the caller's own context stays.
+
+    Raises:
+      ConfigError: a rule has an axis that the mesh of the context, if any, has not.
+    """
+    rules = weight_sharding.rules_in_use if weight_sharding is not None else ()
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        check_axes(rules, mesh.shape)
+    with spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext():
+        yield

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made

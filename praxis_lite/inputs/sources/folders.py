@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
-from praxis_lite.core.optional_packages import require_package
+from praxis_lite.host.optional_packages import require_package
 from praxis_lite.inputs.sources.base import (
     Example,
     GlobSource,

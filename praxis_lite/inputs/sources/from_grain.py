@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.base import (
     IndexedPipeline,
     InputPipeline,

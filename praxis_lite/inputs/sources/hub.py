@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside

@@ -15,8 +15,8 @@ from typing import IO, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
-from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.files.json_text import is_nested
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made

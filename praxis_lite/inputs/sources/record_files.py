@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, not_written
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.file_index import FileIndex, name_beside, state_of
 from praxis_lite.inputs.sources.files.plain import partial_path

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _LOG_LINE = re.compile(rb"[IWE]\d{4} \d\d:\d\d:\d+\.\d+ |WARNING: All log messages before absl::")

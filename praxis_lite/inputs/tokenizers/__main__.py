@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.files.whole_files import new_directory
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"

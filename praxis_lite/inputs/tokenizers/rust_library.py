@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.tokenizers.files import json_object, read_file
 
 # How many times as long a normalizer may make a text.

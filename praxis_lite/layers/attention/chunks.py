@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.sharding.varying import varying_alike
+from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 from praxis_lite.layers.base_layer import filled_up

@@ -10,9 +10,9 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
+from praxis_lite.collectives.varying import varying_axes, varying_over
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
-from praxis_lite.core.sharding.varying import varying_axes, varying_over
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base_layer import to_multiple

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
-from praxis_lite.core.sharding.varying import varying_alike
 from praxis_lite.layers.base_layer import filled_up
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 

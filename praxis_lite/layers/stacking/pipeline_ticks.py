@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import (
     DimSplit,
@@ -19,7 +20,6 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.core.sharding.varying import varying_alike
 from praxis_lite.layers.base_layer import assigned_values
 from praxis_lite.layers.stacking.checkpoint_policy import remat
 from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift

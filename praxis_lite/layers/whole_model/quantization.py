@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base_layer import Dense, Product, is_dense
 from praxis_lite.layers.whole_model.adapters import AdaptedProduct
 

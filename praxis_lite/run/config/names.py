@@ -7,6 +7,7 @@ import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from praxis_lite import former_names
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.config.configurable import (
     ARRAY_LIBRARIES,
@@ -117,7 +118,8 @@ def name_of(value: Any) -> tuple[str, str] | None:
         return None
     if module != "builtins":
         for library in (*PUBLIC, *LIBRARIES):
-            if (name := _name_in(_loaded(library), value)) is not None:
+            former = {name for package, name in former_names.NAMES if package == library}
+            if (name := _name_in(_loaded(library), value, former)) is not None:
                 return library, name
     if module not in sys.modules:
         return None
@@ -163,15 +165,20 @@ def _loaded(library: str) -> Any:
     return sys.modules.get(library) or getattr(sys.modules.get(parent), last, None)
 
 
-def _name_in(holder: Any, value: Any) -> str | None:
+def _name_in(holder: Any, value: Any, former: Collection[str] = ()) -> str | None:
     # The first has the class before it, of a static method: `WeightInit.Xavier`.
     for attribute in ("__qualname__", "__name__"):
         name = getattr(value, attribute, None)
-        if isinstance(name, str) and not name.startswith("__") and _is_at(holder, name, value):
+        if not isinstance(name, str) or name.startswith("__") or name.partition(".")[0] in former:
+            continue
+        if _is_at(holder, name, value):
             return name
     # An instance at the top of a module, such as some of JAX's remat policies.
     names = vars(holder).items() if holder is not None else ()
-    return next((name for name, one in names if one is value and not name.startswith("__")), None)
+    return next(
+        (name for name, one in names
+         if one is value and name not in former and not name.startswith("__")), None
+    )
 
 
 def _is_at(holder: Any, name: str, value: Any) -> bool:

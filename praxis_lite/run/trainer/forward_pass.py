@@ -8,8 +8,8 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.devices.host_memory import check_program_fits
 from praxis_lite.core.task import Task
+from praxis_lite.host.host_memory import check_program_fits
 from praxis_lite.inputs.leaves import narrow
 from praxis_lite.inputs.text.token_ids import token_ids
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.devices.host_memory import check_program_fits
 from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
 from praxis_lite.decode.sampling import Greedy
+from praxis_lite.host.host_memory import check_program_fits
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
 from praxis_lite.inputs.tokenizers.plain import TokenIds
 from praxis_lite.run.config.class_attributes import configured

@@ -13,9 +13,9 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.optional_packages import require_package
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.files.whole_files import new_directory
+from praxis_lite.host.optional_packages import require_package
 from praxis_lite.inputs.tokenizers.files import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,

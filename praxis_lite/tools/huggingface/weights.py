@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, few
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.tools.huggingface.family import Family
 from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 

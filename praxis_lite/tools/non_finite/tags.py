@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from praxis_lite.collectives.varying import varying_over
 from praxis_lite.core.jaxprs import widens
-from praxis_lite.core.sharding.varying import varying_over
 from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped, of_scan, of_while
 from praxis_lite.tools.non_finite.operations import COLLECTIVES, SAME_NUMBERS, Loop, Operation
 

@@ -17,7 +17,7 @@ import flax.serialization
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.sharding.devices.host_memory import available_bytes
+from praxis_lite.host.host_memory import available_bytes
 from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.files.step_names import regular_files

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.tools.plan.candidates import Candidate
 from praxis_lite.tools.plan.predict import StepPlan
 from praxis_lite.tools.plan.report import seconds_text

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.optional_packages import require_package
 from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
 from praxis_lite.core.sharding.mesh import simulated_devices
+from praxis_lite.host.optional_packages import require_package
 from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
 
 # Examples of what each kind of name looks like, for errors. libtpu takes others, too.

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import ConfigError, Task
 from praxis_lite.core import (
     AuxiliaryOptimizer,
-    DynamicLossScale,
     Learner,
     MeshConfig,
     Partitioner,
@@ -29,7 +28,7 @@ from praxis_lite.core.partitioner.steps import init_state, train_step
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.layers import BaseLayer, Linear, lora
 from praxis_lite.layers.base_layer import stacked
-from praxis_lite.optimizers import regularized
+from praxis_lite.optimizers import DynamicLossScale, regularized
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean
 from tests.support.marks import slow_but
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from praxis_lite import ConfigError
 from praxis_lite.core import NnxModel
+from praxis_lite.core.models.model import ShardedWeight
 from praxis_lite.core.models.nnx_model import mdl_vars_of
-from praxis_lite.core.sharding.gather import ShardedWeight
 
 ROWS, DIMS = 7, 5
 INPUTS = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, DIMS)), jnp.float32)

@@ -11,12 +11,13 @@ from flax import linen as nn
 from flax import nnx
 
 from praxis_lite import ConfigError
-from praxis_lite.core import Learner, TrainState, VariationalNoise
+from praxis_lite.core import Learner, TrainState
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.core.partitioner import steps
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base_layer import zeros
 from praxis_lite.models import FunctionModel, LinenModel
+from praxis_lite.optimizers import VariationalNoise
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask

@@ -122,9 +122,9 @@ OF_ACTING_PACKAGES = {
     """,
     "praxis_lite.collectives": "ExplicitCollectives ShardMapPartitioner",
     "praxis_lite.core": """
-        AuxiliaryOptimizer DynamicLossScale Fsdp GradientLimits Gradients Learner
+        AuxiliaryOptimizer Fsdp GradientLimits Gradients Learner
         LogicalPartitioning MeshConfig MeshRules Model NnxModel Partitioner Replicate ShardDim
-        StateLayout Task TrainState VariationalNoise WeightSharding WeightSpec constrain
+        StateLayout Task TrainState WeightSharding WeightSpec constrain
     """,
     "praxis_lite.decode": "BeamSearch Decoder Greedy Sample pax_outputs",
     "praxis_lite.inputs.numpy_data": "InMemory SyntheticLm TextCorpus TextWindows",

@@ -42,7 +42,7 @@ from praxis_lite.inputs import FromDataset, WithWorkers, numpy_data, tf_data
 from praxis_lite.inputs.tf.tensorflow_import import tensorflow
 from praxis_lite.layers import BatchNorm, Dropout, Linear
 from praxis_lite.core.learner.learner import Learner
-from praxis_lite.core.learner.loss_scaling import DynamicLossScale
+from praxis_lite.optimizers.loss_scaling import DynamicLossScale
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.layers.base_layer import BaseLayer
 from tests.support.float16 import HALF

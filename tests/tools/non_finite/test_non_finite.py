@@ -14,7 +14,6 @@ import pytest
 from flax import linen, nnx
 
 from praxis_lite.core import (
-    DynamicLossScale,
     Learner,
     MeshConfig,
     NnxModel,
@@ -24,6 +23,7 @@ from praxis_lite.core import (
 from praxis_lite.layers import BaseLayer, FeedForward, Repeat
 from praxis_lite.layers.base_layer import ones
 from praxis_lite.models import FunctionModel, LinenModel
+from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.non_finite.reports import MAX_REPORTS, NonFiniteReports

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 
 # Pillow's other readers are rarely tried, and that of PostScript starts another program.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")

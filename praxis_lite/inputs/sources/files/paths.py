@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, not_written, require
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 
 # Writes files into the folder that it is given, or returns the examples of the one file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]

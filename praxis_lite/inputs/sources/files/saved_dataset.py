@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
-from praxis_lite.core.optional_packages import require_package
+from praxis_lite.host.optional_packages import require_package
 from praxis_lite.inputs.base import class_clashes
 from praxis_lite.inputs.sources.columnar import Batches, mapped, row_of, validate
 from praxis_lite.inputs.sources.faults import BadExample

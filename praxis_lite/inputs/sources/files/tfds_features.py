@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.optional_packages import optional_module, require_package
+from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
 from praxis_lite.inputs.sources.files.inside import json_inside
 

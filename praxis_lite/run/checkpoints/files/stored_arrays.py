@@ -29,8 +29,8 @@ import numpy as np
 import tensorstore as ts
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.devices.host_memory import available_bytes
 from praxis_lite.files.open_folder import OpenFolder
+from praxis_lite.host.host_memory import available_bytes
 from praxis_lite.run.checkpoints.files import step_names
 from praxis_lite.run.checkpoints.files.ocdbt import kvstore_spec, reading_context, stored_values
 from praxis_lite.run.checkpoints.files.origin import Origin

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 from praxis_lite.core.errors import format_bytes
-from praxis_lite.core.sharding.devices.host_memory import available_bytes
+from praxis_lite.host.host_memory import available_bytes
 from praxis_lite.run.job.processes.exits import end_now
 
 # With less than this left, memory is the likeliest reason: a thread alone takes 8 MiB and more.

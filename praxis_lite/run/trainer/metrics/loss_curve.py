@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.optional_packages import optional_module
 from praxis_lite.files.whole_files import write_whole
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 
 _TRAIN_COLOR = "#1f5fa8"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 
 
 class TensorBoardWriter(contextlib.AbstractContextManager):

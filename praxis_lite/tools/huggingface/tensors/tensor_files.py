@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, shown
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.files.plain import opened
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

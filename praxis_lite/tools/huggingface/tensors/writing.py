@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import format_bytes
-from praxis_lite.core.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.checkpoints.sharded_reading import in_groups
 from praxis_lite.tools.huggingface.tensors.tensor_files import INDEX, SINGLE
 from praxis_lite.tools.huggingface.weights import Part, as_tensor, tensor_shape

@@ -15,12 +15,12 @@ from praxis_lite.core import (
     Learner,
     MeshConfig,
     Partitioner,
-    VariationalNoise,
     WeightSpec,
     constrain,
     make_mesh,
 )
 from praxis_lite.layers import BaseLayer, Dropout, Repeat
+from praxis_lite.optimizers import VariationalNoise
 
 SPLIT = {"map_2d": (("replica", "data"), "mdl")}
 NUM_LAYERS, ROWS, WIDTH = 3, 11, 13
