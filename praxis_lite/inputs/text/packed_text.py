@@ -78,7 +78,7 @@ class PackedText(OfDocuments):
             self.packing or not self.split_documents, "PackedText.split_documents",
             self.split_documents, "False, as packing is",
         )
-        holds = getattr(self.documents, "holds", None)
+        holds = self.documents.holds
         require(
             holds != "preference", "Documents.holds", holds, "one document of each example",
             "PreferenceData makes batches of pairs.",

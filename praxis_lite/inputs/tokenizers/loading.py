@@ -48,8 +48,10 @@ def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
         return ByteTokenizer()
     if isinstance(given, str | os.PathLike):
         return load_tokenizer(given)
-    is_one = all(hasattr(given, name) for name in ("encode", "decode", "eos_id", "token_unit"))
-    wanted = "a Tokenizer, the directory of one, or None for bytes"
-    require(is_one, "The tokenizer", given, wanted)
+    require(
+        isinstance(given, Tokenizer), "The tokenizer", given,
+        "a Tokenizer, the directory of one, or None for bytes",
+        "A tokenizer of your own is a subclass of praxis_lite.inputs.tokenizers.Tokenizer.",
+    )
     return given
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from praxis_lite.tools.pax.checkpoints import PaxCheckpoint
+
 # What our attributes are called in Pax, by the class that has them. All other names are Pax's.
 # {name} stands for the number of layers in the list of that name.
 RENAMES: dict[str, dict[str, str]] = {
@@ -100,9 +102,9 @@ def _renamed(node: Any, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """An array of a mapping that knows its shapes before it reads, such as a PaxCheckpoint."""
+    """An array of a checkpoint that knows its shapes before it reads."""
 
-    mapping: Any
+    mapping: PaxCheckpoint
     name: str
 
     @property
@@ -125,7 +127,7 @@ def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
     def add(tokens: list[str], value: Any) -> None:
         if isinstance(value, Mapping):
             for name in value:
-                inner = Unread(value, name) if hasattr(value, "shape_of") else value[name]
+                inner = Unread(value, name) if isinstance(value, PaxCheckpoint) else value[name]
                 add(tokens + _tokens(str(name)), inner)
         else:
             flat["/".join(tokens)] = value
