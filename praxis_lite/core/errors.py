@@ -97,6 +97,11 @@ def require_choice(setting: str, found: object, choices: Collection[str]) -> Non
         )
 
 
+def is_whole(value: object, least: int = 1) -> bool:
+    """Returns True for an int from `least` on, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """Returns ' Did you mean a, b?' with the candidates nearest to `name`, or ''."""
     # Compared without case: adamW is adamw before it is adam.

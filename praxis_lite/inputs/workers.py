@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.processes.worker_process import WorkerProcess, share
 
@@ -61,8 +61,7 @@ class WithWorkers(IndexedPipeline):
                 "num_parallel_calls), or write the pipeline as an IndexedPipeline."
             )
         self.require_at_least(1, "num_workers", "num_prefetched")
-        is_kind = self.kind in ("processes", "threads")
-        require(is_kind, "WithWorkers.kind", self.kind, "'processes' or 'threads'")
+        require_choice("WithWorkers.kind", self.kind, ("processes", "threads"))
         self.pipeline.check()
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":

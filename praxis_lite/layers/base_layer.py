@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import is_whole, require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
@@ -236,8 +236,7 @@ def require_positive(layer: object, **sizes: int) -> None:
       ConfigError: one is not a positive integer; names the layer's class and the setting.
     """
     for name, size in sizes.items():
-        is_right = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        require(is_right, f"{type(layer).__name__}.{name}", size, "a positive integer")
+        require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
 
 
 def require_floating(layer: object, **dtypes: Any) -> None:

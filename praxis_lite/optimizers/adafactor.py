@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.core.errors import did_you_mean, require
+from praxis_lite.core.errors import require_choice
 from praxis_lite.core.learner.path_masks import Patterns, path_mask
 from praxis_lite.optimizers.adafactor_slots import (
     MOMENTUM_DTYPES,
@@ -101,8 +101,8 @@ def adafactor(
     Raises:
       ConfigError: a setting is out of its range, or a pattern is not a regular expression.
     """
-    _require_choice("decay_method", decay_method, ("adam", "pow"))
-    _require_choice("quantized_dtype", quantized_dtype, MOMENTUM_DTYPES)
+    require_choice("adafactor: decay_method", decay_method, ("adam", "pow"))
+    require_choice("adafactor: quantized_dtype", quantized_dtype, MOMENTUM_DTYPES)
     require_decay_rates("adafactor", beta1=beta1, decay_adam=decay_adam)
     require_not_negative("adafactor", epsilon2_param_scale_reg=epsilon2_param_scale_reg)
     decay = {"decay_adam": decay_adam} if decay_method == "adam" else {"decay_pow": decay_pow}
@@ -242,8 +242,3 @@ def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
         jax.tree.map(lambda one, i=i: one[i], tree, is_leaf=lambda x: isinstance(x, kind))
         for i in range(len(kind._fields))
     ]
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    hint = did_you_mean(str(value), choices).strip()
-    require(value in choices, f"adafactor: {name}", value, f"one of {', '.join(choices)}", hint)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import is_whole, require
 from praxis_lite.optimizers.settings import require_decay_rates, require_not_negative
 
 PyTree = Any
@@ -101,8 +101,7 @@ def scale_by_soap(
     require_not_negative("soap", eps=eps)
     counts = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
     for name, count in counts.items():
-        is_count = isinstance(count, int) and not isinstance(count, bool) and count > 0
-        require(is_count, f"soap: {name}", count, "a positive integer")
+        require(is_whole(count), f"soap: {name}", count, "a positive integer")
 
     def squares(w: jax.Array) -> tuple[jax.Array, ...]:
         # One entry per dim whatever the sizes: the tree of slots depends on ranks alone.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require, require_choice
 
 Count = int | jax.Array
 # A function of the number of updates made; returns the rate, a float32 scalar.
@@ -41,7 +41,7 @@ def polynomial(
     """
     (x0, y0), (x1, y1) = _points("polynomial", start, limit)
     require_positive("polynomial", power=power)
-    require(origin in ("start", "limit"), "polynomial: origin", origin, "'start' or 'limit'")
+    require_choice("polynomial: origin", origin, ("start", "limit"))
 
     def schedule(count: Count) -> jax.Array:
         r = progress(count, x0, x1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import did_you_mean, require
+from praxis_lite.core.errors import require, require_choice
 from praxis_lite.schedules.pieces import check_pieces, piecewise_constant
 from praxis_lite.schedules.shapes import (
     Count,
@@ -95,10 +95,9 @@ def warmup_stable_decay(
         "1-sqrt": functools.partial(polynomial, power=0.5),
         "cosine": delayed_cosine,
     }
-    name, hint = "warmup_stable_decay", did_you_mean(str(shape), decays).strip()
-    require(shape in decays, f"{name}: shape", shape, f"one of {', '.join(decays)}", hint)
+    require_choice("warmup_stable_decay: shape", shape, decays)
     steps = warmup_steps, decay_start, decay_end
-    return _up_and_down(name, decays[shape], *steps, max, min_ratio)
+    return _up_and_down("warmup_stable_decay", decays[shape], *steps, max, min_ratio)
 
 
 def sqrt_decay(

@@ -163,7 +163,7 @@ def test_a_schedule_of_schedules_is_built_from_json_and_piecewise_joins_count_an
         ({"class": "Linear", "start": [3, 1.0], "limit": [2, 0.0]}, "starts at step 3 and ends at"),
         ({"class": "Linear", "start": [3, 1.0, 2], "limit": [2, 0.0]}, "wanted is a pair"),
         ({"class": "Polynomial", "power": 0}, "power is 0"),
-        ({"class": "Polynomial", "origin": "end"}, "wanted is 'start' or 'limit'"),
+        ({"class": "Polynomial", "origin": "end"}, "wanted is one of start, limit"),
         ({"class": "Exponential", "start": [0, -1.0]},
          "value at step 0 is -1.0; wanted is a positive"),
         ({"class": "Cosine", "total_steps": -5}, "starts at step 0 and ends at step -5"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import BLOCK_BYTES, read_documents
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -50,8 +50,7 @@ class TextCorpus:
             ConfigError: another split; no documents in it; files that are missing, empty or
                 unreadable.
         """
-        hint = did_you_mean(str(split), SPLITS).strip()
-        require(split in SPLITS, "The split of a TextCorpus", split, "'train' or 'heldout'", hint)
+        require_choice("The split of a TextCorpus", split, SPLITS)
         documents = self._splits[split]
         if not documents:
             total = sum(map(len, self._splits.values()))

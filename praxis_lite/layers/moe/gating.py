@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
 from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
 from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_seats
@@ -76,9 +76,8 @@ class Gating:
         unset = {"num_groups": 0, "min_group_size": None}
         for name in ("num_experts", "num_experts_per_token", *unset):
             value = getattr(self, name)
-            is_positive = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             is_unset = name in unset and value == unset[name]
-            check(is_positive or is_unset, name, "a positive integer")
+            check(is_whole(value) or is_unset, name, "a positive integer")
         gating, num_chosen = self.gating_func, self.num_experts_per_token
         check(
             gating != "top2" or num_chosen == 2,

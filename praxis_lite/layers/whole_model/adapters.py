@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, is_whole, require
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base_layer import Dense, Product, is_dense, zeros
 from praxis_lite.layers.initializers import WeightInit
@@ -86,8 +86,7 @@ def adapted(
 
 
 def _check_rank(rank: int) -> None:
-    is_right = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
-    require(is_right, "lora.rank", rank, "a positive integer")
+    require(is_whole(rank), "lora.rank", rank, "a positive integer")
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:

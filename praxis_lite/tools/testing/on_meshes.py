@@ -6,7 +6,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.mesh import simulate_devices
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.overrides import check_required
@@ -53,7 +53,7 @@ def check_on_meshes(
         experiment = experiment.config()
     require(isinstance(steps, int) and steps > 0, "steps", steps, "a whole number, 1 or more")
     for part in parts or ():
-        require(part in PARTS, "A part of a check", part, f"one of {', '.join(PARTS)}")
+        require_choice("A part of a check", part, PARTS)
     config = copy.deepcopy(experiment)
     check_required(config)
     check_parts(build(config))
