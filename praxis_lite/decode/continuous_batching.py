@@ -14,7 +14,7 @@ from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.loop import DecodeState, advance, start
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.sampling import Greedy
-from praxis_lite.host.host_memory import check_program_fits
+from praxis_lite.host.host_memory import FirstRuns
 
 # R rows, P longest prompt, M most new tokens.
 PyTree = Any
@@ -81,7 +81,10 @@ class ContinuousBatching:
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._wrap = wrap
         self._programs: tuple[Program, Program] | None = None
-        self._fitting: set[Program] = set()
+        self._runs = FirstRuns(
+            f"Decoding {num_rows} rows at a time",
+            "Make decoder.num_cache_slots, decoder.max_decode_steps or the longest prompt smaller.",
+        )
         self.num_steps = self.num_prefills = 0
 
     def stream(
@@ -131,7 +134,7 @@ class ContinuousBatching:
 
     def empty(self, mdl_vars: PyTree) -> DecodeState:
         """Returns a state whose rows are all free, on the devices as it stays from call to call."""
-        state = self._run(self._empty, mdl_vars)
+        state = self._runs.run(self._empty, mdl_vars)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         if self._programs is None:
             # The state comes back as it went in, or the next call would compile another program.
@@ -159,7 +162,7 @@ class ContinuousBatching:
             np.asarray(ids, np.int32), np.int32(length), key, np.float32(temperature),
             np.int32(max_steps),
         )
-        return self._run(self._programs[0], mdl_vars, state, np.int32(row), prompts)
+        return self._runs.run(self._programs[0], mdl_vars, state, np.int32(row), prompts)
 
     def advance(
         self, mdl_vars: PyTree, state: DecodeState, num_steps: int, until_one_ends: bool,
@@ -171,25 +174,11 @@ class ContinuousBatching:
           taken: the rows to go on with.
         """
         is_taken = np.isin(np.arange(self._num_rows), list(taken))
-        state, report = self._run(
+        state, report = self._runs.run(
             self._programs[1], mdl_vars, state, np.int32(num_steps), np.bool_(until_one_ends),
             is_taken,
         )
         return state, jax.device_get(report)
-
-    def _run(self, program: Program, mdl_vars: PyTree, *args: Any) -> Any:
-        """Returns the outputs of a compiled program; before its first run, checks that it fits."""
-        if program not in self._fitting:
-            self._fitting.add(program)
-            leaves = jax.tree.leaves(mdl_vars)
-            check_program_fits(
-                program.trace(mdl_vars, *args).lower().compile(),  # The call finds it.
-                leaves[0].sharding.addressable_devices if leaves else (),
-                f"Decoding {self._num_rows} rows at a time",
-                "Make decoder.num_cache_slots, decoder.max_decode_steps or the longest prompt "
-                "smaller.",
-            )
-        return program(mdl_vars, *args)
 
     def _empty_state(self, mdl_vars: PyTree) -> DecodeState:
         decoder, num_rows, model = self._decoder, self._num_rows, self._module(mdl_vars)

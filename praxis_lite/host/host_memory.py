@@ -7,9 +7,9 @@ import math
 import os
 import re
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.errors import OutOfMemory, format_bytes
 
@@ -92,6 +92,41 @@ def check_program_fits(
         f"{format_bytes(stats.temp_size_in_bytes)} of temporaries, {format_bytes(outputs)} of "
         f"outputs and {format_bytes(stats.argument_size_in_bytes)} of arguments each. {advice}"
     )
+
+
+class FirstRuns:
+    """Runs programs; before each runs for the first time, checks that this host has memory for it.
+
+    Args:
+      program, advice: as of `check_program_fits`, of all of them.
+    """
+
+    def __init__(self, program: str, advice: str):
+        self._program, self._advice = program, advice
+        self._fitting: set[Hashable] = set()
+
+    def run(self, function: Any, *args: Any, key: Hashable = None) -> Any:
+        """Returns `function(*args)`.
+
+        Args:
+          function: as `jax.jit` returns it, or a step of a Partitioner.
+          args: arrays among them on the devices that it runs on.
+          key: for each other program that other arguments make of the function.
+
+        Raises:
+          OutOfMemory: this host cannot hold what the program makes.
+        """
+        if (function, key) not in self._fitting:
+            import jax
+
+            arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+            check_program_fits(
+                function.trace(*args).lower().compile(),  # The call finds it.
+                arrays[0].sharding.addressable_devices if arrays else (),
+                self._program, self._advice,
+            )
+            self._fitting.add((function, key))
+        return function(*args)
 
 
 def _left_in_groups(root: Path) -> Iterator[float]:

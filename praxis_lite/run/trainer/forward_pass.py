@@ -9,7 +9,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.task import Task
-from praxis_lite.host.host_memory import check_program_fits
+from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.leaves import narrow
 from praxis_lite.inputs.text.token_ids import token_ids
 
@@ -44,7 +44,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         static_argnums=2, out_shardings=partitioner.replicated,
     )
 
-    fitting: set[Any] = set()
+    runs = FirstRuns("The model's call", "Give it fewer rows at a time.")
 
     def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, named))
@@ -60,13 +60,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
             )
         inputs = mdl_vars, partitioner.global_batch(arrays), (structure, others)
         shapes = structure, others, tuple((x.shape, x.dtype) for x in arrays)
-        if shapes not in fitting:
-            check_program_fits(
-                compiled.trace(*inputs).lower().compile(),  # The call finds it.
-                partitioner.mesh.local_devices, "The model's call", "Give it fewer rows at a time.",
-            )
-            fitting.add(shapes)
-        return jax.device_get(compiled(*inputs))
+        return jax.device_get(runs.run(compiled, *inputs, key=shapes))
 
     return call
 

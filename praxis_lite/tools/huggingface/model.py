@@ -14,7 +14,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
 from praxis_lite.decode.sampling import Greedy
-from praxis_lite.host.host_memory import check_program_fits
+from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
 from praxis_lite.inputs.tokenizers.plain import TokenIds
 from praxis_lite.run.config.class_attributes import configured
@@ -89,6 +89,7 @@ class HuggingFaceModel:
         self.mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
         self._forward = forward_pass(partitioner)
         self._decoding: dict[tuple[int, Any], Partitioner] = {}
+        self._runs = FirstRuns("generate", "Give it fewer or shorter prompts.")
 
     def logits(
         self,
@@ -163,11 +164,9 @@ class HuggingFaceModel:
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
         })
         inputs = self.mdl_vars, batch, partitioner.key(0)
-        check_program_fits(
-            partitioner.decode_step.trace(*inputs).lower().compile(),  # The call finds it.
-            partitioner.mesh.local_devices, "generate", "Give it fewer or shorter prompts.",
+        found = jax.device_get(
+            self._runs.run(partitioner.decode_step, *inputs, key=ids.shape)
         )
-        found = jax.device_get(partitioner.decode_step(*inputs))
         return [
             row[0, : length[0]].tolist()
             for row, length in zip(found["output_ids"], found["decode_lengths"], strict=True)

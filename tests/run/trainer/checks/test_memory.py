@@ -194,6 +194,24 @@ def test_a_program_fits_if_its_outputs_and_temporaries_do(donates, monkeypatch):
         with pytest.raises(OutOfMemory, match="23.3 MiB"):
             host_memory.check_program_fits(compiled, devices, "It", "Do.", num_processes=2)
 
+def test_a_program_is_looked_at_once_for_each_key_and_again_if_it_was_refused(monkeypatch):
+    looks = []
+
+    def check(compiled, devices, program, advice):
+        looks.append((program, advice, len(devices)))
+        if len(looks) == 2:
+            raise OutOfMemory("It takes too much.")
+
+    monkeypatch.setattr(host_memory, "check_program_fits", check)
+    runs, double = host_memory.FirstRuns("It", "Do."), jax.jit(lambda x: 2 * x)
+    for _ in range(3):
+        assert runs.run(double, jnp.float32(3)) == 6
+    with pytest.raises(OutOfMemory):
+        runs.run(double, jnp.ones(2), key=2)
+    for _ in range(2):
+        assert runs.run(double, jnp.ones(2), key=2).sum() == 4
+    assert looks == 3 * [("It", "Do.", 1)]
+
 
 def large_program(number, monkeypatch):
     """Lets XLA say of the program that is looked at as the `number`-th that it takes 4 PiB."""
