@@ -12,10 +12,7 @@ from jax.extend import core
 
 
 def opened(jaxpr: Any) -> core.Jaxpr:
-    """Returns a jaxpr without the values of its constants, if it has them.
-
-    From jax 0.11 the two are one class, and this is the jaxpr itself.
-    """
+    """Returns a jaxpr without its constants' values; from jax 0.11 it is the jaxpr itself."""
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
@@ -91,9 +88,9 @@ def followed(
 
 
 def widens(eqn: core.JaxprEqn) -> bool:
-    """Returns True if an operation casts floats to a type that holds all of them, or is theirs."""
+    """Returns True if an operation casts floats to another type that holds all of them."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
     are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-    return are_floats and jnp.promote_types(old, new) == new
+    return are_floats and old != new and jnp.promote_types(old, new) == new

@@ -59,7 +59,7 @@ def _narrow_outputs(
         eqn = None if isinstance(var, core.Literal) else made_by.get(var)
         if eqn is None:
             continue
-        if _widens(eqn):
+        if widens(eqn) and not isinstance(eqn.invars[0], core.Literal):
             outvars[index] = eqn.invars[0]
             narrow.append(index)
         elif eqn.primitive in (primitives.remat_p, primitives.jit_p):
@@ -78,12 +78,6 @@ def _narrow_outputs(
                 outvars[index] = var
                 narrow.append(index)
     return jaxpr.replace(eqns=eqns, outvars=outvars), sorted(narrow)
-
-
-def _widens(eqn: core.JaxprEqn) -> bool:
-    operand = eqn.invars[0]
-    is_literal = isinstance(operand, core.Literal)
-    return widens(eqn) and not is_literal and operand.aval.dtype != eqn.params["new_dtype"]
 
 
 def _cast(narrow: core.Var, wide: core.Var, like: core.JaxprEqn) -> core.JaxprEqn:

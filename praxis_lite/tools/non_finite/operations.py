@@ -1,10 +1,8 @@
 """Operations of a program, the loops that they stand in, and those that an output needs."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from jax.extend import core
 
 from praxis_lite.core.jaxprs import opened
 
@@ -53,15 +51,11 @@ class Operation:
 
 def cut(jaxpr: Any, outputs: Sequence[int]) -> Any:
     """Returns a closed jaxpr of these outputs alone, without operations that they do not need."""
-    inner = opened(jaxpr)
+    inner, kept = opened(jaxpr), []
     outvars = [inner.outvars[i] for i in outputs]
-    needed, kept = set(_variables(outvars)), []
+    needed = set(map(id, outvars))
     for eqn in reversed(inner.eqns):
-        if not needed.isdisjoint(eqn.outvars):
+        if not needed.isdisjoint(map(id, eqn.outvars)):
             kept.append(eqn)
-            needed |= set(_variables(eqn.invars))
+            needed.update(map(id, eqn.invars))
     return jaxpr.replace(jaxpr=inner.replace(eqns=kept[::-1], outvars=outvars))
-
-
-def _variables(atoms: Iterable[Any]) -> Iterable[Any]:
-    return (atom for atom in atoms if not isinstance(atom, core.Literal))

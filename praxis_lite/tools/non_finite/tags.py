@@ -6,6 +6,7 @@ the numbers go, through loops, branches and calls, and end where the numbers end
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -55,17 +56,13 @@ class TaggedRun(Interpreter):
         return value, self._constant_tag(value)
 
     def results(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
-        params = eqn.params
-        if eqn.primitive.name in CALLS and params.get("differentiated") and params.get(
-            "prevent_cse", True
-        ):
+        repeats = eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True)
+        if repeats and eqn.primitive.name in CALLS:
             # Values that are computed again to save memory must not be kept instead.
             args, tags = _apart(operands)
-            arrays = [i for i, x in enumerate(args) if not jnp.issubdtype(
-                x.dtype, jax.dtypes.extended)]
-            held = lax.optimization_barrier([args[i] for i in arrays])
-            for i, x in zip(arrays, held, strict=True):
-                args[i] = x
+            is_array = [not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in args]
+            held = iter(lax.optimization_barrier(list(itertools.compress(args, is_array))))
+            args = [next(held) if one else x for x, one in zip(args, is_array, strict=True)]
             operands = _pairs(args, tags)
         return super().results(eqn, operands)
 

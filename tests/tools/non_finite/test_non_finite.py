@@ -356,7 +356,7 @@ def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
     said = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
     assert re.search(
-        r"in the layer linear, made by dot_general, at linears\.py:\d+, "
+        r"in the layer linear, made by dot_general, at base_layer\.py:\d+, "
         f"called at {line_of('calling')}", said,
     ), said
 
@@ -391,5 +391,5 @@ def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
         reports.look(1, state, batch, key, outputs)
         where = f"in the layer transformer/blocks[{layer}]/{name}/linear"
         assert ", in the forward pass: " in said[1] and where in said[1], said
-        assert "made by dot_general, at linears.py:" in said[1]
+        assert "made by dot_general, at base_layer.py:" in said[1]
         said.clear()

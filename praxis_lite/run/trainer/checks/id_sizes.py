@@ -66,13 +66,6 @@ class _Shifted:
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Iota:
-    """The numbers 0, 1, 2, ... up to a size."""
-
-    size: int
-
-
 class _Reader:
     """Follows leaves of a batch through a program, as long as they stay the numbers that they are.
 
@@ -86,14 +79,15 @@ class _Reader:
     def read(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
         """Returns the names of the results that are leaves as they came, else None.
 
-        A tuple of names stands for indices of several dims, side by side.
+        A tuple of names stands for indices of several dims, side by side; an int for the numbers
+        0, 1, 2, ... below it.
         """
         return followed(jaxpr, given, self._results)
 
     def _results(self, eqn: Any, names: list[Any]) -> list[Any]:
         kind, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if kind == "iota":
-            return [_Iota(eqn.params["shape"][eqn.params["dimension"]])]
+            return [eqn.params["shape"][eqn.params["dimension"]]]
         if kind in _SAME and names:
             return [names[0], *nothing[1:]]
         if kind == "add" and isinstance(names[0], str) and isinstance(eqn.invars[1], Literal):
@@ -127,8 +121,8 @@ class _Reader:
     def _compare(self, names: Sequence[Any]) -> None:
         """A leaf that is compared with 0, 1, 2, ... becomes a row of a single True."""
         for name, other in zip(names, reversed(names), strict=True):
-            if isinstance(other, _Iota):
-                self._add(name, other.size)
+            if isinstance(other, int):
+                self._add(name, other)
 
     def _add(self, name: Any, size: int) -> None:
         if isinstance(name, str):
