@@ -166,7 +166,7 @@ _WANTED = (
 
 
 def checked_scalars(name: str, found: Any) -> Pairs:
-    """Returns what the function `name` did; raises ConfigError unless it is pairs with a loss."""
+    """Returns the result of the function `name`; ConfigError unless it is pairs with a loss."""
     if not isinstance(found, Mapping) or "loss" not in found:
         names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else kind_of(found)
         raise ConfigError(f"{name} returns {names}; {_WANTED}.")
@@ -191,7 +191,7 @@ def _is_scalar(found: Any) -> bool:
 
 
 def kind_of(found: Any) -> str:
-    """Returns what a value is, in words: "float32[7, 3]", "a tuple of (...)", "None"."""
+    """Returns the kind of a value, in words: "float32[7, 3]", "a tuple of (...)", "None"."""
     if isinstance(found, tuple | list):
         return f"a {type(found).__name__} of ({', '.join(map(kind_of, found))})"
     if hasattr(found, "dtype") and hasattr(found, "shape"):

@@ -54,7 +54,7 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
 
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
-    """Opens a plain file to add text to it, a new one if there is none; OSError as of `opened`."""
+    """Opens a plain file to add text to it, new or old; raises OSError as `opened` does."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     number = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(number).st_mode):

@@ -29,7 +29,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
 
 
 def optional_module(name: str, needed_by: str) -> ModuleType:
-    """Returns a module of one of the PACKAGES, imported.
+    """Imports and returns a module of the PACKAGES.
 
     Args:
       name: in full, such as "matplotlib.figure".

@@ -111,7 +111,7 @@ class Product:
 
 
 class Dense(BaseLayer):
-    """Returns the einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
+    """Returns the einsum of inputs and a weight `w`, plus any bias `b` of the layer.
 
     A subclass sets the attributes. Its `w` may have dims of the equation merged. To be adapted and
     rounded it keeps `__call__`; the shape of the results it changes in `finished`.

@@ -71,7 +71,7 @@ def _joined(around: str, inside: str) -> str:
 
 
 def of_scan(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence, Sequence, Sequence]:
-    """Returns the constants of a scan's body, its carry, and what it runs over."""
+    """Returns the constants of a scan's body, its carry, and the arrays it runs over."""
     params = eqn.params
     if "num_consts" in params:
         num_consts, num_carry = params["num_consts"], params["num_carry"]

@@ -1,4 +1,4 @@
-"""Settings of how weights are trained: the optimizer of each, limits, averages, what is frozen."""
+"""Settings of how weights are trained: optimizers, limits, averages, frozen weights."""
 
 import functools
 import warnings

@@ -197,6 +197,6 @@ class RotaryPositionalEmbedding(BaseLayer):
         return self._timescales_to(self.max_timescale / self.min_timescale)
 
     def _timescales_to(self, ratio: float | jax.Array) -> jax.Array:
-        """Returns timescales of which the longest would be `ratio` times the shortest."""
+        """Returns timescales from the shortest to nearly `ratio` times as long."""
         fraction = jnp.arange(0, self.rotary_dims, 2, dtype=jnp.float32) / self.rotary_dims
         return self.min_timescale * ratio**fraction

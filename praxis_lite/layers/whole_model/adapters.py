@@ -130,7 +130,7 @@ def adapted_layers(module: nnx.Module) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A product plus that of two thin matrices, of which none in the size of the weight is made.
+    """A product plus that of two thin matrices; no array in the size of the weight is made.
 
     Attributes:
       base: the product with `w`.

@@ -96,14 +96,14 @@ class Experiment:
         return None
 
     def hooks(self) -> list[fdl.Config]:
-        """Returns configs of what is done while the job trains; [] unless overridden.
+        """Returns configs of hooks to run while the job trains; [] unless overridden.
 
         Each is of a subclass of `praxis_lite.Hook`: `[fdl.Config(WeightNorms, every=100)]`.
         """
         return []
 
     def config(self) -> "fdl.Config[Job]":
-        """Returns the whole config: mesh, task, datasets, decode_datasets, run and what is more.
+        """Returns the whole config: mesh, task, datasets, decode_datasets, run, hooks and the rest.
 
         Raises:
             ConfigError: a method is missing, or returns something else than it should.

@@ -1,4 +1,4 @@
-"""The training loop: batches into steps, one after the other; all else is done by hooks."""
+"""The training loop: batches into steps, in their order; all else is done by hooks."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""`main.py --mode=check`: whether an experiment computes on a mesh what one device does."""
+"""`main.py --mode=check`: does an experiment compute alike on a mesh and on a single device?"""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from praxis_lite.run.modes.options import file_to_write
 
 
 class Check(Mode):
-    """Compares an experiment on meshes with itself on one device."""
+    """Compares an experiment on meshes with the same on a single device."""
 
     summary = "compares an experiment on meshes with itself on one device"
 

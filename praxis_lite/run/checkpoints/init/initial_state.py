@@ -34,7 +34,7 @@ class InitialState(Protocol):
     def step(self) -> int: ...
 
     def keep(self, files: JobDir) -> None:
-        """Writes into the job's directory what it needs of the source later on, or says of it."""
+        """Writes into the job's directory any files of the source that it needs, or a report."""
         ...
 
     def read(self, mesh: Mesh, note: Note) -> Mapping[str, jax.Array]:

@@ -81,7 +81,7 @@ def located(
 def opened(
     directory: Path, forms: Forms
 ) -> contextlib.AbstractContextManager[Checkpoints | ForeignCheckpoint]:
-    """Returns the checkpoints of a job, or a checkpoint of one of the forms, to be read."""
+    """Opens the checkpoints of a job, or a checkpoint in any of the forms."""
     for form in forms:
         if form.is_at(directory):
             return contextlib.nullcontext(form(directory))

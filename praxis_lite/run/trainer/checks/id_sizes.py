@@ -129,7 +129,7 @@ class _Reader:
             self.sizes[name] = min(size, self.sizes.get(name, size))
 
     def _read_within(self, eqn: Any, names: list[Any]) -> list[Any] | None:
-        """Goes on in the programs that an operation runs; returns the results of one that calls."""
+        """Goes on in the programs that an operation runs; returns the results of a mere call."""
         kind, results = eqn.primitive.name, None
         given = names[1:] if kind == "cond" else names
         for inner in jaxprs_in_params(eqn.params):

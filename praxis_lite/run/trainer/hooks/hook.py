@@ -95,10 +95,10 @@ class Hook(contextlib.AbstractContextManager):
         """
 
     def to_save(self) -> Any:
-        """Returns what JSON can hold of the hook, saved with each checkpoint; None: nothing."""
+        """Returns values for JSON to save with each checkpoint, or None."""
 
     def before_training(self, loop: "Loop", state: "TrainState") -> None:
-        """Called before the first step compiles; `state` is what the first step donates."""
+        """Called before the first step compiles, with the `state` that it donates."""
 
     def compiling(self) -> contextlib.AbstractContextManager:
         """Returns a context in which the training step is compiled."""
@@ -120,7 +120,7 @@ class Hook(contextlib.AbstractContextManager):
         return {}
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        """Called with the numbers of each step, one step late."""
+        """Called with the metrics of each step, a step late."""
 
     def after_evaluation(
         self, step: int, results: Mapping[str, Mapping[str, float]]
@@ -135,7 +135,7 @@ class Hook(contextlib.AbstractContextManager):
         """Called after the last step, once its metrics were reported; not after an exception."""
 
     def __exit__(self, *exc_info: object) -> None:
-        """Lets go of what the hook holds, however training ended."""
+        """Frees the resources of the hook, however training ended."""
 
 
 METHODS = {
@@ -174,7 +174,7 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
 
 
 def names_of(hooks: Sequence[Hook]) -> list[str]:
-    """Returns a name for each hook, by which a checkpoint keeps what it saves."""
+    """Returns names of hooks, under which checkpoints keep their values."""
     names: list[str] = []
     for hook in hooks:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"

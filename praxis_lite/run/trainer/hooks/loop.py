@@ -15,7 +15,7 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 class Loop:
-    """A job that trains: its parts, and what is known of its end. It never holds a state.
+    """A job that trains: its parts, and its end, as far as known. It never holds a state.
 
     Attributes:
       job: the task on its mesh, the data, `run` and the files of the job's directory.
@@ -65,7 +65,7 @@ class Loop:
             self.end(hook.after_evaluation(step, results))
 
     def end(self, reason: str | None) -> None:
-        """Ends training with this step if there is a reason; the first one is said."""
+        """Ends training with this step, given a reason; the first reason is said."""
         self.reason = self.reason or reason
 
     def is_last(self, step: int) -> bool:
@@ -74,5 +74,5 @@ class Loop:
         return ends or step >= self.job.run.num_train_steps
 
     def stopped_by(self) -> str | None:
-        """Returns what asked for an early end, such as "SIGTERM", or None."""
+        """Returns the reason of an early end, such as "SIGTERM", or None."""
         return (self.stop.reason or self.consensus.wanted_by) if self.stops else None

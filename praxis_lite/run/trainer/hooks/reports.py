@@ -1,4 +1,4 @@
-"""What a person reads of a run: a line of progress, files of metrics, curves for TensorBoard."""
+"""Reports of a run to people: a line of progress, files of metrics, curves for TensorBoard."""
 
 import contextlib
 from collections.abc import Mapping
