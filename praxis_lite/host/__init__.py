@@ -1,4 +1,4 @@
-"""WHAT does this machine have: memory for programs that simulate devices, installed packages.
+"""WHAT surrounds the library: memory for simulated devices, installed packages, the user's code.
 
 Knows errors of the core, and no array.
 """

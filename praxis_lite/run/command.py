@@ -18,7 +18,7 @@ from praxis_lite.core.errors import (
     out_of_memory,
     printable,
 )
-from praxis_lite.core.user_lines import described, explained
+from praxis_lite.host.user_errors import described, explained
 from praxis_lite.run.job.processes.aborts import say_that_memory_ended, speaking_before_aborts
 from praxis_lite.run.job.processes.peers import ending_together
 from praxis_lite.run.job.processes.signals import EndsBySignal

@@ -5,14 +5,12 @@ vectorized variable prefixes, so that every optimizer trains a scanned stack as 
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import optax
 
-from praxis_lite.core.errors import few
 from praxis_lite.core.learner.whole_trees import over_whole_tree
 from praxis_lite.core.sharding.weight_spec import spec_items
 
@@ -110,31 +108,6 @@ class WeightGroups:
             return jax.lax.with_sharding_constraint(node, spec)
 
         return tree if self.update_specs is None else constrain(tree, self.update_specs)
-
-    def report(self) -> list[str]:
-        """Returns lines on optimizers that see whole trees, and on all if there are several."""
-        names = {path: group.optimizer_name for group in self.by_name.values()
-                 for path in group.paths}
-        members: dict[str, list[tuple[str, int]]] = {}
-        for path, spec in spec_items(self.weight_specs):
-            name = names.get(path)
-            label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
-            members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
-        whole = [
-            f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: its update "
-            "of a weight depends on other weights, or on chance, so it sees all its weights "
-            "together, each layer as a weight of its own, which takes longer to compile. To clip "
-            "by the norm of all gradients, Learner.clip_gradient_norm_to_value is cheaper"
-            for group in self.by_name.values() if group.stack_ranks is not None
-        ]
-        if members.keys() <= {"main optimizer"}:
-            return whole
-        return whole + [
-            f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
-            f"{sum(size for _, size in weights):,} parameters: "
-            f"{few([path for path, _ in weights], 2)}"
-            for label, weights in members.items()
-        ]
 
 
 def grouped(

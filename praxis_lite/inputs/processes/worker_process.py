@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, lack_of_memory, out_of_memory
-from praxis_lite.core.user_lines import ElsewhereError, described
+from praxis_lite.host.user_errors import ElsewhereError, described
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers
 from praxis_lite.inputs.processes import compared

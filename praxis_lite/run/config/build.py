@@ -8,7 +8,8 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.user_lines import own_words, user_line
+from praxis_lite.core.user_lines import user_line
+from praxis_lite.host.user_errors import own_words
 
 _PACKAGE = Path(__file__).parents[2]
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")

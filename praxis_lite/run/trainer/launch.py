@@ -50,7 +50,12 @@ from praxis_lite.run.trainer.job_history import (
     when_checkpoints_come,
 )
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
-from praxis_lite.run.trainer.layout_table import layout_table, layout_warnings, padding_notes
+from praxis_lite.run.trainer.layout_table import (
+    layout_table,
+    layout_warnings,
+    optimizer_report,
+    padding_notes,
+)
 from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
@@ -241,7 +246,7 @@ def _say(line: str) -> None:
 def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
-    for line in partitioner.learner.groups.report():
+    for line in optimizer_report(partitioner.learner.groups):
         print(line)
     print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
     for note in (*layout.notes, *padding_notes(layout)):

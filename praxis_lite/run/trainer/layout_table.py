@@ -1,11 +1,13 @@
-"""The layout as a table to read: every weight, and what deserves a warning."""
+"""Tables and lines to read: every weight, its optimizer, and what deserves a warning."""
 
 import collections
 import math
 from collections.abc import Iterable, Sequence
 
-from praxis_lite.core.errors import format_bytes
+from praxis_lite.core.errors import few, format_bytes
+from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.run.text_table import table_lines
 
 # From here on an array is worth a warning: a smaller one costs less than the reader's attention.
@@ -148,3 +150,29 @@ def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
         for entry in split
     ]
     return "(" + ", ".join(entries) + ")"
+
+
+def optimizer_report(groups: WeightGroups) -> list[str]:
+    """Returns lines on optimizers that see whole trees, and on all if there are several."""
+    names = {path: group.optimizer_name for group in groups.by_name.values()
+             for path in group.paths}
+    members: dict[str, list[tuple[str, int]]] = {}
+    for path, spec in spec_items(groups.weight_specs):
+        name = names.get(path)
+        label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
+        members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
+    whole = [
+        f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: its update "
+        "of a weight depends on other weights, or on chance, so it sees all its weights "
+        "together, each layer as a weight of its own, which takes longer to compile. To clip "
+        "by the norm of all gradients, Learner.clip_gradient_norm_to_value is cheaper"
+        for group in groups.by_name.values() if group.stack_ranks is not None
+    ]
+    if members.keys() <= {"main optimizer"}:
+        return whole
+    return whole + [
+        f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
+        f"{sum(size for _, size in weights):,} parameters: "
+        f"{few([path for path, _ in weights], 2)}"
+        for label, weights in members.items()
+    ]

@@ -15,6 +15,7 @@ from praxis_lite.core.learner.optimizer_groups import optimizer_names
 from praxis_lite.core.learner.weight_groups import Group, grouped, merged, select
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.optimizers import path_mask
+from praxis_lite.run.trainer.layout_table import optimizer_report
 
 F32 = jnp.dtype("float32")
 SPECS = {
@@ -213,14 +214,14 @@ def test_the_report_says_what_each_optimizer_has_and_what_is_frozen():
         optax.adamw, 0.1,
         auxiliary_optimizers=[aux("softmax", "head")], bprop_variable_exclusion=["blocks/.*"],
     )  # fmt: skip
-    assert learner.bind(SPECS).groups.report() == [
+    assert optimizer_report(learner.bind(SPECS).groups) == [
         "main optimizer: 2 weights, 95 parameters: embedding/w, deep/w",
         "frozen: 2 weights, 120 parameters: blocks/attention/w, blocks/norm/scale",
         "optimizer 'head': 2 weights, 78 parameters: softmax/b, softmax/w",
     ]
-    assert Learner(optax.adamw, 0.1).bind(SPECS).groups.report() == []
+    assert optimizer_report(Learner(optax.adamw, 0.1).bind(SPECS).groups) == []
     all_auxiliary = Learner(optax.adamw, 0.1, auxiliary_optimizers=[aux(".*")])
-    assert all_auxiliary.bind(SPECS).groups.report() == [
+    assert optimizer_report(all_auxiliary.bind(SPECS).groups) == [
         "optimizer 'other': 6 weights, 293 parameters: embedding/w, blocks/attention/w, and 4 more"
     ]
 

@@ -12,6 +12,7 @@ from optax import contrib
 from praxis_lite import ConfigError
 from praxis_lite.core import AuxiliaryOptimizer, Learner, WeightSpec
 from praxis_lite.optimizers import path_mask
+from praxis_lite.run.trainer.layout_table import optimizer_report
 from tests.support.marks import slow_but
 
 F32 = jnp.dtype("float32")
@@ -140,7 +141,7 @@ def test_a_stack_is_trained_as_optax_trains_its_layers(name):
     assert list(groups.by_name) == (["whole"] if name in WHOLE else list(groups.by_name))
     assert ("whole" in groups.by_name) == (name in WHOLE), "whether it is seen to look beyond"
     if name in WHOLE:
-        assert any("sees all its weights together" in line for line in groups.report())
+        assert any("sees all its weights together" in line for line in optimizer_report(groups))
 
 
 def test_each_layer_has_noise_of_its_own():

@@ -1,0 +1,89 @@
+"""Words for an exception of the user's own code: their line, and where the traceback is."""
+
+import contextlib
+import re
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+from praxis_lite.core.errors import shown
+from praxis_lite.core.user_lines import user_line
+
+
+class ElsewhereError(RuntimeError):
+    """An exception of another process, whose traceback is the message.
+
+    Attributes:
+        in_short: what `described` returned for it there.
+    """
+
+    def __init__(self, message: str, in_short: str | None):
+        super().__init__(message)
+        self.in_short = in_short
+
+
+class Explained(NamedTuple):
+    """Words for an exception, and the status to exit with: 1 for the user's code."""
+
+    words: str
+    status: int
+
+
+def own_words(error: BaseException) -> str:
+    """Returns an exception's first paragraph, without what Fiddle appends to it."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return " ".join(text.strip().split("\n\n")[0].split("\nThe error occurred while")[0].split())
+
+
+def explained(error: BaseException, path: Path | None) -> Explained | None:
+    """Returns words for an exception of the user's code or of a file, or None.
+
+    None if only the traceback explains it, or if it cannot be written.
+
+    Args:
+        path: of the file for the whole traceback. None, or if it cannot be written: a new
+            temporary one.
+    """
+    words, status = described(error), 1
+    if words is None:
+        if not isinstance(error, OSError) or error.filename is None:
+            return None
+        words, status = f"{error.filename}: {error.strerror}.", 2
+    text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
+    if path is not None:
+        with contextlib.suppress(OSError):  # The job's directory was deleted, or is full.
+            path.write_bytes(text)
+            return Explained(f"{words} The whole traceback is in {path}.", status)
+    try:
+        number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
+        with open(number, "wb") as file:
+            file.write(text)
+    except OSError:
+        return None
+    return Explained(f"{words} The whole traceback is in {name}.", status)
+
+
+def described(error: BaseException) -> str | None:
+    """Returns 'model.py, line 12, in __call__: `x @ w`: TypeError: ...', or None.
+
+    None if no line of the user's code raised the exception.
+    """
+    if isinstance(error, ElsewhereError):
+        return error.in_short
+    line = user_line(error)
+    if line is None:
+        return None
+    file = line.filename
+    with contextlib.suppress(ValueError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    where = f"{file}, line {line.lineno}"
+    if line.name != "<module>":
+        where += f", in {line.name}"
+    code = f": `{shown(line.line, 200)}`" if line.line else ""
+    words = shown(own_words(error), 1000).rstrip(".")
+    said = f"{where}{code}: {type(error).__name__}: {words}".rstrip(": ") + "."
+    if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
+        # As Pax's users write it.
+        said += " A split-dims mapping has no fields here: assign the sequence itself."
+    return said
