@@ -21,7 +21,7 @@ sys.path.insert(0, str(CHECKOUT))
 from praxis_lite.run.job.job_dir import local_directory  # noqa: E402
 
 EXPERIMENT = "--exp=lm.Synthetic"
-SETTINGS = ["--set", "run.num_train_steps=40", "run.checkpoint_every_steps=20"]
+SETTINGS = ["--set", "run.num_train_steps=40", "run.checkpoints.every_steps=20"]
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, Experiment, MeshConfig, RunConfig, register
 from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, Partitioner, WeightSharding
 from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
@@ -98,7 +98,10 @@ class DigitsDp(NotebookDp):
         return Digits.datasets(self)
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=300, eval_every_steps=100)
+        return fdl.Config(
+            RunConfig, num_train_steps=300,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=100),
+        )
 
 
 @register

@@ -31,8 +31,8 @@ def from_pydocs(run, **rules):
             experiment="lm.PyDocs", **rules,
         )
     }
-    run.num_train_steps = run.checkpoint_every_steps = 120
-    run.eval_every_steps = 60
+    run.num_train_steps = run.checkpoints.every_steps = 120
+    run.evaluation.every_steps = 60
     return run
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, Experiment, MeshConfig, RunConfig, register
 from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.experiments.vision import Digits
 from praxis_lite.models import FunctionModel
@@ -71,7 +71,10 @@ class DigitsMlp(Experiment):
         return {"heldout": self.datasets()["heldout"]}
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=300, eval_every_steps=100)
+        return fdl.Config(
+            RunConfig, num_train_steps=300,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=100),
+        )
 
 
 @register

@@ -79,7 +79,7 @@ class CausalLm(lm.PyDocs):
 
     def run(self):
         run = super().run()
-        run.num_train_steps = run.checkpoint_every_steps = run.eval_every_steps = 100
+        run.num_train_steps = run.checkpoints.every_steps = run.evaluation.every_steps = 100
         run.init_from_huggingface = self.HF_DIR
         return run
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, MeshConfig, RunConfig, register
 from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.experiments.linen_models import CausalLm, VisionTransformer
 from praxis_lite.experiments.lm import BATCH_OVER_DATA
@@ -39,7 +39,10 @@ class DigitsViT(Digits):
         )
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=300, eval_every_steps=150)
+        return fdl.Config(
+            RunConfig, num_train_steps=300,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=150),
+        )
 
 
 def next_token_loss(model, inputs, key):

@@ -5,7 +5,14 @@ import functools
 import fiddle as fdl
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import (
+    EvaluationSettings,
+    Experiment,
+    MeshConfig,
+    RunConfig,
+    SaveSettings,
+    register,
+)
 from praxis_lite.core import Learner
 from praxis_lite.decode import Sample
 from praxis_lite.inputs import SyntheticLm, TextCorpus, TextPrompts, TokenIds, tf_data
@@ -93,7 +100,9 @@ class PyDocs(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=420, checkpoint_every_steps=210, eval_every_steps=210
+            RunConfig, num_train_steps=420,
+            checkpoints=fdl.Config(SaveSettings, every_steps=210),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=210),
         )
 
 
@@ -127,7 +136,9 @@ class Llama(PyDocs):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=240, checkpoint_every_steps=240, eval_every_steps=120
+            RunConfig, num_train_steps=240,
+            checkpoints=fdl.Config(SaveSettings, every_steps=240),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=120),
         )
 
 

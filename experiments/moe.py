@@ -2,7 +2,7 @@
 
 import fiddle as fdl
 
-from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, MeshConfig, RunConfig, SaveSettings, register
 from praxis_lite.experiments import lm
 from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_sharding_params
 
@@ -55,7 +55,9 @@ class PyDocs(lm.PyDocs):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=200, checkpoint_every_steps=200, eval_every_steps=200
+            RunConfig, num_train_steps=200,
+            checkpoints=fdl.Config(SaveSettings, every_steps=200),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=200),
         )
 
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, Experiment, MeshConfig, RunConfig, register
 from praxis_lite.core import Learner, WeightSharding
 from praxis_lite.inputs import InMemory
 from praxis_lite.tasks.loss import LossTask
@@ -96,7 +96,10 @@ class DotReluDot(Experiment):
                 "learnt": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False)}
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=20, eval_every_steps=5)
+        return fdl.Config(
+            RunConfig, num_train_steps=20,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=5),
+        )
 
 
 @register

@@ -2,7 +2,7 @@
 
 import fiddle as fdl
 
-from praxis_lite import MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, MeshConfig, RunConfig, SaveSettings, register
 from praxis_lite.experiments import lm
 from praxis_lite.layers import SHARDING_PRESETS, Pipeline, set_sharding_params
 
@@ -53,7 +53,9 @@ class PyDocs(lm.PyDocs):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=240, checkpoint_every_steps=240, eval_every_steps=240
+            RunConfig, num_train_steps=240,
+            checkpoints=fdl.Config(SaveSettings, every_steps=240),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=240),
         )
 
 

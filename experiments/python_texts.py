@@ -117,5 +117,5 @@ class PythonTexts(lm.Llama):
 
     def run(self):
         run = super().run()
-        run.max_eval_batches = 8
+        run.evaluation.max_batches = 8
         return run

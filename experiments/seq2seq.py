@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import EvaluationSettings, Experiment, MeshConfig, RunConfig, register
 from praxis_lite.core import Learner
 from praxis_lite.decode import BeamSearch
 from praxis_lite.inputs import IndexedPipeline, random_bits
@@ -143,4 +143,7 @@ class Reverse(Experiment):
         )}
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=500, eval_every_steps=250)
+        return fdl.Config(
+            RunConfig, num_train_steps=500,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=250),
+        )

@@ -4,7 +4,14 @@ import fiddle as fdl
 import numpy as np
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register, require_package
+from praxis_lite import (
+    EvaluationSettings,
+    Experiment,
+    MeshConfig,
+    RunConfig,
+    register,
+    require_package,
+)
 from praxis_lite.core import Learner
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
@@ -82,7 +89,8 @@ class Digits(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=self.num_steps, eval_every_steps=self.num_steps // 2,
+            RunConfig, num_train_steps=self.num_steps,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=self.num_steps // 2),
         )
 
 

@@ -16,6 +16,9 @@ from praxis_lite.run.experiment.experiment import Experiment as Experiment
 from praxis_lite.run.experiment.experiment import Job as Job
 from praxis_lite.run.experiment.registry import register as register
 from praxis_lite.run.experiment.run_config import RunConfig as RunConfig
+from praxis_lite.run.experiment.run_settings import EvaluationSettings as EvaluationSettings
+from praxis_lite.run.experiment.run_settings import LossSpikeSettings as LossSpikeSettings
+from praxis_lite.run.experiment.run_settings import StopSettings as StopSettings
 from praxis_lite.run.trained_model import TrainedModel as TrainedModel
 from praxis_lite.run.trained_model import load as load
 from praxis_lite.run.trainer.hooks.hook import Hook as Hook

@@ -105,16 +105,16 @@ class TrainedModel:
         self._config, self._job_dir = config, job_dir
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
-        use_ema = job.run.eval_use_ema_states
+        use_ema = job.run.evaluation.use_ema_states
         self.step, self._restored[use_ema] = restored_weights(partitioner, job_dir, step, use_ema)
 
     @property
     def mdl_vars(self) -> Any:
         """The weights on the mesh as the compiled steps take them: padded and split.
 
-        They are those to evaluate with: averages, if run.eval_use_ema_states says so.
+        They are those to evaluate with: averages, if run.evaluation.use_ema_states says so.
         """
-        return self._mdl_vars(self.job.run.eval_use_ema_states)
+        return self._mdl_vars(self.job.run.evaluation.use_ema_states)
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
@@ -149,8 +149,8 @@ class TrainedModel:
         """Returns the task's metrics, each the weighted mean over all batches.
 
         Args:
-          data: a dataset of the job by name, or any pipeline, of which run.max_eval_batches are
-            read as by --mode=eval; or a batch, or several, as the task reads them: NumPy arrays
+          data: a dataset of the job by name, or any pipeline, of which run.evaluation.max_batches
+            are read as by --mode=eval; or a batch, or several, as the task reads them: NumPy arrays
             by name, of any numbers of rows. Without "weights" each row, or each of "labels",
             weighs 1.
 
@@ -158,7 +158,7 @@ class TrainedModel:
           ConfigError: the job has no such dataset, it has no end, or the task reads what the
             batches have not.
         """
-        limit = self.job.run.max_eval_batches
+        limit = self.job.run.evaluation.max_batches
         if not isinstance(data, str | InputPipeline):
             data, limit = _in_memory(data), None
         name, pipeline = self._pipeline("datasets", data)
@@ -166,7 +166,7 @@ class TrainedModel:
         if pipeline.num_batches is None and limit is None:
             raise ConfigError(
                 f"{name} has no end, so no evaluation on it would end. Load the job with "
-                "settings=['run.max_eval_batches=NUMBER'], or give batches."
+                "settings=['run.evaluation.max_batches=NUMBER'], or give batches."
             )
         evaluator = Evaluator(
             self.partitioner, {name: pipeline}, limit, writer=None, seed=self.job.run.seed

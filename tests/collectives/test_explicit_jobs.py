@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 SAVED_EVERY, NUM_STEPS = 3, 7
 # 60 rows: four micro-batches of both partitioners; 64 for eight devices.
 SETTINGS = (
-    "--exp=explicit.DigitsFsdp", "--set", f"run.checkpoint_every_steps={SAVED_EVERY}",
-    "run.eval_every_steps=None", "task.model.module.hidden_size=37",
+    "--exp=explicit.DigitsFsdp", "--set", f"run.checkpoints.every_steps={SAVED_EVERY}",
+    "run.evaluation.every_steps=None", "task.model.module.hidden_size=37",
     "task.model.module.dtype=float32", "datasets.train.batch_size=60",
     "task.learner.learning_rate=0.01",
 )

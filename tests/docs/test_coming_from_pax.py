@@ -10,6 +10,7 @@ import fiddle as fdl
 import pytest
 from flax import nnx
 
+import praxis_lite
 from praxis_lite import (
     core,
     decode,
@@ -46,8 +47,8 @@ from tests.tools.pax.test_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (
-    optimizers, core, layers, learner, decode, experiment, inputs, task, trainer, decoding,
-    partitioner,
+    praxis_lite, optimizers, core, layers, learner, decode, experiment, inputs, task, trainer,
+    decoding, partitioner,
     checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
     evaluation, image_classification, sequence_to_sequence, pax_job,
     optimizer_groups, schedules, loading_rules, steps, sharding_inputs,

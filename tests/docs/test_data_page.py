@@ -25,7 +25,7 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     train = train.replace("/tmp/docs_and_code", str(tmp_path / "job"))
     done = launch(
         *shlex.split(train), "--set", "run.num_train_steps=2", "datasets.train.batch_size=4",
-        "run.eval_every_steps=None",
+        "run.evaluation.every_steps=None",
     )
     assert done.code == 0, done.err
     (digest,) = re.findall(r"^python -m praxis_lite.inputs (digest.*)", PAGE, re.MULTILINE)

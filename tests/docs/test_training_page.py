@@ -13,6 +13,10 @@ from praxis_lite import (
     BestCheckpoints,
     CheckpointLoadingRules,
     EarlyStopping,
+    EvaluationSettings,
+    LossSpikeSettings,
+    SaveSettings,
+    StopSettings,
     optimizers,
     schedules,
 )
@@ -32,7 +36,9 @@ NAMES = {
     "optimizers": optimizers, "schedules": schedules,
     "AuxiliaryOptimizer": AuxiliaryOptimizer, "BestCheckpoints": BestCheckpoints,
     "CheckpointLoadingRules": CheckpointLoadingRules, "DynamicLossScale": DynamicLossScale,
-    "EarlyStopping": EarlyStopping, "QuantizationRule": QuantizationRule,
+    "EarlyStopping": EarlyStopping, "EvaluationSettings": EvaluationSettings,
+    "LossSpikeSettings": LossSpikeSettings, "SaveSettings": SaveSettings,
+    "StopSettings": StopSettings, "QuantizationRule": QuantizationRule,
     "VariationalNoise": VariationalNoise, "quantized": quantized,
 }  # fmt: skip
 

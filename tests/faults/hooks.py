@@ -16,7 +16,6 @@ that takes what is left, when no save is in flight), "retry soon" (after a faile
 """
 
 import contextlib
-import dataclasses
 import os
 import re
 import signal
@@ -84,8 +83,8 @@ def fill_disk(path: Path) -> None:
 def _retry_soon() -> None:
     from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 
-    of = SaveSettings.of
-    SaveSettings.of = lambda run: dataclasses.replace(of(run), retry_seconds=1.0)
+    init = SaveSettings.__init__
+    SaveSettings.__init__ = lambda self, **given: init(self, **{**given, "retry_seconds": 1.0})
 
 
 class _AtEvent:

@@ -28,7 +28,7 @@ TARGETS: Sequence[tuple[str, ...]] = (
     (f"{_INIT}.extra=('W',)", f"{_PARAMS}/W", "only in the model", _STEP),
     ("task.learner.optimizer.name=sgd", "opt_states/slots", "only in the checkpoint", _STEP),
     ("task.learner.optimizer.name=lion", "opt_states/slots", "only in the checkpoint", _STEP),
-    ("task.learner.ema_decay=0.0 run.eval_use_ema_states=False", "opt_states/ema",
+    ("task.learner.ema_decay=0.0 run.evaluation.use_ema_states=False", "opt_states/ema",
      "only in the checkpoint", _STEP),
     ("datasets.train.seed=1", "seed", "0", "1", _STEP),
     ("datasets.train.batch_size=13", "batch_size", "11", "13", _STEP),

@@ -91,7 +91,7 @@ def _filled(
     zygote: Zygote, whole: Outcome, row: Row, job: Path, where: str, step: int, retries: int
 ) -> list[str]:
     filler = job.parent / where / ".filler"
-    settings = (*SETTINGS, f"run.save_retries={retries}")
+    settings = (*SETTINGS, f"run.checkpoints.retries={retries}")
     faults = [
         {"at": "now", "do": "retry soon"},
         {"at": "step", "nth": step, "do": "fill the disk", "path": str(filler)},

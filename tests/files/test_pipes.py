@@ -76,7 +76,7 @@ def test_a_job_trains_where_its_files_are_pipes(tmp_path):
         os.mkfifo(path)
     settings = (
         "run.num_train_steps=3", "datasets.train.nan_at=1,", "run.debug_nans=true",
-        "run.on_loss_spike=report",
+        "run.loss_spikes.action=report",
     )
     with within_seconds(job.layout_txt), within_seconds(job.non_finite_txt):
         done = succeed(*argv, *settings)

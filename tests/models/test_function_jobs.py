@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS, SAVED_EVERY = 31, 13
 SETTINGS = (
     "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
-    f"run.checkpoint_every_steps={SAVED_EVERY}", "run.eval_every_steps=None",
+    f"run.checkpoints.every_steps={SAVED_EVERY}", "run.evaluation.every_steps=None",
     "task.learner.learning_rate=0.01",
 )
 

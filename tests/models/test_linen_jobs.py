@@ -40,8 +40,8 @@ class TinyPyDocs(linen.PyDocs):
         return Tiny().decode_datasets()
 '''
 RUN = (
-    "--set", f"run.num_train_steps={NUM_STEPS}", f"run.checkpoint_every_steps={SAVED_EVERY}",
-    "run.eval_every_steps=None",
+    "--set", f"run.num_train_steps={NUM_STEPS}", f"run.checkpoints.every_steps={SAVED_EVERY}",
+    "run.evaluation.every_steps=None",
 )
 SMALL = [
     f"task.model.module.{setting}"

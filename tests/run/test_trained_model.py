@@ -209,7 +209,7 @@ def test_what_cannot_be_is_said_in_words(model, call, words):
         ({"step": "last"}, "wanted is a whole number, 'best' or None"),
         ({"mesh": "eight"}, "wanted is 'attached', 'job' or a MeshConfig"),
         ({"mesh": MeshConfig(ici_mesh_shape=(1, 16, 1))}, "needs 16 devices, but there are 8"),
-        ({"settings": ["run.eval_use_ema_states=True"]}, "ema_decay"),
+        ({"settings": ["run.evaluation.use_ema_states=True"]}, "ema_decay"),
         ({"settings": ["task.decoder.temprature=1"]}, "no such field"),
     ],
 )

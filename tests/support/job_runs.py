@@ -40,7 +40,9 @@ import numpy as np
 import optax
 
 from praxis_lite.layers import rotary_lm
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import (
+    EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, register,
+)
 from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
@@ -117,7 +119,8 @@ class Tiny(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=7, checkpoint_every_steps=3, eval_every_steps=3
+            RunConfig, num_train_steps=7, checkpoints=fdl.Config(SaveSettings, every_steps=3),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=3),
         )
 
 

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import (
+    EvaluationSettings, Experiment, LossSpikeSettings, MeshConfig, RunConfig, SaveSettings,
+    StopSettings, register,
+)
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.core.learner.learner import Learner
@@ -81,8 +84,8 @@ class Line(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=29, checkpoint_every_steps=7, loss_spike_factor=20.0,
-            on_loss_spike="roll_back",
+            RunConfig, num_train_steps=29, checkpoints=fdl.Config(SaveSettings, every_steps=7),
+            loss_spikes=fdl.Config(LossSpikeSettings, factor=20.0, action="roll_back"),
         )
 
 
@@ -105,7 +108,10 @@ class Weightless(Line):
         return {**super().datasets(), "heldout": heldout}
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=7, eval_every_steps=3, max_eval_batches=2)
+        return fdl.Config(
+            RunConfig, num_train_steps=7,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=3, max_batches=2),
+        )
 
 
 @register
@@ -114,7 +120,8 @@ class Watched(Weightless):
 
     def run(self):
         run = super().run()
-        run.early_stopping = fdl.Config(EarlyStopping, metric="heldout/loss")
+        early = fdl.Config(EarlyStopping, metric="heldout/loss")
+        run.stopping = fdl.Config(StopSettings, early=early)
         return run
 '''
 LINE = "--exp=jobzoo.lines.Line"

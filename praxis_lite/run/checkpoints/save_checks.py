@@ -64,7 +64,8 @@ def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:
         raise ConfigError(
             f"Step {step} is not saved: not all numbers are finite in {few(paths)}. "
             f"{newest_in_words} Look at grad_norm in metrics.jsonl, run with --set "
-            "run.debug_nans=true; to save such a state all the same, run.save_non_finite=true."
+            "run.debug_nans=true; to save such a state all the same, "
+            "run.checkpoints.save_non_finite=true."
         )
 
 

@@ -80,8 +80,8 @@ class SaveQueue:
         if self._num_failed > retries or save.failed_alone:
             raise FailedSave(
                 f"{failed}. {self._steps.newest_in_words()} Make room, or mend what failed; the "
-                "same command then goes on from there. With run.save_retries=N a save that fails "
-                "is tried again."
+                "same command then goes on from there. With run.checkpoints.retries=N a save that "
+                "fails is tried again."
             ) from save.error
         self._retry_at = time.monotonic() + self._settings.retry_seconds
         self._note(f"{failed}. It will be tried again, {self._num_failed} of {retries} times")

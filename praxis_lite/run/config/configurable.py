@@ -26,8 +26,8 @@ _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 # Classes that act, or that no setting holds.
 _NOT_FOR_CONFIGS = {
     "BadExample", "Checkpoints", "ConfigError", "FileSource", "Hook",
-    "InputsSplitMapping", "JobMesh", "LOAD_ALL", "Leaf", "LossOutputs", "Outcome", "SaveSettings",
-    "Source", "SplitDims", "StepMade", "StepMetrics", "TrainedModel", "WeightedScalars",
+    "InputsSplitMapping", "JobMesh", "LOAD_ALL", "Leaf", "LossOutputs", "Outcome", "Source",
+    "SplitDims", "StepMade", "StepMetrics", "TrainedModel", "WeightedScalars",
 }
 
 

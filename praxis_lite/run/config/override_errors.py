@@ -84,10 +84,10 @@ def _kind(annotation: Any) -> str:
 # Attributes of Pax's experiments, and what is there for them here.
 PAX_NAMES = {
     "PERCORE_BATCH_SIZE": "BATCH_SIZE, of all devices together, or datasets.train.batch_size",
-    "CHECKPOINT_EVERY_N_STEPS": "run.checkpoint_every_steps",
-    "CHECKPOINT_MAX_TO_KEEP": "run.max_checkpoints_to_keep",
+    "CHECKPOINT_EVERY_N_STEPS": "run.checkpoints.every_steps",
+    "CHECKPOINT_MAX_TO_KEEP": "run.checkpoints.max_to_keep",
     "SUMMARY_INTERVAL_STEPS": "run.log_every_steps",
-    "EVAL_INTERVAL_STEPS": "run.eval_every_steps",
+    "EVAL_INTERVAL_STEPS": "run.evaluation.every_steps",
     "MAX_STEPS": "run.num_train_steps",
     "ICI_MESH_SHAPE": "mesh.ici_mesh_shape", "DCN_MESH_SHAPE": "mesh.dcn_mesh_shape",
 }

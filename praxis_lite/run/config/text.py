@@ -15,6 +15,7 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
 from praxis_lite.run.config.callables import text_of_value
+from praxis_lite.run.config.former_settings import move_former_settings
 from praxis_lite.run.config.names import imported
 from praxis_lite.run.config.node_form import FORMAT, check, damaged
 from praxis_lite.run.config.paths import iterate_fields
@@ -107,6 +108,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
     _check_parameters(config)
+    move_former_settings(getattr(config, "run", None))
     return LoadedConfig(config, experiment, tuple(overrides))
 
 

@@ -46,10 +46,10 @@ class EarlyStopping:
         """
         if self.metric not in values:
             raise ConfigError(
-                f"run.early_stopping watches {self.metric}, which the evaluation of step {step} "
+                f"run.stopping.early watches {self.metric}, which the evaluation of step {step} "
                 f"lacks: no row of datasets.{self.metric.partition('/')[0]} weighs anything. Give "
-                "it rows with weights above 0, raise run.max_eval_batches, watch another metric, "
-                "or set run.early_stopping=None."
+                "it rows with weights above 0, raise run.evaluation.max_batches, watch another "
+                "metric, or set run.stopping.early=None."
             )
         return values[self.metric]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fiddle as fdl
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.config.former_settings import move_former_settings
 from praxis_lite.run.experiment.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class Experiment:
             config.hooks = hooks
         # A copy, so that one job's --set does not reach a class's attribute, and so another job.
         config = copy.deepcopy(config)
+        move_former_settings(config.run)
         if self.SHARDING_PRESET is not None:
             _set_preset(config, self.SHARDING_PRESET)
         return config

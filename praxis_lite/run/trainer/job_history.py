@@ -19,7 +19,7 @@ def lacks_evaluation(
     run: RunConfig, eval_sets: Collection[str], job: JobDir, saved_step: int | None, step: int
 ) -> bool:
     """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
-    evaluates = step == run.num_train_steps or is_due(step, run.eval_every_steps)
+    evaluates = step == run.num_train_steps or is_due(step, run.evaluation.every_steps)
     if step != saved_step or not evaluates:
         return False
     evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
@@ -50,7 +50,7 @@ def _evaluations(job: JobDir) -> list[dict[str, Any]]:
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
     """Returns the losses on disk that the next loss is compared with, to find a spike."""
-    if run.loss_spike_factor is None:
+    if run.loss_spikes.factor is None:
         return []
     return from_first("losses before", lambda: losses_of(read_json_lines(job.metrics_jsonl)))
 
@@ -62,18 +62,19 @@ def is_due(step: int, every: int | None) -> bool:
 
 def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
     """Returns a line: when a run that begins at `first_step` saves its first checkpoint."""
-    steps, seconds = run.checkpoint_every_steps, run.seconds_between_checkpoints
+    steps, seconds = run.checkpoints.every_steps, run.checkpoints.seconds_between
     due = []
     if steps is not None:
         first = min((first_step // steps + 1) * steps, run.num_train_steps)
         due.append(f"at step {first}, and every {steps} steps")
     if seconds is not None:
-        due.append(f"after {seconds:,} s, and as often (run.checkpoint_every_seconds)")
+        due.append(f"after {seconds:,} s, and as often (run.checkpoints.every_seconds)")
     if due:
         return f"checkpoints: the first {'; or '.join(due)}; and at the end"
     return (
         f"checkpoints: one, at the end (step {run.num_train_steps}): if this process is killed "
-        "before, all its steps are lost (run.checkpoint_every_seconds, run.checkpoint_every_steps)"
+        "before, all its steps are lost (run.checkpoints.every_seconds, "
+        "run.checkpoints.every_steps)"
     )
 
 

@@ -16,7 +16,6 @@ from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoint
 from praxis_lite.run.checkpoints.init.initial_state import InitialState, Source, begun
 from praxis_lite.run.checkpoints.save_checks import check_names
 from praxis_lite.run.checkpoints.steps import step_dirs
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.config.text import (
     config_difference,
     config_lines,
@@ -94,7 +93,7 @@ def train(
     texts = config_json, config_lines(launched.config)
     with contextlib.ExitStack() as held:
         stop = held.enter_context(
-            StopRequest(run.time_limit_seconds, num_processes=processes.count())
+            StopRequest(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
         held.enter_context(JobLock(files.path, _say))
         if not files.config_json.is_file():
@@ -102,7 +101,7 @@ def train(
             files.write_config(*texts)
         saved = held.enter_context(
             Checkpoints(
-                files.checkpoints, saving=SaveSettings.of(run), note=_say, config_json=config_json
+                files.checkpoints, saving=run.checkpoints, note=_say, config_json=config_json
             )
         )
         if saved.latest_step() is None:
@@ -179,10 +178,10 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
         (partitioner.eval_examples, pipeline, f"datasets.{name}")
         for name, pipeline in job.eval_sets.items()
     )
-    step, mdl_vars = restored_weights(partitioner, job.files, step, run.eval_use_ema_states)
+    step, mdl_vars = restored_weights(partitioner, job.files, step, run.evaluation.use_ema_states)
     with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
         evaluator = Evaluator(
-            partitioner, job.eval_sets, run.max_eval_batches, writer, seed=run.seed
+            partitioner, job.eval_sets, run.evaluation.max_batches, writer, seed=run.seed
         )
         examples: dict[str, list[dict[str, Any]]] = {}
         for name, results in evaluator.run(step, mdl_vars, examples=examples).items():
@@ -265,10 +264,10 @@ def _nothing_to_do(job: JobOnMesh, first_step: int, saved_step: int | None) -> s
             f"The job has already made its {run.num_train_steps} steps; to go on, raise "
             "run.num_train_steps."
         )
-    values = watched_history(run.early_stopping, job.files, first_step)
-    if reason := run.early_stopping and run.early_stopping.reason_to_stop(values):
+    values = watched_history(run.stopping.early, job.files, first_step)
+    if reason := run.stopping.early and run.stopping.early.reason_to_stop(values):
         return (
             f"The job stopped early at step {first_step}: {reason}. To go on, raise "
-            "run.early_stopping.patience, or set run.early_stopping=None."
+            "run.stopping.early.patience, or set run.stopping.early=None."
         )
     return ""

@@ -75,6 +75,6 @@ class RollBacks:
                 f"The run was rolled back {MAX_ROLL_BACKS} times, leaving out another batch each "
                 f"time, and has not got beyond step {self._furthest} without a loss spike: the "
                 "batches are not what makes it. Lower the learning rate or clip gradients, raise "
-                "run.loss_spike_factor, or take run.on_loss_spike=report. To begin before the "
-                "newest checkpoint, remove it."
+                "run.loss_spikes.factor, or take run.loss_spikes.action=report. To begin before "
+                "the newest checkpoint, remove it."
             )

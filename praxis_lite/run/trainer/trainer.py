@@ -69,7 +69,7 @@ def train(
 
     Raises:
       ConfigError: a batch has ids that the model has no row for; or what a hook raises.
-      LossSpike: a loss spiked and run.on_loss_spike is "roll_back".
+      LossSpike: a loss spiked and run.loss_spikes.action is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
     loop = Loop(job, start.step, start.skipped_batches, checkpoints, stop, hooks, note)

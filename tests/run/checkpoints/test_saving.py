@@ -535,17 +535,16 @@ def test_a_job_tries_again_with_its_newest_state_or_ends_at_the_next_step(tmp_pa
         commit(*args)
 
     monkeypatch.setattr(step_dirs, "commit", fails)
-    monkeypatch.setattr(SaveSettings, "of", classmethod(lambda cls, run: RETRYING))
     # A save is over when the next step begins, however fast the steps are.
     raise_if_failed = Checkpoints.raise_if_failed
     monkeypatch.setattr(
         Checkpoints, "raise_if_failed", lambda self: until_over(self) or raise_if_failed(self)
     )
-    argv = (LINE, f"--job_log_dir={job.path}", "--set", "run.checkpoint_every_steps=2")
-    done = succeed(*argv, "run.num_train_steps=5")
+    argv = (LINE, f"--job_log_dir={job.path}", "--set", "run.checkpoints.every_steps=2")
+    retries = ("run.checkpoints.retries=2", "run.checkpoints.retry_seconds=0.0")
+    done = succeed(*argv, "run.num_train_steps=5", *retries)
     assert "The checkpoint of step 2 could not be saved: No space left on device" in done.out
     assert names_in(job.checkpoints) == ["3", "4", "5"]
-    monkeypatch.setattr(SaveSettings, "of", classmethod(lambda cls, run: SaveSettings()))
     num_failures[0] = 1
     failed = launch(*argv, "run.num_train_steps=11")
     assert failed.code == 2 and names_in(job.checkpoints) == ["3", "4", "5"]

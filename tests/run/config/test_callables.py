@@ -82,8 +82,8 @@ def test_a_function_takes_settings_and_an_instance_is_set_field_by_field():
     assert fdl.build(model.softmax_tpl.weight_init) == WeightInit("xavier", 0.5)
     # `Stopping | None`: there is nothing of which the name could be a template.
     run = fdl.Config(Job, run=fdl.Config(RunConfig, num_train_steps=7))
-    apply_overrides(run, ["run.early_stopping=EarlyStopping", "run.early_stopping.metric=loss"])
-    assert run.run.early_stopping == fdl.Config(EarlyStopping, metric="loss")
+    apply_overrides(run, ["run.stopping.early=EarlyStopping", "run.stopping.early.metric=loss"])
+    assert run.run.stopping.early == fdl.Config(EarlyStopping, metric="loss")
 
 
 def test_a_users_own_function_is_named_where_its_package_is_listed():

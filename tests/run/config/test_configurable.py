@@ -117,8 +117,8 @@ def calls_in(file):
 # Where functions act: of these packages a config may name no more.
 OF_ACTING_PACKAGES = {
     "praxis_lite": """
-        BestCheckpoints CheckpointLoadingRules EarlyStopping Experiment Job MeshConfig RunConfig
-        Task
+        BestCheckpoints CheckpointLoadingRules EarlyStopping EvaluationSettings Experiment Job
+        LossSpikeSettings MeshConfig RunConfig SaveSettings SaveSettings.of StopSettings Task
     """,
     "praxis_lite.collectives": "ExplicitCollectives ShardMapPartitioner",
     "praxis_lite.core": """
@@ -155,7 +155,7 @@ REFUSED = """
     builtins:eval builtins:open builtins:getattr builtins:type builtins:object
     os:remove shutil:rmtree pathlib:Path.unlink subprocess:run socket:create_connection
     praxis_lite:load praxis_lite:register praxis_lite:TrainedModel praxis_lite:ConfigError
-    praxis_lite:Checkpoints praxis_lite:SaveSettings praxis_lite.core:records_of
+    praxis_lite:Checkpoints praxis_lite.core:records_of
     praxis_lite.core:decide_shardings praxis_lite.decode:for_tokenizer
     praxis_lite.inputs:about_python praxis_lite.inputs:language_reference
     praxis_lite.inputs:spec_of praxis_lite.inputs:BadExample praxis_lite.inputs:Source

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError, Job, RunConfig
+from praxis_lite import ConfigError, Job, RunConfig, StopSettings
 from praxis_lite.core import Learner, MeshConfig
 from praxis_lite.run.config.overrides import apply_overrides, check_required
 from praxis_lite.run.config.paths import iterate_fields
@@ -198,7 +198,7 @@ def test_a_config_gives_way_only_to_a_name_or_to_what_its_annotation_says():
     [
         ("run.num_trainsteps", "run.num_train_steps"),
         ("num_train_steps", "run.num_train_steps"),
-        ("run.checkpoint_every", "run.checkpoint_every_steps"),
+        ("run.checkpoints.every_step", "run.checkpoints.every_steps"),
         ("datasets.training.batch_size", "datasets.train.batch_size"),
         ("dataset.train.corpus.path", "datasets.train.corpus.path"),
         ("mesh.ici_mesh_shape[3]", "mesh.ici_mesh_shape"),
@@ -249,7 +249,7 @@ def test_a_field_of_paxs_below_a_split_dims_mapping_is_told_to_be_the_mapping(ma
     ("configured", "setting", "words"),
     [
         (Learner, "learning_rate=fast", "wanted float or a function; a function or class is said"),
-        (RunConfig, "early_stopping=true", "wanted None or an EarlyStopping; a function or cl"),
+        (StopSettings, "early=true", "wanted None or an EarlyStopping; a function or cl"),
         (MeshConfig, "ici_mesh_shape=1x2x1", "wanted Sequence.int., its items with commas between"),
     ],
 )

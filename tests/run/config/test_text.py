@@ -277,9 +277,9 @@ def test_the_lines_of_one_job_make_another_the_same():
     settings = [
         "task.learner.optimizer=optax.contrib.muon", "task.model.final_ln_tpl=LayerNorm",
         "task.model.final_ln_tpl.use_bias=false", "task.learner.learning_rate=constant_schedule()",
-        "task.learner.learning_rate.value=0.5", "run.early_stopping=EarlyStopping",
+        "task.learner.learning_rate.value=0.5", "run.stopping.early=EarlyStopping",
         "task.model.stacked_transformer_tpl=StackedTransformer", "task.decoder=BeamSearch",
-        "run.early_stopping.metric=loss", "datasets.train.corpus.files=x y.txt",
+        "run.stopping.early.metric=loss", "datasets.train.corpus.files=x y.txt",
     ]  # fmt: skip
     config = configured(PyDocs, settings)
     lines = config_lines(config)
@@ -291,7 +291,7 @@ def test_the_lines_of_one_job_make_another_the_same():
 def test_the_lines_show_defaults_in_the_order_of_the_roots():
     lines = config_lines(job())
     roots = list(dict.fromkeys(line.partition("=")[0].partition(".")[0] for line in lines))
-    assert roots == ["mesh", "task", "datasets", "decode_datasets", "run", "partitioner"]
+    assert roots == ["mesh", "task", "datasets", "decode_datasets", "run", "partitioner", "hooks"]
     wanted = {
         "mesh='tests.support.callables.Mesh()'",
         "mesh.ici_mesh_shape=1,4,2",
@@ -304,7 +304,7 @@ def test_the_lines_show_defaults_in_the_order_of_the_roots():
         "datasets.train.corpus.options='{}'",
         "datasets.eval[0].path=a.txt",
         "run.seed=0",
-        "run.eval_every_steps=None",
+        "run.evaluation.every_steps=None",
         "partitioner=None",
     }
     assert wanted <= set(lines)

@@ -5,7 +5,21 @@ import dataclasses
 import fiddle as fdl
 import pytest
 
-from praxis_lite import ConfigError, Experiment, Job, RunConfig
+from praxis_lite import (
+    BestCheckpoints,
+    ConfigError,
+    EarlyStopping,
+    EvaluationSettings,
+    Experiment,
+    Job,
+    LossSpikeSettings,
+    RunConfig,
+    SaveSettings,
+    StopSettings,
+)
+from praxis_lite.run.config.former_settings import FORMER
+from praxis_lite.run.config.overrides import apply_overrides
+from praxis_lite.run.config.text import config_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +102,7 @@ def test_other_wrong_returns_say_what_to_write():
         ("seed", -1),
         ("seed", 2**32),
         ("seed", None),
-        ("checkpoint_every_steps", 0),
-        ("eval_every_steps", "7"),
         ("log_every_steps", -13),
-        ("max_checkpoints_to_keep", 0),
-        ("max_eval_batches", 0),
     ],
 )
 def test_a_wrong_setting_of_the_run_names_its_path_and_value(field, value):
@@ -102,5 +112,77 @@ def test_a_wrong_setting_of_the_run_names_its_path_and_value(field, value):
 
 
 def test_the_runs_defaults_and_limits_are_accepted():
-    assert RunConfig(num_train_steps=1).eval_every_steps is None
-    RunConfig(num_train_steps=1, seed=2**32 - 1, max_checkpoints_to_keep=2, max_eval_batches=1)
+    assert RunConfig(num_train_steps=1).evaluation.every_steps is None
+    RunConfig(
+        num_train_steps=1, seed=2**32 - 1, checkpoints=SaveSettings(max_to_keep=2),
+        evaluation=EvaluationSettings(max_batches=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "path"),
+    [
+        (SaveSettings, {"every_steps": 0}, "run.checkpoints.every_steps is 0"),
+        (SaveSettings, {"max_to_keep": 0}, "run.checkpoints.max_to_keep is 0"),
+        (EvaluationSettings, {"every_steps": "7"}, "run.evaluation.every_steps is '7'"),
+        (EvaluationSettings, {"max_batches": 0}, "run.evaluation.max_batches is 0"),
+        (StopSettings, {"time_limit_seconds": 0}, "run.stopping.time_limit_seconds is 0"),
+    ],
+)
+def test_a_wrong_setting_of_a_part_names_its_path_and_value(part, settings, path):
+    with pytest.raises(ConfigError, match=f"{path}; wanted is a whole number"):
+        part(**settings)
+
+
+def test_a_part_of_another_class_and_one_checkpoint_alone_are_refused():
+    with pytest.raises(ConfigError, match="run.stopping is .*StopSettings"):
+        RunConfig(num_train_steps=1, stopping=SaveSettings())
+    with pytest.raises(ConfigError, match="run.checkpoints.max_to_keep is 1; .* 2 or more"):
+        RunConfig(num_train_steps=1, checkpoints=SaveSettings(max_to_keep=1))
+
+
+FORMER_VALUES = {
+    name: "roll_back" if name == "on_loss_spike" else True if name in (
+        "save_non_finite", "eval_use_ema_states", "watchdog_exits"
+    ) else EarlyStopping(metric="a/b") if name == "early_stopping"
+    else BestCheckpoints(metric="a/b") if name == "best_checkpoints" else 7
+    for name in FORMER
+}
+
+
+def test_the_former_settings_are_taken_in_python_with_a_warning_that_names_the_path():
+    for name, value in FORMER_VALUES.items():
+        part, today = FORMER[name]
+        more = {"loss_spikes": LossSpikeSettings(factor=3.0)} if name == "on_loss_spike" else {}
+        with pytest.warns(DeprecationWarning, match=f"run.{name} is run.{part}.{today} now"):
+            run = RunConfig(num_train_steps=7, **{name: value}, **more)
+        assert getattr(getattr(run, part), today) == value
+        with pytest.warns(DeprecationWarning, match=f"run.{part}.{today}"):
+            assert getattr(run, name) == value
+    with pytest.raises(TypeError, match="every_step"):
+        RunConfig(num_train_steps=7, every_step=7)
+
+
+def test_the_former_settings_of_a_config_move_to_their_parts(capsys):
+    class Former(Whole):
+        def run(self):
+            return fdl.Config(
+                RunConfig, num_train_steps=13, checkpoint_every_steps=5, loss_spike_factor=3.0,
+                checkpoints=fdl.Config(SaveSettings, retries=2),
+            )
+
+    config = Former().config()
+    assert config.run.checkpoints == fdl.Config(SaveSettings, retries=2, every_steps=5)
+    assert config.run.loss_spikes == fdl.Config(LossSpikeSettings, factor=3.0)
+    assert "checkpoint_every_steps" not in config.run.__arguments__
+    for name, value in (("early_stopping.patience", 5), ("max_checkpoints_to_keep", 9)):
+        if "patience" in name:
+            apply_overrides(config, ["run.stopping.early=EarlyStopping()"])
+        apply_overrides(config, [f"run.{name}={value}"])
+    out = capsys.readouterr().out
+    assert "note: run.early_stopping is run.stopping.early now" in out
+    assert "note: run.max_checkpoints_to_keep is run.checkpoints.max_to_keep now" in out
+    assert config.run.stopping.early.patience == 5 and config.run.checkpoints.max_to_keep == 9
+    paths = [line.partition("=")[0] for line in config_lines(config)]
+    assert "run.checkpoints.every_steps" in paths
+    assert not {f"run.{name}" for name in FORMER} & set(paths)

@@ -13,8 +13,8 @@ from tests.support.job_runs import launch, lines_of
 
 EXP = "python_texts.PythonTexts"
 SMALL = (
-    "datasets.train.batch_size=4", "run.eval_every_steps=None",
-    "run.checkpoint_every_steps=2",
+    "datasets.train.batch_size=4", "run.evaluation.every_steps=None",
+    "run.checkpoints.every_steps=2",
 )
 
 

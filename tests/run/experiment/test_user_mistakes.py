@@ -158,7 +158,7 @@ def test_a_pipeline_that_raises_is_the_users_line(tmp_path):
 
 @pytest.mark.parametrize("in_a_row", ["1", "100"])
 def test_a_nan_in_the_data_is_named_by_batch_and_rows(in_a_row, tmp_path):
-    settings = ["datasets.train.what=nan", f"run.max_skipped_steps_in_a_row={in_a_row}"]
+    settings = ["datasets.train.what=nan", f"run.stopping.max_skipped_steps_in_a_row={in_a_row}"]
     done = launch(*run("all.Fine", tmp_path, *settings))
     words = "datasets.train: batch 2 (counted from 0) has NaN in 'y', rows 3, 7"
     assert words in done.out

@@ -15,7 +15,9 @@ from tests.support.job_runs import home, start_process, trained
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ["run.num_train_steps=200", "run.checkpoint_every_steps=50", "run.eval_every_steps=50"]
+SETTINGS = [
+    "run.num_train_steps=200", "run.checkpoints.every_steps=50", "run.evaluation.every_steps=50",
+]
 
 
 @pytest.fixture(scope="module")

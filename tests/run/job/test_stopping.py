@@ -157,7 +157,8 @@ def test_a_time_limit_that_leaves_no_time_for_a_step_ends_a_compiler_with_an_err
     code, _, err = ended(process)
     assert code == 2
     assert err[-1].startswith("error: the time limit of 0.3 s is over before a step was made")
-    assert "run.time_limit_seconds" in err[-1] and "the newest checkpoint is of step 40" in err[-1]
+    assert "run.stopping.time_limit_seconds" in err[-1]
+    assert "the newest checkpoint is of step 40" in err[-1]
 
 
 def test_one_of_several_processes_makes_the_first_step_with_the_others():
@@ -336,7 +337,7 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
     rows_before = lines.rows
     monkeypatch.setattr(lines, "rows", rows)
     monkeypatch.setattr(step_dirs, "publish", slow)
-    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoint_every_steps=3")
+    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoints.every_steps=3")
     assert launch(*argv).code == code
     steps = ["3", "4"] if kind == "signal" else ["3"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == steps
@@ -380,7 +381,7 @@ def test_a_job_that_only_reads_ends_with_one_line(mode, after, name, tmp_path):
 def test_an_end_before_the_evaluations_that_decide_leaves_the_best_and_the_early_stop_the_same(
     tmp_path, monkeypatch
 ):
-    settings = ("--set", "run.checkpoint_every_steps=1")
+    settings = ("--set", "run.checkpoints.every_steps=1")
     argv = ("--exp=jobzoo.experiments.Averaged", f"--job_log_dir={tmp_path}/a", *settings)
     whole = succeed(*argv)
     last_step = lines_of(tmp_path / "a/metrics.jsonl")[-1]["step"]

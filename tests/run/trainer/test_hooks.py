@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite import Hook, register
+from praxis_lite import EvaluationSettings, Hook, LossSpikeSettings, register
 from jobzoo.lines import Line, Lines
 
 CALLS, KEPT = [], []
@@ -115,9 +115,9 @@ class Hooked(Line):
 
     def run(self):
         run = super().run()
-        run.num_train_steps, run.checkpoint_every_steps = 7, 2
-        run.eval_every_steps, run.max_eval_batches = 4, 2
-        run.loss_spike_factor, run.on_loss_spike = None, "report"
+        run.num_train_steps, run.checkpoints.every_steps = 7, 2
+        run.evaluation = fdl.Config(EvaluationSettings, every_steps=4, max_batches=2)
+        run.loss_spikes = fdl.Config(LossSpikeSettings)
         return run
 
     def hooks(self):
@@ -278,7 +278,7 @@ def test_the_hook_is_in_the_config_and_is_set_by_its_place(whole, tmp_path):
     assert "hooks[0].every=3" in whole[0].config_txt.read_text()
     calls, _ = calls_of(
         HOOKED, f"--job_log_dir={tmp_path}", "--set", "hooks[0].every=2", "hooks[0].waits=false",
-        "run.eval_every_steps=None", "run.checkpoint_every_steps=100",
+        "run.evaluation.every_steps=None", "run.checkpoints.every_steps=100",
     )
     assert [step for step, *_ in of_kind(calls, "step")] == [2, 4, 6, 7]
     # It did not wait, so its own steps were seen before their numbers were read; but the last,

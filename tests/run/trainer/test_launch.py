@@ -57,7 +57,7 @@ def test_a_job_that_stopped_says_so_and_how_to_go_on():
     before = heldout_losses(job)
     done = succeed(AVERAGED, f"--job_log_dir={job.path}")
     assert "The job stopped early at step" in done.out
-    assert "set run.early_stopping=None" in done.out
+    assert "set run.stopping.early=None" in done.out
     assert heldout_losses(job) == before
 
 
@@ -70,7 +70,7 @@ def test_evaluation_takes_the_averages_of_the_checkpoint_that_is_named():
     step, loss = heldout_losses(job)[-1]
     assert loss == trained_losses[step]
     assert f"restored the weights of step {step}, averaged" in done.out
-    done = succeed(*argv, "--set", "run.eval_use_ema_states=False")
+    done = succeed(*argv, "--set", "run.evaluation.use_ema_states=False")
     assert ", averaged" not in done.out
     step, loss = heldout_losses(job)[-1]
     assert step == max(trained_losses) and loss != trained_losses[step]
@@ -82,7 +82,7 @@ def test_a_loaded_model_has_the_averages_where_the_run_says_so():
     trained_losses = dict(heldout_losses(job))
     model = loaded(job, "best")
     assert model.evaluate("heldout")["loss"] == pytest.approx(trained_losses[model.step], abs=1e-5)
-    raw = loaded(job, "best", settings=["run.eval_use_ema_states=False"])
+    raw = loaded(job, "best", settings=["run.evaluation.use_ema_states=False"])
     path = next(path for path in raw.weights if path.endswith("ffn_layer1/linear/w"))
     assert np.abs(raw.weights[path] - model.weights[path]).max() > 1e-3
     # To decode is another setting, which says averages for both.
@@ -116,17 +116,20 @@ def test_the_averages_evaluated_are_those_of_the_checkpoint():
 def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tmp_path):
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7")
-    limits = ("task.learner.skip_step_gradient_norm_value=1e-9", "run.max_skipped_steps_in_a_row=3")
+    limits = (
+        "task.learner.skip_step_gradient_norm_value=1e-9",
+        "run.stopping.max_skipped_steps_in_a_row=3",
+    )
     done = launch(
         LINE, f"--job_log_dir={job.path}", "--set", *limits, "run.num_train_steps=30",
-        "run.checkpoint_every_steps=1", "run.max_checkpoints_to_keep=9",
+        "run.checkpoints.every_steps=1", "run.checkpoints.max_to_keep=9",
     )
     assert done.code == 2
     words = " ".join(done.err.split())
     assert "The last 3 steps, to step 10, were skipped" in words
     assert "step 7 was the last good one" in words
     assert "checkpoint from before is of step 7" in words
-    assert "run.max_skipped_steps_in_a_row" in words
+    assert "run.stopping.max_skipped_steps_in_a_row" in words
     assert [line["num_skipped_in_a_row"] for line in read_json_lines(job.metrics_jsonl)][6:] == [
         0, 1, 2, 3
     ]
@@ -147,7 +150,7 @@ def test_a_watched_metric_that_an_evaluation_lacks_is_named(tmp_path):
     done = launch("--exp=jobzoo.lines.Watched", f"--job_log_dir={tmp_path}")
     said = " ".join(done.err.split())
     assert done.code == 2 and "Traceback" not in said
-    assert "run.early_stopping watches heldout/loss, which the evaluation of step 3 lacks" in said
+    assert "run.stopping.early watches heldout/loss, which the evaluation of step 3 lacks" in said
     assert "weights above 0" in said
 
 
@@ -155,7 +158,7 @@ def test_a_watched_metric_that_an_evaluation_lacks_is_named(tmp_path):
 UNSOUND = {
     "a skipped step": (("datasets.train.nan_at=29,",), "The last step, 29, was skipped", 29),
     "two skipped steps": (
-        ("datasets.train.nan_at=5,6", "run.num_train_steps=7", "run.on_loss_spike=report"),
+        ("datasets.train.nan_at=5,6", "run.num_train_steps=7", "run.loss_spikes.action=report"),
         "The last 2 steps, to step 7, were skipped", 7,
     ),
 }
@@ -216,9 +219,12 @@ def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("run.early_stopping.metric=heldout/los",), "Did you mean heldout/loss"),
-        (("run.eval_every_steps=None",), "set run.eval_every_steps"),
-        (("run.checkpoint_every_steps=3", "run.eval_every_steps=2"), "a multiple of the second"),
+        (("run.stopping.early.metric=heldout/los",), "Did you mean heldout/loss"),
+        (("run.evaluation.every_steps=None",), "set run.evaluation.every_steps"),
+        (
+            ("run.checkpoints.every_steps=3", "run.evaluation.every_steps=2"),
+            "a multiple of the second",
+        ),
         (("task.learner.ema_decay=0.0",), "ema_decay"),
     ],
 )

@@ -75,10 +75,10 @@ def test_without_a_factor_or_above_no_positive_median_nothing_is_a_spike():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"loss_spike_factor": 1}, "run.loss_spike_factor is 1; wanted is a number above 1"),
+        ({"loss_spike_factor": 1}, "run.loss_spikes.factor is 1; wanted is a number above 1"),
         ({"loss_spike_factor": math.nan}, "is nan; wanted is a number above 1"),
         ({"loss_spike_factor": "3"}, "is '3'; wanted is a number above 1"),
-        ({"on_loss_spike": "roll_back"}, "run.loss_spike_factor is None; .* 'roll_back'"),
+        ({"on_loss_spike": "roll_back"}, "run.loss_spikes.factor is None; .* 'roll_back'"),
         ({"on_loss_spike": "rollback"}, "is 'rollback'; wanted is 'report' or 'roll_back'"),
     ],
 )
@@ -116,7 +116,7 @@ def jobs():
 @pytest.mark.slow
 def test_a_rolled_back_run_is_one_that_never_saw_the_batch(jobs):
     rolled, without, told, quiet = jobs
-    assert "step 16: loss spike: " in told.out and "run.loss_spike_factor is 20.0" in told.out
+    assert "step 16: loss spike: " in told.out and "run.loss_spikes.factor is 20.0" in told.out
     assert (
         "rolled back from the loss spike of step 16 to step 14; its batch 15 is left out (1 left "
         "out so far)" in told.out
@@ -159,7 +159,7 @@ def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, m
 
     monkeypatch.setattr(Partitioner, "key", counting)
     done = succeed(
-        LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoint_every_steps=None"
+        LINE, f"--job_log_dir={tmp_path}", "--set", "run.checkpoints.every_steps=None"
     )
     assert done.out.count("initialising the state") == 2
     assert held[2] == held[0]  # The state is let go of before there is another one.
@@ -171,7 +171,7 @@ def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, m
 
 
 def test_a_spike_that_is_only_reported_stands_in_its_line(tmp_path):
-    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.on_loss_spike=report")
+    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.loss_spikes.action=report")
     done = succeed(*argv)
     assert "step 16: loss spike: " in done.out and "rolled back" not in done.out
     lines = read_json_lines(JobDir(tmp_path).metrics_jsonl)

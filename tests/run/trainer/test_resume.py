@@ -144,8 +144,8 @@ class Everything(Tiny):
 
     def run(self):
         run = super().run()
-        run.num_train_steps, run.checkpoint_every_steps, run.eval_every_steps = 11, 3, 4
-        run.max_checkpoints_to_keep, run.eval_use_ema_states = 9, True
+        run.num_train_steps, run.checkpoints.every_steps, run.evaluation.every_steps = 11, 3, 4
+        run.checkpoints.max_to_keep, run.evaluation.use_ema_states = 9, True
         return run
 
 
@@ -162,7 +162,8 @@ class InFloat32(Everything):
 
     def run(self):
         run = super().run()
-        run.num_train_steps, run.checkpoint_every_steps, run.eval_every_steps = 100, None, None
+        run.num_train_steps = 100
+        run.checkpoints.every_steps = run.evaluation.every_steps = None
         return run
 '''
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from praxis_lite import ConfigError, RunConfig
+from praxis_lite import ConfigError, RunConfig, SaveSettings
 from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.trainer.job_history import when_checkpoints_come
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
@@ -13,20 +13,20 @@ from tests.support.job_runs import copy_of_trained, launch
     ("settings", "seconds", "words"),
     [
         ({}, 600, "the first after 600 s"),
-        ({"checkpoint_every_steps": 7}, None, "the first at step 42, and every 7 steps; and"),
-        ({"checkpoint_every_steps": 7, "checkpoint_every_seconds": 60}, 60, "; or after 60 s"),
-        ({"checkpoint_every_seconds": 0}, None, "all its steps are lost"),
+        ({"every_steps": 7}, None, "the first at step 42, and every 7 steps; and"),
+        ({"every_steps": 7, "every_seconds": 60}, 60, "; or after 60 s"),
+        ({"every_seconds": 0}, None, "all its steps are lost"),
     ],
 )
 def test_a_job_that_says_nothing_saves_by_time(settings, seconds, words):
-    run = RunConfig(num_train_steps=100, **settings)
-    assert run.seconds_between_checkpoints == seconds
+    run = RunConfig(num_train_steps=100, checkpoints=SaveSettings(**settings))
+    assert run.checkpoints.seconds_between == seconds
     assert words in when_checkpoints_come(run, 37)
 
 
 def test_seconds_are_none_or_a_number():
-    with pytest.raises(ConfigError, match="run.checkpoint_every_seconds is -1"):
-        RunConfig(num_train_steps=1, checkpoint_every_seconds=-1)
+    with pytest.raises(ConfigError, match="run.checkpoints.every_seconds is -1"):
+        SaveSettings(every_seconds=-1)
 
 
 def test_a_save_is_due_until_one_is_begun(mesh_of):
@@ -58,8 +58,8 @@ def test_a_job_saves_by_the_clock_and_says_what_it_makes_again(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     again = launch(
         "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job.path}", "--set",
-        "run.num_train_steps=12", "run.checkpoint_every_steps=None",
-        "run.checkpoint_every_seconds=1", "run.max_checkpoints_to_keep=9",
+        "run.num_train_steps=12", "run.checkpoints.every_steps=None",
+        "run.checkpoints.every_seconds=1", "run.checkpoints.max_to_keep=9",
     )
     assert again.code == 0, again.err
     assert "checkpoints: the first after 1 s" in again.out

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from praxis_lite import ConfigError, RunConfig
+from praxis_lite import ConfigError, EvaluationSettings, RunConfig
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.checks.job_checks import check_num_batches, check_resumable
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
@@ -122,9 +122,10 @@ def test_training_data_that_ends_too_early_is_refused():
 
 def test_an_evaluation_without_end_is_refused():
     datasets = {"train": Pipeline(None), "heldout": Pipeline(None)}
-    with pytest.raises(ConfigError, match="datasets.heldout has no end.*run.max_eval_batches"):
+    with pytest.raises(ConfigError, match="datasets.heldout has no end.*evaluation.max_batches"):
         check_num_batches(datasets, RunConfig(num_train_steps=7))
-    check_num_batches(datasets, RunConfig(num_train_steps=7, max_eval_batches=3))
+    two = EvaluationSettings(max_batches=2)
+    check_num_batches(datasets, RunConfig(num_train_steps=7, evaluation=two))
 
 
 def test_a_fingerprint_is_compared_as_json_keeps_it():

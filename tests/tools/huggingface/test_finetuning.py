@@ -148,7 +148,8 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
         (started / "pairs.jsonl").write_text(text)
     files = (f"CHAT_FILES={started / 'pairs.jsonl'}",) if "Dpo" in experiment else ()
     done = finetuned(
-        started, experiment, experiment, "run.num_train_steps=4", "run.eval_every_steps=4", *files
+        started, experiment, experiment, "run.num_train_steps=4",
+        "run.evaluation.every_steps=4", *files
     )
     assert "weights from" in done.out
     if "Dpo" in experiment:

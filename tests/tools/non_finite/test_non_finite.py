@@ -271,7 +271,9 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
 
 
 def test_a_job_reports_a_bad_step_and_goes_on_with_the_same_numbers(tmp_path):
-    faults = ("datasets.train.nan_at=3,8", "run.num_train_steps=11", "run.on_loss_spike=report")
+    faults = (
+        "datasets.train.nan_at=3,8", "run.num_train_steps=11", "run.loss_spikes.action=report",
+    )
     quiet, debugged = JobDir(tmp_path / "quiet"), JobDir(tmp_path / "debugged")
     succeed(LINE, f"--job_log_dir={quiet.path}", "--set", *faults)
     done = succeed(

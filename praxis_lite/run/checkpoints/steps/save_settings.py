@@ -1,25 +1,38 @@
-"""Settings of a job's saves: the checkpoints that stay, and the response to a failed write."""
+"""Settings of a job's saves: when, which checkpoints stay, and what follows a failed write."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints
+from praxis_lite.run.config.whole_numbers import check_whole_numbers
+
+# A job that is killed has this much to make again, if it says nothing of its checkpoints.
+SECONDS_BETWEEN_CHECKPOINTS = 600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveSettings:
-    """What of a RunConfig concerns saving; see there.
+    """When a job saves, and which checkpoints stay (`run.checkpoints`).
 
     Attributes:
-      max_to_keep: the newest steps that stay, 2 or more.
-      keep_every_steps: its multiples stay too; None for no such rule.
-      best: the best by a metric stay too; None for no such rule.
-      retries: how often a failed save is tried again before it is an error.
+      every_steps: steps between checkpoints. There is one at the end in any case.
+      every_seconds: seconds of training between checkpoints, by the first process's clock. None:
+        600 if every_steps is None, else not by time; 0: not by time.
+      max_to_keep: the newest steps that stay, 2 or more, for the newest may prove damaged.
+      keep_every_steps: checkpoints of multiples of this many steps stay besides.
+      best: the best by a metric stay besides.
+      retries: how often a failed save (a full disk) is tried again before training ends.
       retry_seconds: between two tries.
-      save_non_finite: save values that are not finite.
+      save_non_finite: save a state with a weight or slot that is not finite. False: an error.
+
+    Raises:
+      ConfigError: a number of the wrong type or out of range.
     """
 
+    every_steps: int | None = None
+    every_seconds: int | None = None
     max_to_keep: int = 3
     keep_every_steps: int | None = None
     best: BestCheckpoints | None = None
@@ -27,16 +40,23 @@ class SaveSettings:
     retry_seconds: float = 60.0
     save_non_finite: bool = False
 
+    def __post_init__(self) -> None:
+        check_whole_numbers(
+            "run.checkpoints", self,
+            {"retries": (0, math.inf), "every_seconds": (0, math.inf)},
+        )
+
+    @property
+    def seconds_between(self) -> int | None:
+        """The seconds after which a checkpoint is due, or None if none is by time."""
+        if self.every_seconds is not None:
+            return self.every_seconds or None
+        return None if self.every_steps else SECONDS_BETWEEN_CHECKPOINTS
+
     @classmethod
     def of(cls, run: Any) -> "SaveSettings":
-        """Returns the settings of a RunConfig."""
-        return cls(
-            max_to_keep=run.max_checkpoints_to_keep,
-            keep_every_steps=run.keep_checkpoint_every_steps,
-            best=run.best_checkpoints,
-            retries=run.save_retries,
-            save_non_finite=run.save_non_finite,
-        )
+        """Returns `run.checkpoints`, which a RunConfig once did not have."""
+        return run.checkpoints
 
     def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """Returns which of the steps stay; `metrics` are of each."""

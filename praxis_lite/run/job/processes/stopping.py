@@ -107,7 +107,8 @@ class StopRequest(signals.SignalListener):
         if self._status:
             signals.say(
                 f"error: {self.reason} is over before a step was made, and {self._newest}. It has "
-                "to be longer than restoring and compiling take: raise run.time_limit_seconds."
+                "to be longer than restoring and compiling take: raise "
+                "run.stopping.time_limit_seconds."
             )
             return
         signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest}")

@@ -19,7 +19,7 @@ TRAINING = "training"
 SAVING = "saving"
 
 _ADVICE = {
-    COMPILING: "a large program may take as long: then raise run.watchdog_seconds",
+    COMPILING: "a large program may take as long: then raise run.stopping.watchdog_seconds",
     TRAINING: "look for the input pipeline, a peer that is gone, a device that does not answer",
     SAVING: "look at the file system of job_log_dir; the process is not ended while it saves",
 }

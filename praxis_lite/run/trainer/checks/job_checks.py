@@ -1,6 +1,7 @@
 """Checks of a job before its first step compiles."""
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,10 +60,10 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
                 f"{run.num_train_steps}. Use a pipeline without end (shuffle=True), or make at "
                 f"most {found} steps."
             )
-        if name != TRAIN and found is None and run.max_eval_batches is None:
+        if name != TRAIN and found is None and run.evaluation.max_batches is None:
             raise ConfigError(
                 f"datasets.{name} has no end, so no evaluation on it would end. Use a pipeline of "
-                "one pass (shuffle=False, or num_batches), or set run.max_eval_batches."
+                "one pass (shuffle=False, or num_batches), or set run.evaluation.max_batches."
             )
 
 
@@ -236,7 +237,7 @@ def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
     """Raises ConfigError if averages of weights are to be evaluated and the learner keeps none."""
     opt_states = partitioner.layout.shapes.opt_states
-    for use_ema in (run.eval_use_ema_states, run.decode_use_ema_states):
+    for use_ema in (run.evaluation.use_ema_states, run.decode_use_ema_states):
         partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
 
 
@@ -245,10 +246,10 @@ def check_watched_metrics(
 ) -> None:
     """Raises ConfigError if a metric that stops training or keeps checkpoints is not evaluated.
 
-    It must be evaluated before the last step too, and for run.best_checkpoints at each checkpoint.
+    It must be evaluated before the last step too, and for run.checkpoints.best at each checkpoint.
     """
-    for setting in ("early_stopping", "best_checkpoints"):
-        watching = getattr(run, setting)
+    for setting in ("stopping.early", "checkpoints.best"):
+        watching = operator.attrgetter(setting)(run)
         if watching is None:
             continue
         names = []
@@ -261,17 +262,17 @@ def check_watched_metrics(
                 f"run.{setting}.metric is '{watching.metric}', but evaluations have "
                 f"{sorted(names) or 'no dataset'}.{did_you_mean(watching.metric, names)}"
             )
-        if run.eval_every_steps is None:
+        if run.evaluation.every_steps is None:
             raise ConfigError(
                 f"run.{setting} watches {watching.metric}, but the only evaluation is at the last "
-                "step: set run.eval_every_steps."
+                "step: set run.evaluation.every_steps."
             )
-    saved_every = run.checkpoint_every_steps
-    if run.best_checkpoints and (saved_every is None or saved_every % run.eval_every_steps):
+    saved_every = run.checkpoints.every_steps
+    if run.checkpoints.best and (saved_every is None or saved_every % run.evaluation.every_steps):
         raise ConfigError(
-            f"run.best_checkpoints needs an evaluation at each checkpoint, but "
-            f"run.checkpoint_every_steps is {saved_every} and run.eval_every_steps "
-            f"{run.eval_every_steps}. Make the first a multiple of the second."
+            f"run.checkpoints.best needs an evaluation at each checkpoint, but "
+            f"run.checkpoints.every_steps is {saved_every} and run.evaluation.every_steps "
+            f"{run.evaluation.every_steps}. Make the first a multiple of the second."
         )
 
 

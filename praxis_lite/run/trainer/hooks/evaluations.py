@@ -17,13 +17,13 @@ class Evaluations(Hook):
     """
 
     def __init__(self, job: JobOnMesh):
-        self._job, self.every = job, job.run.eval_every_steps
+        self._job, self.every = job, job.run.evaluation.every_steps
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         job, step = self._job, loop.first_step
         self._loop = loop
         self._evaluator = Evaluator(
-            job.partitioner, job.eval_sets, job.run.max_eval_batches, None, loop.note,
+            job.partitioner, job.eval_sets, job.run.evaluation.max_batches, None, loop.note,
             seed=job.run.seed,
         )
         saved = loop.checkpoints.latest_step()
@@ -46,7 +46,7 @@ class Evaluations(Hook):
             # Not kept in a variable: averages are another copy of the weights.
             results = self._evaluator.run(
                 step,
-                self._job.partitioner.eval_mdl_vars(state, use_ema=run.eval_use_ema_states),
+                self._job.partitioner.eval_mdl_vars(state, use_ema=run.evaluation.use_ema_states),
                 loop.asked_to_stop,
             )
         if results is not None:
@@ -59,7 +59,7 @@ class EarlyStops(Hook):
     every, waits = None, False
 
     def __init__(self, job: JobOnMesh):
-        self._job, self._stopping = job, job.run.early_stopping
+        self._job, self._stopping = job, job.run.stopping.early
         self._watched: dict[int, float] = {}
 
     def before_training(self, loop: Loop, state: TrainState) -> None:

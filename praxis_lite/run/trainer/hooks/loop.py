@@ -36,14 +36,14 @@ class Loop:
         checkpoints: Checkpoints, stop: StopRequest, hooks: Sequence[Hook],
         note: Callable[[str], None],
     ):
-        run = job.run
+        stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
         self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
         self.watchdog = Watchdog(
-            run.watchdog_seconds, exits=run.watchdog_exits, is_saving=checkpoints.is_saving,
-            stacks_txt=job.files.stacks_txt,
+            stopping.watchdog_seconds, exits=stopping.watchdog_exits,
+            is_saving=checkpoints.is_saving, stacks_txt=job.files.stacks_txt,
         )
         self.stops, self.reason = False, None
         self.results: Results | None = None
@@ -53,7 +53,7 @@ class Loop:
     def asked_to_stop(self) -> bool:
         """Returns `stops`, having asked all processes; a sign of life for the watchdog."""
         self.watchdog.alive()
-        seconds = self.job.run.seconds_between_checkpoints
+        seconds = self.job.run.checkpoints.seconds_between
         is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
         self.stops |= self.consensus.reached(self.stop.reason is not None, is_due)
         return self.stops

@@ -20,11 +20,11 @@ class LossSpikes(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop, run = loop, self._job.run
         # Read once the lines after the first step were dropped.
-        self._spikes = SpikeDetector(run.loss_spike_factor, losses_before(run, self._job.files))
+        self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, int]:
         self._median = self._spikes.median_below(metrics.line["loss"])
-        if self._job.run.loss_spike_factor is None:
+        if self._job.run.loss_spikes.factor is None:
             return {}
         return {
             "is_loss_spike": int(self._median is not None),
@@ -37,8 +37,8 @@ class LossSpikes(Hook):
             return
         self._loop.note(
             f"step {metrics.step}: loss spike: {metric_text(loss)} is {loss / median:.1f} times "
-            f"{metric_text(median)}, the median of the losses before (run.loss_spike_factor is "
-            f"{run.loss_spike_factor})"
+            f"{metric_text(median)}, the median of the losses before (run.loss_spikes.factor is "
+            f"{run.loss_spikes.factor})"
         )
-        if run.on_loss_spike == "roll_back":
+        if run.loss_spikes.action == "roll_back":
             raise LossSpike(metrics.step, metrics.batch)

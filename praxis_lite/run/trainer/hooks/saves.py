@@ -21,11 +21,11 @@ class Saves(Hook):
     """
 
     def __init__(self, job: JobOnMesh):
-        self._job, self.every = job, job.run.checkpoint_every_steps
+        self._job, self.every = job, job.run.checkpoints.every_steps
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
-        if loop.results is not None and self._job.run.best_checkpoints is not None:
+        if loop.results is not None and self._job.run.checkpoints.best is not None:
             # Saved again, with the values of the late evaluation, that it is judged by.
             loop.stop.step_ended()
             self.save(loop.first_step, state, is_last=True)

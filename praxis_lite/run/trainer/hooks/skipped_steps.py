@@ -42,7 +42,7 @@ class SkippedSteps(Hook):
             f"gradient too large ({metrics.line['num_skipped_steps']} skipped so far); weights and "
             "slots stay" + (f". {data}" if data else "")
         )
-        most = self._job.run.max_skipped_steps_in_a_row
+        most = self._job.run.stopping.max_skipped_steps_in_a_row
         if most is not None and in_a_row >= most:
             raise ConfigError(self._too_many(step, in_a_row, data))
 
@@ -68,7 +68,7 @@ class SkippedSteps(Hook):
             f"The last {in_a_row} steps, to step {step}, were skipped, because their loss, "
             "gradient or learning rate was not finite, or their gradient too large; step "
             f"{last_good} was the last good one. {checkpoint}. {advice}; to go on skipping, raise "
-            "run.max_skipped_steps_in_a_row (None: no limit)."
+            "run.stopping.max_skipped_steps_in_a_row (None: no limit)."
         )
 
 

@@ -17,6 +17,7 @@ from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.experiment.run_settings import StopSettings
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer import launch
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -110,8 +111,9 @@ def _losses(
     launched = LaunchedConfig(check.config, check.found.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
         run = RunConfig(
-            num_train_steps=num_steps, seed=check.seed, watchdog_seconds=None,
-            max_skipped_steps_in_a_row=None, save_non_finite=True,
+            num_train_steps=num_steps, seed=check.seed,
+            checkpoints=SaveSettings(save_non_finite=True),
+            stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
         )
         job = JobOnMesh(one.partitioner, {TRAIN: pipeline}, {}, run, JobDir(folder))
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(LastStepUnsound):
