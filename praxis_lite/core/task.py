@@ -2,15 +2,16 @@
 
 import abc
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite.core.callables import check_takes
+from praxis_lite.core.callables import callable_name, check_takes
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.metrics import (
@@ -174,12 +175,15 @@ class Task(abc.ABC):
 
     def outputs(
         self,
-        method: Literal["compute_loss", "compute_eval_loss"],
+        method: Callable[..., LossOutputs],
         model: Any,
         inputs: Mapping[str, jax.Array],
         key: jax.Array | None,
     ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
         """Returns the result of a method above in the form a step needs, as two dicts.
+
+        Args:
+          method: `self.compute_loss` or `self.compute_eval_loss`.
 
         Returns:
           metrics, name -> (value, weight); per-example outputs, name -> [B, ...].
@@ -189,10 +193,17 @@ class Task(abc.ABC):
             scalars (value, weight), "loss" among them, and outputs with the batch's rows; or a
             metric of `metrics` does; names what was found.
         """
-        name = f"{type(self).__name__}.{method}"
-        check_takes(name, getattr(self, method), "model", "inputs", "key")
+        if isinstance(method, str):
+            warnings.warn(
+                f"Task.outputs takes the method itself now, task.{method}, and a name until the "
+                "next minor version.", DeprecationWarning, stacklevel=2,
+            )
+            methods = (self.compute_loss, self.compute_eval_loss)
+            method = dict(zip(("compute_loss", "compute_eval_loss"), methods, strict=True))[method]
+        name = f"{type(self).__name__}.{callable_name(method).rpartition('.')[2]}"
+        check_takes(name, method, "model", "inputs", "key")
         with sharing() as shared:
-            found, examples = getattr(self, method)(model, inputs, key), {}
+            found, examples = method(model, inputs, key), {}
         if isinstance(found, tuple) and [isinstance(x, Mapping) for x in found] == [True, True]:
             found, examples = found
         num_rows = num_rows_of(inputs)

@@ -113,7 +113,7 @@ def test_metrics_of_training_and_evaluation_are_numpys(
 def test_a_batch_without_true_rows_weighs_nothing():
     inputs = {**batch(), "weights": np.zeros(NUM_ROWS, np.float32)}
     task = task_of()
-    metrics, _ = task.outputs("compute_loss", init(jax.random.key(0)), _on_device(inputs), None)
+    metrics, _ = task.outputs(task.compute_loss, init(jax.random.key(0)), _on_device(inputs), None)
     assert {name: float(weight) for name, (_, weight) in metrics.items()} == dict.fromkeys(
         ["loss", *METRICS], 0.0
     )
@@ -123,7 +123,7 @@ def test_no_gradient_is_taken_through_a_metric():
     task = task_of({"rooted": lambda outputs, inputs: jnp.sqrt(outputs["loss"] * 0.0)})
 
     def total(params):
-        pairs, _ = task.outputs("compute_loss", params, _on_device(batch()), None)
+        pairs, _ = task.outputs(task.compute_loss, params, _on_device(batch()), None)
         return pairs["loss"][0] + pairs["rooted"][0]
 
     assert np.all(np.isfinite(jax.grad(total)(init(jax.random.key(0)))["w"]))
@@ -143,14 +143,14 @@ def test_the_outputs_of_the_librarys_own_tasks():
     model = lambda ids, key: (jnp.asarray(logits), None)  # noqa: E731
     inputs = _on_device({"ids": labels, "labels": labels, "weights": weights.astype(np.float32)})
     lm = LanguageModelTask(FunctionModel(init), **settings)
-    value, weight = lm.outputs("compute_loss", model, inputs, None)[0]["entropy"]
+    value, weight = lm.outputs(lm.compute_loss, model, inputs, None)[0]["entropy"]
     np.testing.assert_allclose(value, np.average(entropies, weights=weights), rtol=1e-6)
     assert weight == weights.sum()
     classes = ClassificationTask(FunctionModel(init), **settings)
     inputs = _on_device({
         "inputs": logits[:, 0], "labels": labels[:, 0], "weights": weights[:, 0].astype(np.float32)
     })
-    value, _ = classes.outputs("compute_loss", lambda x: x, inputs, None)[0]["entropy"]
+    value, _ = classes.outputs(classes.compute_loss, lambda x: x, inputs, None)[0]["entropy"]
     np.testing.assert_allclose(value, entropies[:, 0].mean(), rtol=1e-6)
 
 
@@ -183,8 +183,9 @@ def test_a_metric_that_returns_or_reads_something_else_is_named(name, metric, wo
     spec = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch().items()}
     with pytest.raises(ConfigError, match=words):
         jax.eval_shape(
-            lambda inputs: task.outputs("compute_loss", init(jax.random.key(0)), inputs, None)[0],
-            spec,
+            lambda inputs: task.outputs(
+                task.compute_loss, init(jax.random.key(0)), inputs, None
+            )[0], spec,
         )
 
 
@@ -195,3 +196,11 @@ def test_values_of_another_number_of_rows_are_no_metric():
 
 def _on_device(inputs):
     return jax.tree.map(jnp.asarray, inputs)
+
+
+def test_outputs_by_the_name_of_a_method_come_with_a_warning():
+    task, params, inputs = task_of(), init(jax.random.key(0)), _on_device(batch())
+    by_method = task.outputs(task.compute_loss, params, inputs, None)
+    with pytest.warns(DeprecationWarning, match="the method itself now, task.compute_loss"):
+        by_name = task.outputs("compute_loss", params, inputs, None)
+    jax.tree.map(np.testing.assert_array_equal, by_name, by_method)

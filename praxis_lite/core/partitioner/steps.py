@@ -62,7 +62,7 @@ def train_step(
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
         module = task.module({"params": params, "non_trainable": non_trainable}, key)
-        metrics, _ = task.outputs("compute_loss", module, task.cast_inputs(inputs), key)
+        metrics, _ = task.outputs(task.compute_loss, module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
         return scaled_loss, (metrics, task.model.non_trainable(module))
@@ -100,7 +100,7 @@ def eval_step(
     """
     key = jax.random.key(0) if key is None else key
     module = task.module(mdl_vars, eval_key=key)
-    return task.outputs("compute_eval_loss", module, task.cast_inputs(inputs), key)
+    return task.outputs(task.compute_eval_loss, module, task.cast_inputs(inputs), key)
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:

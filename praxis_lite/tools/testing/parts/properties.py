@@ -108,7 +108,7 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
         )
         found = {}
         for name, given in (("packed", together), ("alone", alone)):
-            metrics, _ = task.outputs("compute_loss", task.module(mdl_vars), given, None)
+            metrics, _ = task.outputs(task.compute_loss, task.module(mdl_vars), given, None)
             found[name] = metrics["loss"][0]
         return found
 
