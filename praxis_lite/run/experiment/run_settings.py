@@ -59,7 +59,7 @@ class StopSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSpikeSettings:
-    """What is a loss spike, and what follows it (`run.loss_spikes`).
+    """The size of a loss that is a spike, and the action that follows (`run.loss_spikes`).
 
     Attributes:
         factor: a loss above this many times the median of the last 100, if that is positive, is a
