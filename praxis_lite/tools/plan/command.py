@@ -95,7 +95,8 @@ def plan_job(
     for warning in warnings:
         print(f"WARNING: {warning}")
     plans, explained = [], []
-    for step, name, spec in step_specs(job, [partitioner.steps[step] for step in steps]):
+    chosen = [partitioner.steps[step] for step in steps]
+    for step, name, spec in step_specs(job, partitioner, chosen):
         print(f"\n{step.name}, batches of {name}: compiling", flush=True)
         with explained_warnings(print):
             one = plan_step(partitioner, step, spec, topology)

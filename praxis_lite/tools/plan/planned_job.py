@@ -57,7 +57,7 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
 
 
 def step_specs(
-    job: Job, steps: Sequence[Step]
+    job: Job, partitioner: Partitioner, steps: Sequence[Step]
 ) -> list[tuple[Step, str, dict]]:
     """Returns (step, dataset, shapes and types of a batch) of the steps asked for; reads no data.
 
@@ -66,7 +66,7 @@ def step_specs(
     """
     found = []
     for step in steps:
-        is_decoded = step.name == "decode_step"
+        is_decoded = step is partitioner.decode_step
         root = "decode_datasets" if is_decoded else "datasets"
         names = [
             name for name in getattr(job, root) if is_decoded or (name == TRAIN) == step.trains

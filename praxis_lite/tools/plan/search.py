@@ -118,7 +118,7 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
         )
         job = dataclasses.replace(job, mesh=mesh)
     partitioner = planned_partitioner(job, topology)
-    ((_, _, spec),) = step_specs(job, [partitioner.train_step])
+    ((_, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
     held = bytes_per_device(partitioner.layout)
     weights = max(held.get("weights", 0), 1)
     rows = next(iter(jax.tree.leaves(spec))).shape[0]
@@ -143,7 +143,7 @@ def planned(
         settings = [*launched.settings, *one.settings]
         job = build(config_of_experiment(launched.experiment, settings, packages).config)
         partitioner = planned_partitioner(job, topology)
-        ((step, _, spec),) = step_specs(job, [partitioner.train_step])
+        ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
         with explained_warnings(lambda warning: None):
             made = plan_step(partitioner, step, spec, topology)
     except (ConfigError, jax.errors.JaxRuntimeError) as error:

@@ -43,7 +43,7 @@ def compiled():
                  "SHARDING_PRESET=fsdp+tensor")
     topology = topology_of("cpu:8")
     partitioner = planned_partitioner(job, topology)
-    ((step, _, spec),) = step_specs(job, [partitioner.train_step])
+    ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
     lowered = step.lower(spec)
     return partitioner, spec, topology, lowered.compile()
 
@@ -155,7 +155,7 @@ def test_gpus_are_modelled_and_said_to_be():
     topology = topology_of("gpu:h100:1x8")
     job = job_of()
     partitioner = planned_partitioner(job, topology)
-    ((step, _, spec),) = step_specs(job, [partitioner.eval_step])
+    ((step, _, spec),) = step_specs(job, partitioner, [partitioner.eval_step])
     made = plan_step(partitioner, step, spec, topology)
     assert "modelled, not compiled" in made.notes[0]
     assert made.step_seconds_low < made.step_seconds < made.step_seconds_high
@@ -182,7 +182,7 @@ def test_a_pipelines_bubbles_are_told():
     # Two stages, four microbatches, each twice round: 1 of 9 ticks.
     job = job_of(exp="pipelined.PyDocs")
     partitioner = planned_partitioner(job, topology_of("cpu:8"))
-    ((_, _, spec),) = step_specs(job, [partitioner.train_step])
+    ((_, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
     assert predict._bubbles(partitioner, partitioner.train_step, spec) == pytest.approx(1 / 9)
 
 

@@ -81,7 +81,7 @@ def compiled_step(
             mesh_config = dataclasses.replace(job.mesh, allow_unused_devices=True)
             job = dataclasses.replace(job, mesh=mesh_config)
         partitioner = planned_partitioner(job, topology_of(topology))
-        ((_, _, spec),) = step_specs(job, [partitioner.steps[step]])
+        ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
     compiled = partitioner.steps[step].lower(spec).compile()
     found = hlo.collectives(compiled, dict(partitioner.mesh.shape))
     return CompiledStep(step, found, partitioner.layout, compiled)
