@@ -1,13 +1,12 @@
 """A batch in parts: micro-batches, and the rows of devices with explicit collectives."""
 
-import contextlib
 import functools
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core import Partitioner
+from praxis_lite.core import Gradients
 from praxis_lite.core.partitioner import accumulation
 from tests.tools.testing import tiny
 from tests.tools.testing.defects.defect import Defect, after, replaced
@@ -78,11 +77,9 @@ def _planted(how):
         return value_and_grad
 
     def planted():
-        stack = contextlib.ExitStack()
-        made = new(accumulation.value_and_grad)
-        defaults = {**Partitioner.__init__.__kwdefaults__, "value_and_grad": made}
-        stack.enter_context(mock.patch.object(Partitioner.__init__, "__kwdefaults__", defaults))
-        return stack
+        _, *others = Gradients.__init__.__defaults__
+        defaults = (new(accumulation.value_and_grad), *others)
+        return mock.patch.object(Gradients.__init__, "__defaults__", defaults)
 
     return planted
 
